@@ -1,0 +1,122 @@
+"""The error tree of SDK and CLI, and the one table that maps the service's codes to it.
+
+EverstepError
+├── InvalidSpec          422  the request is wrong; .errors names every field
+├── AuthError            401, 403
+├── NotFound             404
+├── Conflict             409  idempotency_conflict, invalid_transition
+├── RateLimited          429
+├── Unavailable          503, or the service cannot be reached
+├── CorruptDownload      bytes that arrived are not those that were promised
+├── RunFailed            a run that was waited for ended FAILED or CANCELLED
+├── WaitTimeout          a run did not end in time
+└── ServiceError         any other answer of the service
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.wire import Failure, Run
+
+
+@dataclass(frozen=True)
+class FieldError:
+    """One fault of a request: ``loc`` is the path of keys and indices, ``msg`` says what is wrong and the way out."""
+
+    loc: tuple[str | int, ...]
+    msg: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.loc)) or 'spec'}: {self.msg}"
+
+
+class EverstepError(Exception):
+    """Base of every error that this package raises."""
+
+    code = "error"
+    status: int | None = None
+
+    def __init__(self, message: str, *, code: str | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.status = status if status is not None else type(self).status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[EverstepError], args: tuple[Any, ...], state: dict[str, Any]) -> EverstepError:
+    """Unpickle without calling subclasses' constructors, whose arguments differ."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidSpec(EverstepError):
+    code, status = "invalid_spec", 422
+
+    def __init__(self, errors: tuple[FieldError, ...], message: str | None = None) -> None:
+        super().__init__(message or "\n".join(map(str, errors)))
+        self.errors = errors
+
+
+class AuthError(EverstepError):
+    code, status = "unauthorized", 401
+
+
+class NotFound(EverstepError):
+    code, status = "not_found", 404
+
+
+class Conflict(EverstepError):
+    code, status = "conflict", 409
+
+
+class RateLimited(EverstepError):
+    code, status = "rate_limited", 429
+
+
+class Unavailable(EverstepError):
+    code, status = "unavailable", 503
+
+
+class CorruptDownload(EverstepError):
+    code = "corrupt_download"
+
+
+class ServiceError(EverstepError):
+    code = "service_error"
+
+
+class WaitTimeout(EverstepError):
+    code = "wait_timeout"
+
+
+class RunFailed(EverstepError):
+    """A run ended FAILED or CANCELLED; ``failure`` is its last recorded failure, where there is one."""
+
+    code = "run_failed"
+
+    def __init__(self, run: Run, failure: Failure | None = None) -> None:
+        reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason given"
+        super().__init__(f"run {run.id} ended {run.status}: {reason}")
+        self.run = run
+        self.failure = failure
+
+
+ERROR_BY_STATUS: dict[int, type[EverstepError]] = {
+    400: ServiceError,
+    401: AuthError,
+    403: AuthError,
+    404: NotFound,
+    409: Conflict,
+    422: InvalidSpec,
+    429: RateLimited,
+    503: Unavailable,
+}
+"""Which error a problem answer becomes; any other status is ServiceError."""

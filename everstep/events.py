@@ -1,0 +1,50 @@
+"""Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
+
+The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
+``run_created``, ``status`` and ``stop_requested``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class EventKind(StrEnum):
+    RUN_CREATED = "run_created"
+    """By the service. data: name, project."""
+    STATUS = "status"
+    """By the service, on every transition. data: from, to, reason {code, message} | null."""
+    STOP_REQUESTED = "stop_requested"
+    """By the service. data: stop ("cancel" | "pause")."""
+    SUBMISSION_STARTED = "submission_started"
+    """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep, ray, torch, python}."""
+    WAITING = "waiting"
+    """No worker group yet for want of resources. data: code, message, missing {resource: amount}."""
+    ATTEMPT_STARTED = "attempt_started"
+    """A worker group runs. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
+    RESTORED = "restored"
+    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" | "snapshot"), checkpoint | null,
+    rejected [{name, problem}]."""
+    TRAINING_STARTED = "training_started"
+    """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
+    device, backend."""
+    METRICS = "metrics"
+    """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}]; ``step`` counts steps done."""
+    EVALUATED = "evaluated"
+    """data: step, epoch, metrics {name: float}."""
+    EPOCH_COMPLETED = "epoch_completed"
+    """data: epoch, samples, used_once, duplicates, missing, digest, seconds."""
+    CHECKPOINT_COMMITTED = "checkpoint_committed"
+    """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    """A save failed; training goes on. data: step, error."""
+    CHECKPOINT_DELETED = "checkpoint_deleted"
+    """By retention. data: step, name."""
+    FAILURE = "failure"
+    """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
+    RECOVERED = "recovered"
+    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before, world_size_after, phases {name: seconds}."""
+    ATTEMPT_ENDED = "attempt_ended"
+    """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
+    FINISHED = "finished"
+    """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code, message} | null, step."""

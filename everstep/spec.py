@@ -1,0 +1,264 @@
+"""RunSpec: everything that a training request says. Frozen, and validated completely at the edge."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
+
+from everstep.catalog import (
+    AdamWSpec,
+    ConstantScheduleSpec,
+    Fraction,
+    Frozen,
+    OptimizerSpec,
+    PositiveFiniteFloat,
+    ScheduleSpec,
+    TaskSpec,
+)
+from everstep.errors import FieldError, InvalidSpec
+
+Seconds = PositiveFiniteFloat
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
+REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "PYTHON")
+MAX_WORKERS = 16_384
+
+
+class LoaderSpec(Frozen):
+    num_workers: Annotated[int, Field(ge=0, le=128)] | Literal["auto"] = "auto"
+    """Loader processes a rank; ``auto`` is 0 for data in memory, else the cores that a rank has."""
+    prefetch_factor: PositiveInt = 4
+    """Micro-batches that each loader process keeps ready."""
+
+
+class TrainSpec(Frozen):
+    epochs: PositiveInt = 1
+    """Passes over the training set."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps, whatever ``epochs`` says."""
+    global_batch_size: PositiveInt = 128
+    """Samples in one optimizer step, whatever the world size."""
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Samples in one forward pass; which rank runs it does not matter. ``auto`` picks one that divides well over likely world sizes."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of forward and backward; fp16 uses a loss scaler."""
+    grad_clip_norm: PositiveFiniteFloat | None = None
+    """Largest global L2 norm of the gradient; None does not clip."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initial weights, data order, augmentation and dropout."""
+    eval_every_epochs: PositiveInt = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    deterministic: bool | Literal["auto"] = "auto"
+    """Deterministic kernels; ``auto`` is on for CPU and off for GPU, where they cost speed."""
+    compile: bool = False
+    """torch.compile the model; the first step of every attempt is then slow."""
+    loader: LoaderSpec = LoaderSpec()
+    """How samples are loaded."""
+    ema_decay: Fraction | None = None
+    """Decay of an exponential moving average of the weights, evaluated and saved beside them; None keeps none."""
+
+    @field_validator("micro_batch_size")
+    @classmethod
+    def _micro_fits_global(cls, value: int | str, info: ValidationInfo) -> int | str:
+        largest = info.data.get("global_batch_size")
+        if isinstance(value, int) and largest is not None and value > largest:
+            raise PydanticCustomError(
+                "micro_exceeds_global",
+                "micro_batch_size {value} is larger than global_batch_size {largest}; make it at most {largest}",
+                {"value": value, "largest": largest},
+            )
+        return value
+
+
+class ScalingSpec(Frozen):
+    min_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
+    """The run waits below this many ranks."""
+    max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
+    """Ranks that the run uses where the cluster has room."""
+    resources_per_worker: dict[str, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
+    """Ray resources of one rank; GPUs are added by ``use_gpu``."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """One GPU a rank; ``auto`` uses GPUs where the cluster has them. NCCL on GPU, gloo on CPU."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "SPREAD"
+    """Ray's placement of ranks over nodes."""
+    accelerator_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Ray accelerator type, for example ``A100``; needs ``use_gpu``."""
+
+    @field_validator("max_workers")
+    @classmethod
+    def _max_reaches_min(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min_workers")
+        if least is not None and value < least:
+            raise PydanticCustomError(
+                "max_below_min",
+                "max_workers {value} is smaller than min_workers {least}; raise max_workers or lower min_workers",
+                {"value": value, "least": least},
+            )
+        return value
+
+    @field_validator("accelerator_type")
+    @classmethod
+    def _accelerator_needs_gpu(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("use_gpu") is False:
+            raise PydanticCustomError(
+                "accelerator_without_gpu", "accelerator_type needs use_gpu true or auto, but use_gpu is false"
+            )
+        return value
+
+
+class CheckpointSpec(Frozen):
+    every_steps: PositiveInt | None = 50
+    """Optimizer steps between two checkpoints; None saves by time only, and always at the end."""
+    every_s: Seconds | None = None
+    """Seconds between two checkpoints; None saves by steps only."""
+    keep_latest: PositiveInt = 3
+    """Newest checkpoints that are kept; the best one is kept besides."""
+    best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Validation metric that names the best checkpoint, for example ``accuracy``; None keeps only the latest."""
+    best_mode: Literal["min", "max"] = "max"
+    """Whether the best is the smallest or the largest value."""
+
+
+class RecoverySpec(Frozen):
+    max_user_errors: Annotated[int, Field(ge=0)] = 1
+    """Restarts after an exception of user code; the same error at the same step twice stops at once."""
+    max_system_failures: Annotated[int, Field(ge=0)] = 100
+    """Restarts after lost workers, nodes and the like; progress gives the budget back."""
+    hang_timeout_s: Seconds | None = None
+    """A rank without a step for so long is taken for hung; None learns it: max(60 s, 10 x p99 of its steps)."""
+    deadline_s: Seconds | None = None
+    """The run fails with ``deadline_exceeded`` so many seconds after its creation; None never."""
+
+
+class RunSpec(Frozen):
+    """A training request. Only ``name`` and ``task`` are required.
+
+    >>> RunSpec.model_validate({"name": "digits", "task": {"name": "image_classification",
+    ...     "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}).train.global_batch_size
+    128
+    """
+
+    name: Name
+    """What people call the run; need not be unique."""
+    project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "default"
+    """Project that the run belongs to."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Higher runs start first."""
+    tags: dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=dict, max_length=64
+    )
+    """Free labels to filter by."""
+    task: TaskSpec
+    """What is trained on what."""
+    code: None = None
+    """Own code by archive; not served by this version."""
+    optimizer: OptimizerSpec = AdamWSpec()
+    """The optimizer and its arguments."""
+    schedule: ScheduleSpec = ConstantScheduleSpec()
+    """Learning rate over steps."""
+    train: TrainSpec = TrainSpec()
+    """The training loop."""
+    scaling: ScalingSpec = ScalingSpec()
+    """Ranks and their resources."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """When state is saved and what is kept."""
+    recovery: RecoverySpec = RecoverySpec()
+    """Budgets and time-outs."""
+    resume_from: None = None
+    """Start from a checkpoint of another run; not served by this version."""
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=dict, max_length=256
+    )
+    """Environment of every rank, set before the process group exists."""
+    secrets: Annotated[dict[str, str], Field(max_length=0)] = Field(default_factory=dict)
+    """Names of secret files on the nodes; not served by this version."""
+    runtime_env: None = None
+    """Ray runtime environment; the operator allows none in this version."""
+
+    @field_validator("code", "resume_from", "runtime_env", mode="before")
+    @classmethod
+    def _not_served(cls, value: Any, info: ValidationInfo) -> None:
+        if value is not None:
+            raise PydanticCustomError(
+                "not_served", "{field} is not served by this version; leave it out or set it to null", {"field": info.field_name}
+            )
+
+    @field_validator("env")
+    @classmethod
+    def _env_is_the_users(cls, value: dict[str, str]) -> dict[str, str]:
+        refused = sorted(key for key in value if key.upper().startswith(REFUSED_ENV_PREFIXES))
+        if refused:
+            raise PydanticCustomError(
+                "env_refused",
+                "{names} may not be set: names that begin with RAY_, EVERSTEP_, LD_ or PYTHON belong to the service",
+                {"names": ", ".join(refused)},
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _workers_have_micro_batches(self) -> RunSpec:
+        micro = self.micro_batch_size
+        num_micro = math.ceil(self.train.global_batch_size / micro)
+        if self.scaling.min_workers > num_micro:
+            raise PydanticCustomError(
+                "more_workers_than_micro_batches",
+                "scaling.min_workers {workers} ranks would share {num_micro} micro-batches of a global batch; "
+                "lower min_workers or train.micro_batch_size",
+                {"workers": self.scaling.min_workers, "num_micro": num_micro},
+            )
+        return self
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The micro-batch size in samples, with ``auto`` resolved."""
+        if self.train.micro_batch_size != "auto":
+            return self.train.micro_batch_size
+        return auto_micro_batch_size(self.train.global_batch_size, self.scaling.max_workers)
+
+
+def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
+    """Samples per micro-batch that divide evenly over as many of the likely world sizes as is cheap.
+
+    Takes the count of micro-batches that divides by max_workers and by as many smaller world sizes as possible, at most four
+    micro-batches a rank at full size, so that a shrunk group still shares evenly.
+    """
+    candidates = [max_workers * factor for factor in (1, 2, 3, 4) if max_workers * factor <= global_batch_size]
+    if not candidates:
+        return 1
+
+    def evenness(count: int) -> tuple[int, int, int]:
+        smaller = sum(count % size == 0 for size in range(max(1, max_workers // 2), max_workers + 1))
+        return (global_batch_size % count == 0, smaller, -count)
+
+    return math.ceil(global_batch_size / max(candidates, key=evenness))
+
+
+def parse_spec(raw: Any) -> RunSpec:
+    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found at once."""
+    try:
+        return RunSpec.model_validate(raw)
+    except ValidationError as exc:
+        raise InvalidSpec(tuple(_field_error(raw, error) for error in exc.errors(include_url=False))) from exc
+
+
+def _field_error(raw: Any, error: ErrorDetails) -> FieldError:
+    """One fault with the path that the user wrote: tags that pydantic adds at unions are left out."""
+    path: list[str | int] = []
+    node, parts = raw, list(error["loc"])
+    for position, part in enumerate(parts):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif position < len(parts) - 1 or not _is_field(part, error):
+            continue
+        path.append(part)
+    return FieldError(loc=tuple(path), msg=re.sub(r"^Value error, ", "", error["msg"]))
+
+
+def _is_field(part: str | int, error: ErrorDetails) -> bool:
+    return error["type"] == "missing" or isinstance(part, int) or "tag" not in error["type"]

@@ -1,0 +1,48 @@
+"""What a rank knows about its place in a run; built by worker.py under Ray, by tests and standalone runs by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.run_dir import RunDir
+
+Stop = Literal["cancel", "pause"]
+
+
+class JournalClient(Protocol):
+    """The way from a rank to the run's journal. Nothing here ever blocks a step."""
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        """Hand over one event; a background thread delivers it, in order, in batches."""
+
+    @property
+    def stop_requested(self) -> Stop | None:
+        """What the user asked for, as far as this rank has heard."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything handed over so far is durable; False when that took too long."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """One rank's place in an attempt. The process group exists (also at world size 1) and belongs to this attempt."""
+
+    spec: RunSpec
+    run_dir: RunDir
+    submission: int
+    attempt: int
+    world_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_id: str
+    device: torch.device
+    journal: JournalClient
+    report_checkpoint: Callable[[str, dict[str, float]], None]
+    """Tell Ray Train of a committed checkpoint by its directory's name and metrics. A barrier: every rank calls it at the same step."""
