@@ -1,0 +1,1 @@
+"""Everstep: elastic, fault-tolerant PyTorch training over HTTP."""
