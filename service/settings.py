@@ -1,0 +1,121 @@
+"""What the operator decides about one service process: read once at the start, then passed in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_HOME = Path("~/.everstep")
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_NODES = 3
+DEFAULT_CPUS_PER_NODE = 1
+
+
+class SettingsError(ValueError):
+    """A setting cannot be used; the message names it and the way out."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one service process.
+
+    >>> Settings(home=Path("/srv/everstep")).storage_uri
+    '/srv/everstep/storage'
+    """
+
+    home: Path
+    """Directory of everything that the service keeps on this machine; absolute."""
+    host: str = DEFAULT_HOST
+    """Address that the API listens on."""
+    port: int = DEFAULT_PORT
+    """TCP port of the API; 0 takes a free one."""
+    database_url: str = ""
+    """SQLAlchemy URL; empty is SQLite below ``home``."""
+    storage_uri: str = ""
+    """Where run directories lie; empty is a directory below ``home``."""
+    ray_address: str | None = None
+    """Dashboard URL of an existing Ray cluster, for example ``http://head:8265``; None is the embedded cluster."""
+    ray_token: str | None = None
+    """Token of that cluster; None is sent without one. The embedded cluster makes its own."""
+    nodes: int = DEFAULT_NODES
+    """Worker nodes of the embedded cluster; its head trains nothing."""
+    cpus_per_node: int = DEFAULT_CPUS_PER_NODE
+    """CPUs that each worker node of the embedded cluster offers."""
+    drills: bool = False
+    """Whether failure drills may be run through the API."""
+
+    def __post_init__(self) -> None:
+        if not self.home.is_absolute():
+            raise SettingsError(f"home {str(self.home)!r} is not absolute")
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"port {self.port} is not between 0 and 65535")
+        if self.nodes < 1:
+            raise SettingsError(f"nodes {self.nodes} is too few; the embedded cluster needs at least 1")
+        if self.cpus_per_node < 1:
+            raise SettingsError(f"cpus_per_node {self.cpus_per_node} is too few; a node needs at least 1")
+        if not self.database_url:
+            object.__setattr__(self, "database_url", f"sqlite:///{self.home / 'everstep.db'}")
+        if not self.storage_uri:
+            object.__setattr__(self, "storage_uri", str(self.home / "storage"))
+        if self.ray_address is not None:
+            object.__setattr__(self, "ray_address", dashboard_url(self.ray_address))
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the Ray cluster is this service's own."""
+        return self.ray_address is None
+
+    @property
+    def token_path(self) -> Path:
+        """File of the local admin token (mode 0600)."""
+        return self.home / "token"
+
+    @property
+    def url_path(self) -> Path:
+        """File that tells the CLI on this machine the service's base URL."""
+        return self.home / "url"
+
+    @property
+    def lock_path(self) -> Path:
+        """File whose lock says that a service runs on this home."""
+        return self.home / "serve.lock"
+
+    @property
+    def ray_token_path(self) -> Path:
+        """Token of the embedded Ray cluster (mode 0600)."""
+        return self.home / "ray_token"
+
+    @property
+    def cluster_path(self) -> Path:
+        """What the embedded cluster's keeper says about it."""
+        return self.home / "cluster.json"
+
+    @property
+    def cluster_log_path(self) -> Path:
+        """Output of the embedded cluster's keeper."""
+        return self.home / "cluster.log"
+
+
+def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """``EVERSTEP_HOME``, or ``~/.everstep``; absolute."""
+    return Path(environ.get("EVERSTEP_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def dashboard_url(address: str) -> str:
+    """The base URL of a Ray dashboard from ``host:port`` or a URL, without a trailing slash.
+
+    Raises SettingsError for an address of Ray's other protocols (GCS, Ray Client) or without a host.
+    """
+    scheme, separator, rest = address.strip().rpartition("://")
+    if separator and scheme not in ("http", "https"):
+        raise SettingsError(
+            f"--ray-address {address!r} is not a dashboard URL; give the cluster's dashboard, for example http://head:8265 "
+            "(the port of `ray start --dashboard-port`, not the GCS or the Ray Client port)"
+        )
+    host = rest.rstrip("/")
+    if not host or host.startswith(":"):
+        raise SettingsError(f"--ray-address {address!r} names no host; give the dashboard, for example http://head:8265")
+    return f"{scheme or 'http'}://{host}"
