@@ -1,0 +1,54 @@
+# Everstep: every command a newcomer needs. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo serve test test-unit chaos check format bench lock clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+install: $(STAMP)  ## Make .venv with everything pinned by constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt scripts/make-venv.sh
+	@scripts/make-venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)  ## Train on three local nodes, kill one in the middle, watch it carry on (KEEP=1 leaves the service up)
+	@$(BIN)/everstep demo $(if $(KEEP),--keep,)
+
+serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
+	@$(BIN)/everstep serve $(ARGS)
+
+test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite (about ten minutes on two cores)
+	@$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest tests -m "not chaos and not gpu" $(ARGS)
+
+test-unit: $(STAMP)  ## Unit tests only
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+chaos: $(STAMP)  ## The long fault-injection suites
+	$(BIN)/python -m pytest tests -m chaos $(ARGS)
+
+check: $(STAMP)  ## Lint, format, types, layering, compose schema
+	@echo "ruff, ruff format, mypy, import-linter"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)  ## Rewrite the code in the house format
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lock: $(STAMP)  ## Write constraints.txt anew from what is installed
+	@scripts/lock.sh $(BIN)/python
+
+clean:  ## Remove the virtual environment and what builds and tests left
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
