@@ -23,7 +23,7 @@ demo: $(STAMP)  ## Train on three local nodes, kill one in the middle, watch it 
 serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
 	@$(BIN)/everstep serve $(ARGS)
 
-test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite (about ten minutes on two cores)
+test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite
 	@$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest tests -m "not chaos and not gpu" $(ARGS)
 
