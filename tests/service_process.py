@@ -1,0 +1,151 @@
+"""A real Everstep service with its embedded cluster, as its own processes, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from everstep import Client
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """The first truthy value of ``fact``; fails with ``what`` when none came in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := fact()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
+        time.sleep(0.05)
+    return value
+
+
+class ServiceProcess:
+    """``python -m service.serve`` on a home directory of its own; a context manager that leaves nothing behind."""
+
+    def __init__(self, *, nodes: int = 2, cpus_per_node: int = 1, args: tuple[str, ...] = (), env: dict[str, str] | None = None):
+        self.home = Path(tempfile.mkdtemp(prefix="es-"))
+        self.port = free_port()
+        self.args = ("--nodes", str(nodes), "--cpus-per-node", str(cpus_per_node), *args)
+        self.env = env or {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServiceProcess:
+        try:
+            self.start()
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+        self._clean()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def token(self) -> str:
+        return (self.home / "token").read_text().strip()
+
+    def client(self) -> Client:
+        return Client(self.url, self.token)
+
+    def cluster(self) -> dict[str, Any]:
+        return dict(json.loads((self.home / "cluster.json").read_text()))
+
+    def launch(self, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start the process without waiting for it to be ready."""
+        with (self.home / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service.serve", "--port", str(self.port), *self.args],
+                env={**os.environ, "EVERSTEP_HOME": str(self.home), "OMP_NUM_THREADS": "1", **self.env, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return self.process
+
+    def start(self, timeout_s: float = 90) -> None:
+        process = self.launch()
+
+        def ready() -> bool:
+            if process.poll() is not None:
+                raise RuntimeError(f"serve ended with {process.returncode}:\n{self.log()[-4000:]}")
+            try:
+                return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        wait_for(ready, timeout_s, "the service's /readyz")
+
+    def log(self) -> str:
+        return (self.home / "serve.log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL of the service process alone; its cluster and runs go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """The graceful way: ends service and cluster. A service that was killed is started again to take its cluster down."""
+        if self.process is not None and self.process.poll() is not None and (self.home / "cluster.json").exists():
+            self.start()
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL a node as a power cut would: its raylet and every process below it."""
+        [node] = [node for node in self.cluster()["nodes"] if node["node_id"] == node_id]
+        raylet = psutil.Process(node["raylet_pid"])
+        for process in [raylet, *raylet.children(recursive=True)]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process that belongs to this home, by its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("EVERSTEP_HOME") == str(self.home) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def _clean(self) -> None:
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        shutil.rmtree(self.home, ignore_errors=True)
