@@ -1,0 +1,149 @@
+"""Connections: SQLite in WAL mode or PostgreSQL behind one small object, migrated when it is opened."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+
+MIGRATIONS: Final = Path(__file__).parent / "migrations"
+BUSY_TIMEOUT_MS: Final = 10_000
+POOL_SIZE: Final = 8
+
+
+class DatabaseError(Exception):
+    """Base of the errors of this package.
+
+    DatabaseError
+    └── DatabaseUnavailable   it cannot be opened or reached, or is locked for too long
+    """
+
+
+class DatabaseUnavailable(DatabaseError):
+    """The database cannot be opened or reached now; the same call may succeed later."""
+
+
+class Database:
+    """A database that readers and writers share.
+
+    Every write is one ``BEGIN IMMEDIATE`` transaction on SQLite, so that what it read cannot change before it commits;
+    PostgreSQL gets the same from the run's row lock. ``synchronous=FULL`` makes an acknowledged request survive a power cut,
+    not only the death of the process.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open without connecting.
+
+        Args:
+            url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db``.
+        """
+        self.url: Final[URL] = make_url(url)
+        self.is_sqlite: Final = self.url.get_backend_name() == "sqlite"
+        self._engine = create_engine(
+            self.url,
+            pool_size=POOL_SIZE,
+            max_overflow=POOL_SIZE,
+            pool_pre_ping=not self.is_sqlite,
+            json_serializer=_dumps,
+        )
+        # SQLite has one writer at a time. Waiting on a lock is fair and wakes at once; its own busy handler sleeps and races.
+        self._writer: threading.Lock | None = threading.Lock() if self.is_sqlite else None
+        if self.is_sqlite:
+            event.listen(self._engine, "connect", _configure_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+
+    def migrate(self) -> None:
+        """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
+        if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
+            try:
+                Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as exc:
+                raise DatabaseUnavailable(f"cannot create the directory of {self.url.database}: {exc}") from exc
+        with self.write() as connection:
+            config = Config()
+            config.set_main_option("script_location", str(MIGRATIONS))
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that sees one snapshot and writes nothing."""
+        with _mapped_errors(), self._engine.connect() as connection:
+            connection = connection.execution_options(everstep_begin="BEGIN")
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that commits when the block ends, and rolls back when it raises."""
+        with _mapped_errors(), _held(self._writer), self._engine.connect() as connection:
+            connection = connection.execution_options(everstep_begin="BEGIN IMMEDIATE")
+            with connection.begin():
+                yield connection
+
+    def probe(self) -> None:
+        """Raises DatabaseUnavailable where the database does not answer."""
+        with self.read() as connection:
+            connection.execute(text("SELECT 1 FROM runs LIMIT 1"))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+@contextmanager
+def _held(lock: threading.Lock | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    if not lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
+        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _mapped_errors() -> Iterator[None]:
+    """The one place where the driver's errors become ours. Integrity errors and bugs stay what they are."""
+    try:
+        yield
+    except OperationalError as exc:
+        raise DatabaseUnavailable(str(exc.orig)) from exc
+    except DBAPIError as exc:
+        if exc.connection_invalidated:
+            raise DatabaseUnavailable(str(exc.orig)) from exc
+        raise
+    except SQLAlchemyError as exc:
+        if type(exc).__name__ == "TimeoutError":
+            raise DatabaseUnavailable("no connection became free in time") from exc
+        raise
+
+
+def _configure_sqlite(connection: Any, _record: object) -> None:
+    # None: the driver starts no transaction of its own; _begin_sqlite says which kind.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA cache_size=-32768")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("everstep_begin", "BEGIN"))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

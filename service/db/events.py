@@ -1,0 +1,149 @@
+"""Histories of runs: events in order, and journals applied to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import structlog
+from sqlalchemy import func, select
+
+from service.db.engine import Database, DatabaseError
+from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
+from service.db.tables import checkpoint_checks, events, metrics, runs
+from service.db.writer import RunWriter
+from service.projections.changes import Changes, project
+from storage.journal import JournalEvent
+
+logger = structlog.get_logger(__name__)
+
+
+class JournalGap(DatabaseError):
+    """Events are missing between what was applied and this batch: read the journal again from the stored cursor."""
+
+
+class EventStore:
+    """Events, metrics and checkpoint checks of runs. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    # ---------------------------------------------------------------- journals
+
+    def apply_journal(self, run_id: str, submission: int, batch: Sequence[JournalEvent], cursor: str) -> RunRow:
+        """Apply what a submission's journal says, and the cursor behind it, in one transaction.
+
+        Applying a batch again, wholly or in part, changes nothing: events are counted by their place ``n`` in the journal.
+        Nothing of a submission that a newer one replaced, and nothing after a run has ended, is taken.
+
+        Args:
+            run_id: The run.
+            submission: Whose journal it is.
+            batch: Events in journal order.
+            cursor: Where to read on after them.
+
+        Returns:
+            The run as it now is.
+
+        Raises:
+            TransitionConflict: The run is gone.
+            JournalGap: The batch begins behind the next event.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            run = writer.run
+            if submission != run.submission or run.status.terminal:
+                return run
+            if run.journal_submission != submission:
+                writer.set({"journal_submission": submission, "journal_n": 0, "journal_cursor": None})
+            fresh = [event for event in batch if event.n > writer.run.journal_n]
+            if not fresh and (batch or cursor == writer.run.journal_cursor):
+                return run
+            for event in fresh:
+                if event.n != writer.run.journal_n + 1:
+                    raise JournalGap(f"journal of {run_id} s{submission:03d}: event {event.n} follows {writer.run.journal_n}")
+                _apply(writer, event)
+            writer.set({"journal_cursor": cursor})
+            return writer.save()
+
+    # ---------------------------------------------------------------- reading
+
+    def after(self, run_id: str, seq: int, limit: int, kinds: Collection[str] | None = None) -> list[EventRow]:
+        """Events behind ``seq`` in order, at most ``limit``; of these kinds only, where given."""
+        query = select(events).where(events.c.run_id == run_id, events.c.seq > seq).order_by(events.c.seq).limit(limit)
+        if kinds is not None:
+            query = query.where(events.c.kind.in_(sorted(kinds)))
+        with self._database.read() as connection:
+            return [EventRow.of(row) for row in connection.execute(query).mappings()]
+
+    def of_kinds(self, run_id: str, kinds: Collection[str]) -> list[EventRow]:
+        """Every event of these kinds, in order."""
+        query = select(events).where(events.c.run_id == run_id, events.c.kind.in_(sorted(kinds))).order_by(events.c.seq)
+        with self._database.read() as connection:
+            return [EventRow.of(row) for row in connection.execute(query).mappings()]
+
+    def heads(self, run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
+        """(last seq, status) of each of these runs; a run that is gone is left out."""
+        query = select(runs.c.id, runs.c.last_seq, runs.c.status).where(runs.c.id.in_(list(run_ids)))
+        with self._database.read() as connection:
+            return {run_id: (last_seq, status) for run_id, last_seq, status in connection.execute(query)}
+
+    def metric_names(self, run_id: str) -> list[str]:
+        query = select(metrics.c.name).where(metrics.c.run_id == run_id).group_by(metrics.c.name).order_by(metrics.c.name)
+        with self._database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def metric_points(self, run_id: str, name: str) -> list[MetricPoint]:
+        """Every point of one metric, by step."""
+        query = (
+            select(metrics.c.step, metrics.c.at, metrics.c.value)
+            .where(metrics.c.run_id == run_id, metrics.c.name == name)
+            .order_by(metrics.c.step)
+        )
+        with self._database.read() as connection:
+            return [MetricPoint(name, step, at, value) for step, at, value in connection.execute(query)]
+
+    # ---------------------------------------------------------------- checks of checkpoints
+
+    def checkpoint_checks(self, run_id: str) -> dict[str, CheckpointCheck]:
+        """The last check of each checkpoint that was ever checked, by name."""
+        query = select(checkpoint_checks).where(checkpoint_checks.c.run_id == run_id)
+        with self._database.read() as connection:
+            return {row["name"]: CheckpointCheck.of(row) for row in connection.execute(query).mappings()}
+
+    def record_check(self, run_id: str, name: str, problem: str | None) -> CheckpointCheck:
+        """Remember that a checkpoint was read back just now, and what was wrong with it."""
+        check = CheckpointCheck(name, self._clock(), problem)
+        key = (checkpoint_checks.c.run_id == run_id, checkpoint_checks.c.name == name)
+        values = {"verified_at": check.verified_at, "problem": problem}
+        with self._database.write() as connection:
+            if connection.execute(checkpoint_checks.update().where(*key).values(values)).rowcount == 0:
+                connection.execute(checkpoint_checks.insert().values(run_id=run_id, name=name, **values))
+        return check
+
+    def count(self, run_id: str) -> int:
+        with self._database.read() as connection:
+            query = select(func.count()).select_from(events).where(events.c.run_id == run_id)
+            return int(connection.execute(query).scalar_one())
+
+
+def _apply(writer: RunWriter, event: JournalEvent) -> None:
+    row = writer.append(str(event.kind), event.at, event.data, submission=event.submission, attempt=event.attempt)
+    changes = _changes(writer.run, row)
+    writer.set({**changes.columns, "journal_n": event.n})
+    writer.add_points(changes.points)
+    if changes.status is not None:
+        writer.change_status(changes.status, changes.reason, at=event.at)
+
+
+def _changes(run: RunRow, event: EventRow) -> Changes:
+    """What the event means; one whose data is not as everstep/events.py says stays in the history and means nothing.
+
+    It must not stop the tail: what comes behind it still tells how the run goes.
+    """
+    try:
+        return project(run, event)
+    except (KeyError, TypeError, ValueError) as exc:
+        logger.error("event_not_understood", run_id=run.id, seq=event.seq, kind=event.kind, error=repr(exc))
+        return Changes()

@@ -1,0 +1,138 @@
+"""Frozen rows: what the store hands out. Times are unix seconds."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from sqlalchemy import RowMapping
+
+from everstep.wire import Reason, ReasonCode, RunStatus
+
+Stop = Literal["cancel", "pause"]
+Role = Literal["viewer", "submitter", "admin"]
+
+
+class Row:
+    """What rows share: made from a result, taken apart into columns."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @classmethod
+    def of(cls, mapping: RowMapping) -> Self:
+        """The row in a query's result; columns that it does not have are left out."""
+        return cls(**{name: mapping[name] for name in cls.__dataclass_fields__})
+
+    def columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow(Row):
+    """A run as the database knows it; see tables.py for each column."""
+
+    id: str
+    name: str
+    project: str
+    priority: int
+    tags: dict[str, str]
+    spec: dict[str, Any]
+    created_by: str
+    status: RunStatus
+    reason_code: str | None
+    reason_message: str | None
+    stop_requested: Stop | None
+    stop_requested_at: float | None
+    submission: int
+    ray_job_id: str | None
+    submitted_at: float | None
+    attempt: int
+    epoch: int
+    step: int
+    total_steps: int | None
+    steps_per_epoch: int | None
+    world_size: int | None
+    metrics: dict[str, float]
+    best: dict[str, Any] | None
+    latest_checkpoint: dict[str, Any] | None
+    restarts: int
+    steps_lost: int
+    steps_lost_at_restore: int
+    time_ledger: dict[str, Any]
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    journal_submission: int
+    journal_cursor: str | None
+    journal_n: int
+    last_seq: int
+    updated_at: float
+    row_version: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", RunStatus(self.status))
+
+    @property
+    def reason(self) -> Reason | None:
+        if self.reason_code is None:
+            return None
+        return Reason(code=ReasonCode(self.reason_code), message=self.reason_message or "")
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow(Row):
+    """One event of a run's public history; ``seq`` counts from 1 without gaps."""
+
+    seq: int
+    at: float
+    kind: str
+    submission: int
+    attempt: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionRow(Row):
+    """One change of a run's status; ``from_status`` is None for the first."""
+
+    run_id: str
+    seq: int
+    from_status: str | None
+    to_status: str
+    at: float
+    reason_code: str | None
+    reason_message: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """One value of one metric; ``value`` None was not finite."""
+
+    name: str
+    step: int
+    at: float
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCheck(Row):
+    """When a checkpoint's files were last read back; ``problem`` is None where all had their size and digest."""
+
+    name: str
+    verified_at: float
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow(Row):
+    """Who a bearer token is. ``project`` None reaches every project."""
+
+    id: str
+    name: str
+    role: Role
+    project: str | None
+    sha256: str
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None

@@ -1,0 +1,343 @@
+"""Runs in the database: made once, changed through RunWriter, found by filters. Every method is one transaction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Select, and_, delete, exists, func, insert, or_, select
+from sqlalchemy.exc import IntegrityError
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from everstep.wire import Reason, RunStatus
+from service.db.engine import Database, DatabaseError
+from service.db.ids import new_run_id
+from service.db.rows import RunRow, Stop, TransitionRow
+from service.db.tables import idempotency_keys, run_tags, runs, transitions
+from service.db.writer import RunWriter
+from service.projections.changes import cancelled_by_user, paused_by_user
+from service.projections.goodput import TimeLedger
+from service.states import LIVE, SUBMITTED, TransitionConflict
+
+_CREATE_ATTEMPTS: Final = 5
+
+
+class IdempotencyConflict(DatabaseError):
+    """The idempotency key was used before, with another body or for a run that is deleted."""
+
+
+@dataclass(frozen=True)
+class IdempotencyKey:
+    """A client's name for one request: the same key and body give the same run."""
+
+    scope: str
+    """Token id; keys of two tokens never meet."""
+    key: str
+    body_sha256: str
+
+
+@dataclass(frozen=True)
+class RunFilter:
+    """Which runs to list; None or empty does not filter."""
+
+    project: str | None = None
+    statuses: tuple[RunStatus, ...] = ()
+    name: str | None = None
+    tags: tuple[tuple[str, str | None], ...] = ()
+    """(key, value): every tag must be there; value None takes any."""
+
+
+class RunStore:
+    """Runs and their states. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    # ---------------------------------------------------------------- made and read
+
+    def create(self, spec: RunSpec, created_by: str, idempotency: IdempotencyKey | None = None) -> tuple[RunRow, bool]:
+        """Record a run as QUEUED.
+
+        Args:
+            spec: Validated spec; stored as resolved.
+            created_by: Token id.
+            idempotency: The request's key, where it has one.
+
+        Returns:
+            The run, and whether it is new: False for a repeated request.
+
+        Raises:
+            IdempotencyConflict: The key belongs to another body, or to a run that is deleted.
+        """
+        resolved = spec.model_dump(mode="json")
+        for _ in range(_CREATE_ATTEMPTS):
+            try:
+                with self._database.write() as connection:
+                    known = _known_run(connection, idempotency)
+                    if known is not None:
+                        return known, False
+                    return self._insert(connection, resolved, created_by, idempotency), True
+            except IntegrityError:
+                # Another replica used the key first, or the id is taken: look again.
+                continue
+        raise DatabaseError("no free run id or idempotency key was found; try again")
+
+    def _insert(self, connection: Connection, spec: dict[str, Any], created_by: str, idempotency: IdempotencyKey | None) -> RunRow:
+        now = self._clock()
+        writer = RunWriter(connection, _new_row(new_run_id(now), spec, created_by, now), now, new=True)
+        writer.begin()
+        run = writer.save()
+        if run.tags:
+            rows = [{"run_id": run.id, "key": key, "value": value} for key, value in run.tags.items()]
+            connection.execute(insert(run_tags), rows)
+        if idempotency is not None:
+            connection.execute(
+                insert(idempotency_keys).values(
+                    scope=idempotency.scope,
+                    key=idempotency.key,
+                    body_sha256=idempotency.body_sha256,
+                    run_id=run.id,
+                    created_at=now,
+                )
+            )
+        return run
+
+    def get(self, run_id: str) -> RunRow | None:
+        with self._database.read() as connection:
+            return _get(connection, run_id)
+
+    def find(self, where: RunFilter, limit: int, before: tuple[float, str] | None = None) -> list[RunRow]:
+        """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
+        query = _filtered(where).order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+        if before is not None:
+            created_at, run_id = before
+            query = query.where(or_(runs.c.created_at < created_at, and_(runs.c.created_at == created_at, runs.c.id < run_id)))
+        with self._database.read() as connection:
+            return [RunRow.of(row) for row in connection.execute(query).mappings()]
+
+    def live(self) -> list[RunRow]:
+        """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
+        query = select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+        with self._database.read() as connection:
+            return [RunRow.of(row) for row in connection.execute(query).mappings()]
+
+    def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
+        """Changes of status of each run, oldest first."""
+        found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
+        query = select(transitions).where(transitions.c.run_id.in_(list(run_ids))).order_by(transitions.c.run_id, transitions.c.seq)
+        with self._database.read() as connection:
+            for row in connection.execute(query).mappings():
+                found[row["run_id"]].append(TransitionRow.of(row))
+        return found
+
+    def count_by_status(self) -> dict[RunStatus, int]:
+        """How many runs are in each status; zero where none is."""
+        with self._database.read() as connection:
+            found = connection.execute(select(runs.c.status, func.count()).group_by(runs.c.status)).all()
+        return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
+
+    # ---------------------------------------------------------------- what the reconciler changes
+
+    def transition(
+        self,
+        run_id: str,
+        expected: RunStatus | Iterable[RunStatus],
+        to: RunStatus,
+        reason: Reason | None = None,
+        *,
+        submission: int | None = None,
+        at: float | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> RunRow:
+        """Change a run's status where it still is what the caller saw.
+
+        Args:
+            run_id: The run.
+            expected: Status, or statuses, in which the change is right.
+            to: New status.
+            reason: Why; None clears the old reason.
+            submission: Submission that the caller saw; None does not check.
+            at: When it happened (unix seconds); None is now.
+            columns: Further columns of the row to set with it.
+
+        Raises:
+            TransitionConflict: The run is gone, elsewhere, or ``to`` may not follow its status.
+        """
+        allowed = frozenset({expected}) if isinstance(expected, RunStatus) else frozenset(expected)
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, allowed, submission, f"it cannot become {to}")
+            writer.set(columns or {})
+            writer.change_status(to, reason, at)
+            return writer.save()
+
+    def claim_submission(self, run_id: str, expected_submission: int) -> RunRow:
+        """Take the next submission number: from now on only it counts, and what older ones still write is ignored.
+
+        A QUEUED run becomes STARTING, a running one RECOVERING. Raises TransitionConflict where another submission was claimed
+        meanwhile, or the run is stopping, paused or ended.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            claimable = LIVE - {RunStatus.STOPPING}
+            _expect(writer.run, claimable, expected_submission, f"submission {expected_submission + 1} cannot be claimed")
+            before = writer.run.status
+            writer.set({"submission": expected_submission + 1, "ray_job_id": None, "submitted_at": None, "world_size": None})
+            if before == RunStatus.QUEUED:
+                writer.change_status(RunStatus.STARTING, None)
+            elif before == RunStatus.RUNNING or (before == RunStatus.STARTING and writer.run.attempt > 0):
+                writer.change_status(RunStatus.RECOVERING, None)
+            return writer.save()
+
+    def record_job(self, run_id: str, submission: int, ray_job_id: str) -> RunRow:
+        """Remember the Ray job of a submission. Raises TransitionConflict where a newer one was claimed."""
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
+            writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
+            return writer.save()
+
+    def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> RunRow:
+        """Say why a run waits in its status, or clear it. Writes nothing where it says so already.
+
+        Raises TransitionConflict where the run is no longer ``expected``.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, {expected}, None, "its reason cannot be set")
+            if writer.run.reason == reason:
+                return writer.run
+            code, message = (reason.code.value, reason.message) if reason else (None, None)
+            writer.set({"reason_code": code, "reason_message": message})
+            return writer.save()
+
+    # ---------------------------------------------------------------- what users ask for
+
+    def request_stop(self, run_id: str, stop: Stop) -> RunRow:
+        """Cancel or pause: at once where nothing of the run is on the cluster, else STOPPING until the driver has let go.
+
+        Asking again for what is under way changes nothing; a cancel replaces a pause. Raises TransitionConflict.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            run = writer.run
+            if run.status == RunStatus.STOPPING and run.stop_requested == stop:
+                return run
+            if run.status == RunStatus.STOPPING and stop == "pause":
+                raise TransitionConflict(run_id, run.status, "it is being cancelled and cannot be paused")
+            requested = {"stop_requested": stop, "stop_requested_at": self._clock()}
+            if run.status in SUBMITTED:
+                writer.set(requested)
+                writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
+                if run.status != RunStatus.STOPPING:
+                    writer.change_status(RunStatus.STOPPING, None)
+            elif stop == "cancel":
+                writer.change_status(RunStatus.CANCELLED, cancelled_by_user())
+            else:
+                writer.change_status(RunStatus.PAUSED, paused_by_user())
+            return writer.save()
+
+    def resume(self, run_id: str) -> RunRow:
+        """Queue a paused run again. Raises TransitionConflict where it is not PAUSED."""
+        return self.transition(run_id, RunStatus.PAUSED, RunStatus.QUEUED)
+
+    def delete(self, run_id: str) -> None:
+        """Forget a run that has ended, with its history. Its idempotency key stays used. Raises TransitionConflict."""
+        ended = [status for status in RunStatus if status.terminal]
+        with self._database.write() as connection:
+            gone = connection.execute(delete(runs).where(runs.c.id == run_id, runs.c.status.in_(ended))).rowcount
+            if gone:
+                return
+            run = _get(connection, run_id)
+        raise TransitionConflict(run_id, run.status if run else None, "only a run that has ended can be deleted")
+
+
+def _expect(run: RunRow, allowed: Collection[RunStatus], submission: int | None, wanted: str) -> None:
+    if run.status not in allowed:
+        raise TransitionConflict(run.id, run.status, wanted)
+    if submission is not None and run.submission != submission:
+        raise TransitionConflict(run.id, run.status, f"{wanted}: its submission is {run.submission}, not {submission}")
+
+
+def _get(connection: Connection, run_id: str) -> RunRow | None:
+    row = connection.execute(select(runs).where(runs.c.id == run_id)).mappings().one_or_none()
+    return RunRow.of(row) if row is not None else None
+
+
+def _known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
+    """The run that this key made before, or None."""
+    if idempotency is None:
+        return None
+    keys = idempotency_keys.c
+    query = select(keys.body_sha256, keys.run_id).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        return None
+    if found.body_sha256 != idempotency.body_sha256:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a new request"
+        )
+    run = _get(connection, found.run_id)
+    if run is None:
+        raise IdempotencyConflict(f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use a new key")
+    return run
+
+
+def _filtered(where: RunFilter) -> Select[Any]:
+    query = select(runs)
+    if where.project is not None:
+        query = query.where(runs.c.project == where.project)
+    if where.statuses:
+        query = query.where(runs.c.status.in_([status.value for status in where.statuses]))
+    if where.name is not None:
+        query = query.where(runs.c.name == where.name)
+    for key, value in where.tags:
+        tagged = and_(run_tags.c.run_id == runs.c.id, run_tags.c.key == key)
+        query = query.where(exists().where(tagged if value is None else and_(tagged, run_tags.c.value == value)))
+    return query
+
+
+def _new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> RunRow:
+    return RunRow(
+        id=run_id,
+        name=spec["name"],
+        project=spec["project"],
+        priority=spec["priority"],
+        tags=spec["tags"],
+        spec=spec,
+        created_by=created_by,
+        status=RunStatus.QUEUED,
+        reason_code=None,
+        reason_message=None,
+        stop_requested=None,
+        stop_requested_at=None,
+        submission=0,
+        ray_job_id=None,
+        submitted_at=None,
+        attempt=0,
+        epoch=0,
+        step=0,
+        total_steps=None,
+        steps_per_epoch=None,
+        world_size=None,
+        metrics={},
+        best=None,
+        latest_checkpoint=None,
+        restarts=0,
+        steps_lost=0,
+        steps_lost_at_restore=0,
+        time_ledger=TimeLedger.begin(now).dump(),
+        created_at=now,
+        started_at=None,
+        finished_at=None,
+        journal_submission=0,
+        journal_cursor=None,
+        journal_n=0,
+        last_seq=0,
+        updated_at=now,
+        row_version=0,
+    )

@@ -1,0 +1,159 @@
+"""The database's tables. Times are unix seconds (float), sizes bytes; migrations/ creates exactly these."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+RUN_ID = String(32)
+
+
+def _run_id_key() -> Column[str]:
+    return Column("run_id", RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", RUN_ID, primary_key=True),
+    Column("name", String(128), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("tags", JSON, nullable=False),
+    Column("spec", JSON, nullable=False),  # as resolved: every default filled in
+    Column("created_by", String(32), nullable=False),  # token id
+    Column("status", String(16), nullable=False),
+    Column("reason_code", String(64)),
+    Column("reason_message", Text),
+    Column("stop_requested", String(8)),  # cancel | pause; a request, not a status
+    Column("stop_requested_at", Double),
+    Column("submission", Integer, nullable=False),  # newest claimed; 0 before the first
+    Column("ray_job_id", String(128)),  # of the newest submission, once Ray took it
+    Column("submitted_at", Double),
+    Column("attempt", Integer, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("total_steps", Integer),
+    Column("steps_per_epoch", Integer),
+    Column("world_size", Integer),
+    Column("metrics", JSON, nullable=False),
+    Column("best", JSON(none_as_null=True)),
+    Column("latest_checkpoint", JSON(none_as_null=True)),
+    Column("restarts", Integer, nullable=False),
+    Column("steps_lost", Integer, nullable=False),
+    Column("steps_lost_at_restore", Integer, nullable=False),  # our estimate, replaced by what the driver reports
+    Column("time_ledger", JSON, nullable=False),  # running state of the goodput fold
+    Column("created_at", Double, nullable=False),
+    Column("started_at", Double),
+    Column("finished_at", Double),
+    Column("journal_submission", Integer, nullable=False),  # whose journal the cursor belongs to
+    Column("journal_cursor", Text),
+    Column("journal_n", Integer, nullable=False),  # last event of that journal that was applied
+    Column("last_seq", Integer, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    Column("row_version", Integer, nullable=False),
+    Index(None, "created_at", "id"),
+    Index(None, "project", "created_at", "id"),
+    Index(None, "status", "created_at", "id"),
+    Index(None, "name", "created_at", "id"),
+)
+
+run_tags = Table(
+    "run_tags",
+    metadata,
+    _run_id_key(),
+    Column("key", String(64), primary_key=True),
+    Column("value", String(256), nullable=False),
+    Index(None, "key", "value"),
+)
+
+transitions = Table(
+    "transitions",
+    metadata,
+    _run_id_key(),
+    Column("seq", Integer, primary_key=True),  # of the status event
+    Column("from_status", String(16)),
+    Column("to_status", String(16), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("reason_code", String(64)),
+    Column("reason_message", Text),
+)
+
+events = Table(
+    "events",
+    metadata,
+    _run_id_key(),
+    Column("seq", Integer, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("submission", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("data", JSON, nullable=False),
+    Index(None, "run_id", "kind", "seq"),
+    sqlite_with_rowid=False,  # always read by (run_id, seq): keep a run's events together
+)
+
+metrics = Table(
+    "metrics",
+    metadata,
+    _run_id_key(),
+    Column("name", String(128), primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("value", Double),  # null: not finite
+    sqlite_with_rowid=False,
+)
+
+checkpoint_checks = Table(
+    "checkpoint_checks",
+    metadata,
+    _run_id_key(),
+    Column("name", String(128), primary_key=True),
+    Column("verified_at", Double, nullable=False),
+    Column("problem", Text),  # null: every file had its size and digest
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("scope", String(32), primary_key=True),  # token id
+    Column("key", String(255), primary_key=True),
+    Column("body_sha256", String(64), nullable=False),
+    Column("run_id", RUN_ID, nullable=False),  # outlives the run: its key stays used
+    Column("created_at", Double, nullable=False),
+    Index(None, "created_at"),
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("name", String(128), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("project", String(64)),  # null: every project (admin)
+    Column("sha256", String(64), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    UniqueConstraint("sha256"),
+)

@@ -1,0 +1,87 @@
+"""Bearer tokens: 256 random bits, of which only the SHA-256 is stored."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from typing import Final
+
+from sqlalchemy import delete, insert, select
+
+from service.db.engine import Database
+from service.db.ids import new_token_id
+from service.db.rows import Role, TokenRow
+from service.db.tables import tokens
+
+PREFIX: Final = "evs_"
+_RANDOM_BYTES: Final = 32
+
+
+def new_secret() -> str:
+    """A token: ``evs_`` and 256 random bits in URL-safe base64."""
+    return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def sha256_of(secret: str) -> str:
+    """What is stored of a token. It has 256 random bits, so a fast hash cannot be searched."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class TokenStore:
+    """Tokens and whom they stand for. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def create(
+        self,
+        name: str,
+        role: Role,
+        project: str | None,
+        *,
+        expires_at: float | None = None,
+        token_id: str | None = None,
+    ) -> tuple[TokenRow, str]:
+        """Make a token; its secret is returned here and never again.
+
+        Args:
+            name: What people call it.
+            role: What it may do.
+            project: The one project that it reaches; None reaches all.
+            expires_at: Unix seconds; None never.
+            token_id: Id of a token to replace; the old secret is worthless from then on.
+        """
+        secret = new_secret()
+        row = TokenRow(
+            id=token_id or new_token_id(),
+            name=name,
+            role=role,
+            project=project,
+            sha256=sha256_of(secret),
+            created_at=self._clock(),
+            expires_at=expires_at,
+            revoked_at=None,
+        )
+        with self._database.write() as connection:
+            connection.execute(delete(tokens).where(tokens.c.id == row.id))
+            connection.execute(insert(tokens), row.columns())
+        return row, secret
+
+    def find(self, secret: str) -> TokenRow | None:
+        """Whose token this is; None where it is unknown, expired or revoked."""
+        digest = sha256_of(secret)
+        with self._database.read() as connection:
+            found = connection.execute(select(tokens).where(tokens.c.sha256 == digest)).mappings().one_or_none()
+        if found is None:
+            return None
+        row = TokenRow.of(found)
+        # The index finds by hash, which tells an attacker nothing; the comparison that grants access takes constant time.
+        if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
+            return None
+        if row.expires_at is not None and row.expires_at <= self._clock():
+            return None
+        return row

@@ -1,0 +1,153 @@
+"""The one door through which a run changes: its row, its history and its transitions in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from everstep.events import EventKind
+from everstep.wire import Reason, RunStatus
+from service.db.rows import EventRow, MetricPoint, RunRow
+from service.db.tables import events, metrics, runs, transitions
+from service.projections.goodput import TimeLedger
+from service.states import TransitionConflict, check_legal
+
+logger = structlog.get_logger(__name__)
+
+_INSERT_CHUNK_ROWS = 500
+
+
+class RunWriter:
+    """A run's row, locked for this transaction, and what is to be written about it.
+
+    ``run`` is always the row as it will be; nothing reaches the database before ``save``.
+    """
+
+    def __init__(self, connection: Connection, run: RunRow, now: float, *, new: bool = False) -> None:
+        self.run = run
+        self.now = now
+        self._connection = connection
+        self._found = None if new else run
+        self._ledger = TimeLedger.load(run.time_ledger)
+        self._events: list[dict[str, Any]] = []
+        self._transitions: list[dict[str, Any]] = []
+        self._points: dict[tuple[str, int], MetricPoint] = {}
+
+    @classmethod
+    def lock(cls, connection: Connection, run_id: str, now: float) -> RunWriter:
+        """Read the row for update. Raises TransitionConflict where the run is gone."""
+        row = connection.execute(select(runs).where(runs.c.id == run_id).with_for_update()).mappings().one_or_none()
+        if row is None:
+            raise TransitionConflict(run_id, None, "it was deleted")
+        return cls(connection, RunRow.of(row), now)
+
+    def set(self, columns: Mapping[str, Any]) -> None:
+        if columns:
+            self.run = replace(self.run, **columns)
+
+    def append(self, kind: str, at: float, data: dict[str, Any], *, submission: int | None = None, attempt: int = 0) -> EventRow:
+        """Add an event with the next public ``seq``. ``submission`` None is the run's newest."""
+        seq = self.run.last_seq + 1
+        row = EventRow(seq, at, kind, self.run.submission if submission is None else submission, attempt, data)
+        try:
+            self._ledger.apply(row, latest=self.now)
+        except (KeyError, TypeError, ValueError) as exc:
+            # As for changes: data that is not as it should be must not stop the tail. The time stays in the bucket it was in.
+            logger.error("event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc))
+        self._events.append({"run_id": self.run.id, **row.columns()})
+        self.set({"last_seq": seq})
+        return row
+
+    def add_points(self, points: tuple[MetricPoint, ...]) -> None:
+        """Metrics to store; a step that was done again replaces what it reported before."""
+        for point in points:
+            self._points[point.name, point.step] = point
+
+    def begin(self) -> None:
+        """The first entries of a new run's history."""
+        self.append(EventKind.RUN_CREATED, self.run.created_at, {"name": self.run.name, "project": self.run.project})
+        self._record_status(None, self.run.created_at)
+
+    def change_status(self, to: RunStatus, reason: Reason | None, at: float | None = None) -> None:
+        """Change the status, with its event. Raises TransitionConflict where it may not follow.
+
+        Args:
+            to: New status.
+            reason: Why, where the status alone does not say it; None clears the old reason.
+            at: When it happened (unix seconds); None is now. Never before what the history already tells.
+        """
+        before = self.run.status
+        check_legal(self.run.id, before, to)
+        columns: dict[str, Any] = {
+            "status": to,
+            "reason_code": reason.code.value if reason else None,
+            "reason_message": reason.message if reason else None,
+        }
+        moment = min(self.now, max(self.now if at is None else at, self._ledger.at_us / 1e6))
+        if to.terminal:
+            columns |= {"finished_at": moment, "world_size": None}
+        if to == RunStatus.PAUSED:
+            columns |= {"stop_requested": None, "stop_requested_at": None, "world_size": None}
+        self.set(columns)
+        self._record_status(before, moment)
+
+    def _record_status(self, before: RunStatus | None, at: float) -> None:
+        run = self.run
+        reason = None if run.reason_code is None else {"code": run.reason_code, "message": run.reason_message}
+        event = self.append(
+            EventKind.STATUS, at, {"from": before.value if before else None, "to": run.status.value, "reason": reason}
+        )
+        self._transitions.append(
+            {
+                "run_id": run.id,
+                "seq": event.seq,
+                "from_status": before.value if before else None,
+                "to_status": run.status.value,
+                "at": at,
+                "reason_code": run.reason_code,
+                "reason_message": run.reason_message,
+            }
+        )
+
+    def save(self) -> RunRow:
+        """Write everything. Raises TransitionConflict where the row changed since it was read."""
+        changed = {"time_ledger": self._ledger.dump(), "updated_at": self.now, "row_version": self.run.row_version + 1}
+        self.set(changed)
+        columns = self.run.columns() | {"status": self.run.status.value}
+        if self._found is None:
+            self._connection.execute(insert(runs), columns)
+        else:
+            found = self._found
+            # A spec is long and never changes: write only what is another object than it was.
+            fresh = {name: value for name, value in columns.items() if getattr(found, name) is not value}
+            guarded = update(runs).where(runs.c.id == found.id, runs.c.row_version == found.row_version).values(**fresh)
+            if self._connection.execute(guarded).rowcount != 1:
+                raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
+        self._found = self.run
+        if self._events:
+            self._connection.execute(insert(events), self._events)
+        if self._transitions:
+            self._connection.execute(insert(transitions), self._transitions)
+        if self._points:
+            self._upsert_points()
+        self._events, self._transitions, self._points = [], [], {}
+        return self.run
+
+    def _upsert_points(self) -> None:
+        dialect = postgresql if self._connection.dialect.name == "postgresql" else sqlite
+        statement = dialect.insert(metrics)
+        statement = statement.on_conflict_do_update(
+            index_elements=["run_id", "name", "step"],
+            set_={"at": statement.excluded.at, "value": statement.excluded.value},
+        )
+        rows = [
+            {"run_id": self.run.id, "name": point.name, "step": point.step, "at": point.at, "value": point.value}
+            for point in self._points.values()
+        ]
+        for start in range(0, len(rows), _INSERT_CHUNK_ROWS):
+            self._connection.execute(statement, rows[start : start + _INSERT_CHUNK_ROWS])

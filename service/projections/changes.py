@@ -1,0 +1,205 @@
+"""What one event means for its run's row: a pure function, so that a journal can be applied again with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from everstep.events import EventKind
+from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
+from service.db.rows import EventRow, MetricPoint, RunRow
+from service.projections.metric_names import lookup, validation_name
+from service.states import is_legal
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What to write: ``columns`` of the run's row, a change of status where one is legal, and points of metrics."""
+
+    columns: dict[str, Any] = field(default_factory=dict)
+    status: RunStatus | None = None
+    reason: Reason | None = None
+    points: tuple[MetricPoint, ...] = ()
+
+
+def project(run: RunRow, event: EventRow) -> Changes:
+    """What ``event`` changes about ``run``; kinds that change nothing give empty Changes.
+
+    Unknown kinds are kept as history and change nothing, so that a newer driver can be read by an older service.
+    """
+    handler = _HANDLERS.get(event.kind)
+    return handler(run, event) if handler else Changes()
+
+
+def _to(run: RunRow, status: RunStatus, reason: Reason | None = None) -> dict[str, Any]:
+    """Arguments of Changes for a status that the events imply. One that is illegal now is left out: a run that is STOPPING
+    stays so while its last steps are reported."""
+    return {"status": status, "reason": reason} if is_legal(run.status, status) else {}
+
+
+def _attempt_started(run: RunRow, event: EventRow) -> Changes:
+    columns = {
+        "attempt": max(run.attempt + 1, event.attempt),
+        "restarts": run.restarts + (run.attempt > 0),
+        "world_size": int(event.data["world_size"]),
+        "reason_code": None,
+        "reason_message": None,
+    }
+    return Changes(columns)
+
+
+def _restored(run: RunRow, event: EventRow) -> Changes:
+    step = int(event.data["step"])
+    lost = max(0, run.step - step)
+    columns = {
+        "step": step,
+        "epoch": int(event.data["epoch"]),
+        "steps_lost": run.steps_lost + lost,
+        "steps_lost_at_restore": lost,
+    }
+    return Changes(columns)
+
+
+def _training_started(run: RunRow, event: EventRow) -> Changes:
+    columns = {"total_steps": event.data.get("total_steps"), "steps_per_epoch": event.data.get("steps_per_epoch")}
+    return Changes(columns, **_to(run, RunStatus.RUNNING))
+
+
+def _metrics(run: RunRow, event: EventRow) -> Changes:
+    points = event.data["points"]
+    if not points:
+        return Changes()
+    latest = dict(run.metrics)
+    rows = []
+    for point in points:
+        for name, value in point["values"].items():
+            rows.append(MetricPoint(name, int(point["step"]), float(point["at"]), value))
+            if value is None:
+                latest.pop(name, None)
+            else:
+                latest[name] = value
+    step = int(points[-1]["step"])
+    columns: dict[str, Any] = {"metrics": latest, "step": step}
+    if run.started_at is None:
+        columns["started_at"] = float(points[0]["at"])
+    if run.steps_per_epoch:
+        columns["epoch"] = _epoch_at(run, step // run.steps_per_epoch)
+    return Changes(columns, points=tuple(rows), **_to(run, RunStatus.RUNNING))
+
+
+def _evaluated(run: RunRow, event: EventRow) -> Changes:
+    step, values = int(event.data["step"]), event.data["metrics"]
+    named = {validation_name(name): value for name, value in values.items()}
+    columns: dict[str, Any] = {"metrics": run.metrics | {name: value for name, value in named.items() if value is not None}}
+    best = _better(run, step, values)
+    if best is not None:
+        columns["best"] = best
+    return Changes(columns, points=tuple(MetricPoint(name, step, event.at, value) for name, value in named.items()))
+
+
+def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str, Any] | None:
+    """The new best evaluation, or None where the old one stands."""
+    checkpoint = run.spec["checkpoint"]
+    metric = checkpoint["best_metric"]
+    value = lookup(values, metric) if metric else None
+    if value is None:
+        return None
+    old = run.best
+    if old is not None and not (value > old["value"] if checkpoint["best_mode"] == "max" else value < old["value"]):
+        return None
+    return {"metric": metric, "value": value, "step": step}
+
+
+def _epoch_completed(run: RunRow, event: EventRow) -> Changes:
+    return Changes({"epoch": _epoch_at(run, int(event.data["epoch"]) + 1)})
+
+
+def _epoch_at(run: RunRow, epoch: int) -> int:
+    """Epoch in progress; the last one stays in progress to the end."""
+    return min(epoch, int(run.spec["train"]["epochs"]) - 1)
+
+
+def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:
+    data = event.data
+    latest = {"step": int(data["step"]), "committed_at": event.at, "size_bytes": int(data["size_bytes"]), "name": data["name"]}
+    return Changes({"latest_checkpoint": latest})
+
+
+def _failure(run: RunRow, _event: EventRow) -> Changes:
+    return Changes({"world_size": None}, **_to(run, RunStatus.RECOVERING))
+
+
+def _recovered(run: RunRow, event: EventRow) -> Changes:
+    columns: dict[str, Any] = {"steps_lost_at_restore": 0}
+    reported = event.data.get("steps_lost")
+    if reported is not None:
+        # The driver knows steps that died before they were reported; it replaces what we could tell from the journal.
+        columns["steps_lost"] = run.steps_lost - run.steps_lost_at_restore + int(reported)
+    return Changes(columns, **_to(run, RunStatus.RUNNING))
+
+
+def _waiting(_run: RunRow, event: EventRow) -> Changes:
+    code = event.data.get("code")
+    known = code in set(ReasonCode)
+    columns = {
+        "reason_code": code if known else ReasonCode.WAITING_FOR_CAPACITY.value,
+        "reason_message": str(event.data.get("message") or "The cluster has no room for min_workers now."),
+        "world_size": None,
+    }
+    return Changes(columns)
+
+
+def _attempt_ended(run: RunRow, event: EventRow) -> Changes:
+    failed = event.data.get("cause") in set(Verdict)
+    return Changes({"world_size": None}, **(_to(run, RunStatus.RECOVERING) if failed else {}))
+
+
+def _finished(run: RunRow, event: EventRow) -> Changes:
+    outcome = event.data["outcome"]
+    given = _reason(event.data.get("reason"))
+    columns: dict[str, Any] = {"world_size": None}
+    if event.data.get("step") is not None:
+        columns["step"] = int(event.data["step"])
+    if outcome == "succeeded":
+        return Changes(columns, **_to(run, RunStatus.SUCCEEDED, given))
+    if outcome == "failed":
+        return Changes(columns, **_to(run, RunStatus.FAILED, given))
+    cancel = run.stop_requested == "cancel" or (given is not None and given.code == ReasonCode.CANCELLED_BY_USER)
+    if cancel:
+        # A cancel that came after a pause wins, whichever of the two the driver had heard of.
+        reason = given if given and given.code == ReasonCode.CANCELLED_BY_USER else cancelled_by_user()
+        return Changes(columns, **_to(run, RunStatus.CANCELLED, reason))
+    return Changes(columns, **_to(run, RunStatus.PAUSED, given or paused_by_user()))
+
+
+def cancelled_by_user() -> Reason:
+    return Reason(code=ReasonCode.CANCELLED_BY_USER, message="Cancelled through the API.")
+
+
+def paused_by_user() -> Reason:
+    return Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; POST …/resume continues it.")
+
+
+def _reason(data: dict[str, Any] | None) -> Reason | None:
+    if not data:
+        return None
+    code = data.get("code")
+    known = ReasonCode(code) if code in set(ReasonCode) else ReasonCode.SYSTEM_FAILURES_EXHAUSTED
+    return Reason(code=known, message=str(data.get("message") or code))
+
+
+_HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
+    EventKind.ATTEMPT_STARTED: _attempt_started,
+    EventKind.RESTORED: _restored,
+    EventKind.TRAINING_STARTED: _training_started,
+    EventKind.METRICS: _metrics,
+    EventKind.EVALUATED: _evaluated,
+    EventKind.EPOCH_COMPLETED: _epoch_completed,
+    EventKind.CHECKPOINT_COMMITTED: _checkpoint_committed,
+    EventKind.FAILURE: _failure,
+    EventKind.RECOVERED: _recovered,
+    EventKind.WAITING: _waiting,
+    EventKind.ATTEMPT_ENDED: _attempt_ended,
+    EventKind.FINISHED: _finished,
+}
