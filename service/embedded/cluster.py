@@ -1,0 +1,171 @@
+"""The embedded Ray cluster as the service sees it: adopt it, start it, stop it. Talks to the keeper by files and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import structlog
+
+from service.embedded.environment import cluster_environment
+from service.embedded.note import ClusterNote, read_note
+from service.embedded.processes import end_members, lives
+from service.settings import Settings
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.1
+# A unix socket's path has 107 bytes, and Ray appends about 85 to the base directory.
+LONGEST_BASE = 18
+
+log = structlog.get_logger(__name__)
+
+
+class ClusterError(Exception):
+    """The embedded cluster could not be started; the message says where to look."""
+
+
+class EmbeddedCluster:
+    """The Ray cluster of one home directory. The caller holds the home's lock: nobody else starts or stops it meanwhile."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def note(self) -> ClusterNote | None:
+        """What the keeper last wrote."""
+        return read_note(self._settings.cluster_path)
+
+    def is_running(self) -> bool:
+        """Whether the keeper lives and the cluster is ready. Cheap: one file and one process."""
+        if self._keeper is not None and self._keeper.poll() is not None:
+            return False
+        note = self.note()
+        return note is not None and note.state == "ready" and lives(note.keeper_pid, note.temp_dir)
+
+    def ensure_running(self) -> ClusterNote:
+        """Adopt the cluster that runs, or start one after clearing away what a dead one left. Raises ClusterError."""
+        note = self.note()
+        if note is not None and lives(note.keeper_pid, note.temp_dir):
+            return self._adopt(self._await_ready(note.keeper_pid))
+        if note is not None and _head_lives(note):
+            log.warning("the embedded cluster lost its keeper; starting another", address=note.address)
+            return self._adopt(self._await_ready(self._spawn(note.temp_dir, "--adopt")))
+        self._clear_remnants()
+        return self._start()
+
+    def stop(self) -> None:
+        """End every process of the cluster; harmless when there is none."""
+        note = self.note()
+        if note is not None and lives(note.keeper_pid, note.temp_dir):
+            log.info("stopping the embedded cluster", nodes=len(note.nodes))
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                keeper = psutil.Process(note.keeper_pid)
+                keeper.send_signal(signal.SIGTERM)
+                keeper.wait(STOP_TIMEOUT_S)
+        if self._keeper is not None:
+            self._keeper.poll()
+        self._clear_remnants()
+
+    def token(self) -> str:
+        """The token of the cluster's own Ray authentication; made at the first call."""
+        path = self._settings.ray_token_path
+        with contextlib.suppress(FileExistsError):
+            # Written beside and linked into place: nobody ever reads half a token.
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            draft.touch(mode=0o600)
+            draft.write_text(secrets.token_hex(32))
+            try:
+                os.link(draft, path)
+            finally:
+                draft.unlink()
+        return path.read_text().strip()
+
+    def _start(self) -> ClusterNote:
+        settings = self._settings
+        log.info("starting an embedded Ray cluster", nodes=settings.nodes, cpus_per_node=settings.cpus_per_node)
+        began = time.monotonic()
+        base, prefix = self._temp_place()
+        note = self._await_ready(self._spawn(tempfile.mkdtemp(prefix=prefix, dir=base)))
+        log.info("embedded Ray cluster is ready", seconds=round(time.monotonic() - began, 1), dashboard=note.dashboard_url)
+        return note
+
+    def _adopt(self, note: ClusterNote) -> ClusterNote:
+        settings, workers = self._settings, len(note.nodes) - 1
+        log.info("adopted the running embedded cluster", address=note.address, nodes=workers, dashboard=note.dashboard_url)
+        if (note.num_nodes, note.cpus_per_node) != (settings.nodes, settings.cpus_per_node):
+            log.warning(
+                "the running cluster has another size; it changes when the service is stopped and started again",
+                running=f"{note.num_nodes} x {note.cpus_per_node} CPU",
+                asked=f"{settings.nodes} x {settings.cpus_per_node} CPU",
+            )
+        if workers < note.num_nodes:
+            log.info("replacing dead nodes", missing=note.num_nodes - workers)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(note.keeper_pid, signal.SIGUSR1)
+        return note
+
+    def _spawn(self, temp_dir: str, *flags: str) -> int:
+        """Start a keeper in a session of its own, where no terminal's or supervisor's signal finds it; returns its pid."""
+        settings = self._settings
+        self.token()
+        env = cluster_environment(
+            os.environ, temp_dir=temp_dir, token_path=settings.ray_token_path, cpus_per_node=settings.cpus_per_node
+        )
+        size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
+        command = [sys.executable, "-m", "service.embedded.keeper", str(settings.home), "--temp-dir", temp_dir, *size, *flags]
+        with settings.cluster_log_path.open("ab") as output:
+            self._keeper = subprocess.Popen(
+                command, env=env, cwd=temp_dir, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        return self._keeper.pid
+
+    def _await_ready(self, keeper_pid: int) -> ClusterNote:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            note = self.note()
+            if note is not None and note.keeper_pid == keeper_pid and note.state == "ready":
+                return note
+            child_ended = self._keeper is not None and self._keeper.pid == keeper_pid and self._keeper.poll() is not None
+            if child_ended or not psutil.pid_exists(keeper_pid):
+                raise ClusterError(
+                    f"the embedded Ray cluster did not start; see {self._settings.cluster_log_path}:\n{self._log_tail()}"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        raise ClusterError(
+            f"the embedded Ray cluster was not ready within {START_TIMEOUT_S:g} s; see {self._settings.cluster_log_path}"
+        )
+
+    def _log_tail(self, num_lines: int = 12) -> str:
+        lines = self._settings.cluster_log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def _clear_remnants(self) -> None:
+        """End what a cluster of this home left behind and remove its directories, whether or not a note tells of it."""
+        base, prefix = self._temp_place()
+        for remnant in base.glob(f"{prefix}*"):
+            if ended := end_members(str(remnant), grace_s=0):
+                log.warning("ended processes that a dead cluster left", count=ended, directory=str(remnant))
+            shutil.rmtree(remnant, ignore_errors=True)
+        self._settings.cluster_path.unlink(missing_ok=True)
+
+    def _temp_place(self) -> tuple[Path, str]:
+        """Base directory and name prefix of this home's clusters: derived from the home, so that remnants are always found."""
+        base = tempfile.gettempdir()
+        digest = hashlib.sha256(str(self._settings.home.resolve()).encode()).hexdigest()[:8]
+        return Path(base if len(base) <= LONGEST_BASE else "/tmp"), f"es-{digest}-"
+
+
+def _head_lives(note: ClusterNote) -> bool:
+    pids = (note.gcs_pid, note.dashboard_pid, note.head.raylet_pid if note.head else None)
+    return note.state == "ready" and all(lives(pid, note.temp_dir) for pid in pids)

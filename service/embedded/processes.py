@@ -1,0 +1,80 @@
+"""Which processes belong to an embedded cluster, and how they are ended.
+
+Every process of a cluster carries ``EVERSTEP_CLUSTER_DIR`` in its environment, whose value (the cluster's temporary directory)
+is unique for ever. That tells a process from one that merely got the same pid, whatever the clock did. Ray's agents overwrite
+their own environment with a title; they are known by that title and by the log files that they hold open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
+RAY_TITLE = "ray::"
+
+
+def belongs(process: psutil.Process, temp_dir: str) -> bool:
+    """Whether a live process is one of the cluster in ``temp_dir``."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        marker = process.environ().get(CLUSTER_DIR_VARIABLE)
+        if marker is not None:
+            return marker == temp_dir
+        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith(RAY_TITLE) and _holds_files_below(process, temp_dir)
+    except (psutil.NoSuchProcess, psutil.AccessDenied, IndexError):
+        return False
+
+
+def lives(pid: int | None, temp_dir: str) -> bool:
+    """Whether ``pid`` is a live process of the cluster in ``temp_dir``, not another that got its number."""
+    if pid is None:
+        return False
+    try:
+        return belongs(psutil.Process(pid), temp_dir)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def started_at(pid: int) -> float:
+    """Start of a process in unix seconds; 0 where it is gone."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:
+    """Every live process of the cluster in ``temp_dir``, but for the pids in ``without``."""
+    for process in psutil.process_iter():
+        if process.pid not in without and belongs(process, temp_dir):
+            yield process
+
+
+def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -> int:
+    """SIGTERM, then after ``grace_s`` SIGKILL, until no process of the cluster is left; returns how many there were.
+
+    Looks again after each round: a process may have started another while it was being ended.
+    """
+    ended: set[int] = set()
+    while found := list(members(temp_dir, without=without)):
+        ended.update(process.pid for process in found)
+        _signal_all(found, terminate=grace_s > 0)
+        _, alive = psutil.wait_procs(found, timeout=grace_s)
+        _signal_all([process for process in alive if belongs(process, temp_dir)], terminate=False)
+        psutil.wait_procs(alive, timeout=5)
+        grace_s = 0
+    return len(ended)
+
+
+def _signal_all(processes: Sequence[psutil.Process], *, terminate: bool) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate() if terminate else process.kill()
+
+
+def _holds_files_below(process: psutil.Process, directory: str) -> bool:
+    return any(file.path.startswith(f"{directory}/") for file in process.open_files())
