@@ -1,0 +1,207 @@
+"""The checkpoints of a run: which there are, which of them count, and whether they are what was written."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from storage.archive import tar_stream, verified_blocks
+from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
+from storage.errors import CorruptCheckpoint, CorruptFile, InvalidStorage, StorageNotFound, StorageUnreadable
+from storage.files import Files
+from storage.lineage import RestorePoint, in_lineage, restore_point
+from storage.manifest import MANIFEST, Manifest, parse_manifest
+from storage.run_dir import CheckpointName, RunDir
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A committed checkpoint that cannot be trusted."""
+
+    name: str
+    problem: str
+
+
+class CheckpointStore:
+    """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread reads."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._restore_points: dict[int, RestorePoint] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return CheckpointStore, (self._run_dir,)
+
+    def begin(self, step: int, submission: int) -> CheckpointWriter:
+        """Start writing ``step-STEP.sSUBMISSION``. What an earlier writer left unfinished or corrupt there is replaced.
+
+        Raises:
+            CheckpointExists: it is committed and verifies.
+        """
+        name = CheckpointName(step, submission)
+
+        def is_sound() -> bool:
+            try:
+                self.verify(str(name))
+            except (CorruptCheckpoint, StorageNotFound):
+                return False
+            return True
+
+        return begin_checkpoint(self._run_dir, name, is_sound)
+
+    def list(self) -> builtins.list[Manifest]:
+        """Every checkpoint with a valid manifest, oldest first (step, then submission); its files are not read."""
+        return self._manifests(self._committed())
+
+    def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
+        """Those of ``list`` that count: without what a newer submission did not restore from. Oldest first.
+
+        Args:
+            before_submission: look only at what submissions older than this one wrote and chose; None looks at all.
+        """
+        return self._manifests(self._lineage_names(before_submission))
+
+    def newest_valid(self, before_submission: int | None = None) -> tuple[Manifest | None, builtins.list[Rejected]]:
+        """The newest checkpoint of the lineage that verifies, read back whole, and the newer ones that do not.
+
+        Raises StorageError when the storage itself is in trouble: that must not send a run back to an older checkpoint.
+        """
+        rejected: builtins.list[Rejected] = []
+        for name in reversed(self._lineage_names(before_submission)):
+            try:
+                self.verify(str(name))
+                return self.manifest(str(name)), rejected
+            except StorageNotFound:
+                continue  # deleted since it was listed
+            except CorruptCheckpoint as exc:
+                rejected.append(Rejected(str(name), str(exc)))
+        return None, rejected
+
+    def manifest(self, name: str) -> Manifest:
+        """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its manifest is not valid."""
+        path = f"{self._directory(name)}/{MANIFEST}"
+        try:
+            manifest = parse_manifest(self._files.read(path))
+        except StorageNotFound as exc:
+            raise StorageNotFound(f"run {self._run_dir.run_id} has no committed checkpoint {name}") from exc
+        except (CorruptFile, StorageUnreadable) as exc:
+            raise CorruptCheckpoint(name, MANIFEST, "a valid manifest", str(exc)) from exc
+        if (manifest.name, manifest.run_id) != (name, self._run_dir.run_id):
+            raise CorruptCheckpoint(
+                name, MANIFEST, f"{name} of run {self._run_dir.run_id}", f"{manifest.name} of run {manifest.run_id}"
+            )
+        return manifest
+
+    def verify(self, name: str) -> None:
+        """Read back every file. Raises CorruptCheckpoint for the first that differs, StorageNotFound for no checkpoint."""
+        manifest = self.manifest(name)
+        for relpath in sorted(manifest.files):
+            for _ in self._blocks(manifest, relpath):
+                pass
+
+    def read_file(self, name: str, relpath: str) -> bytes:
+        """A file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
+        manifest = self.manifest(name)
+        if relpath not in manifest.files:
+            raise StorageNotFound(f"checkpoint {name} has no file {relpath}; it has {sorted(manifest.files)}")
+        return b"".join(self._blocks(manifest, relpath))
+
+    def archive(self, name: str) -> Iterator[bytes]:
+        """The checkpoint as a tar stream, in blocks, verified as it passes.
+
+        Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint midway for a file.
+        """
+        manifest = self.manifest(name)
+        return tar_stream(self._files, self._directory(name), manifest)
+
+    def path(self, name: str) -> str:
+        """The checkpoint's directory as the filesystem names it."""
+        return self._files.path(self._directory(name))
+
+    def delete(self, name: str) -> None:
+        """The manifest first, so that a crash leaves no checkpoint rather than half of one."""
+        directory = self._directory(name)
+        self._files.delete_file(f"{directory}/{MANIFEST}")
+        self._files.delete_dir(directory)
+
+    def retain(self, keep_latest: int, best: str | None, submission: int | None = None) -> builtins.list[str]:
+        """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
+
+        Kept are the ``keep_latest`` newest of the lineage (at least one) and ``best``. Call it only from the one process
+        that saves, between saves.
+
+        Args:
+            submission: who asks; where a newer one has a journal, nothing is deleted.
+        """
+        if submission is not None and any(newer > submission for newer in self._run_dir.submissions()):
+            return []
+        lineage = self.lineage()
+        if not lineage:
+            return []
+        # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
+        latest = sorted(lineage, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
+        kept = {manifest.name for manifest in latest} | {lineage[-1].name, best}
+        newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
+        doomed = [str(name) for name in self._committed() if str(name) not in kept and self._is_past(name, newest)]
+        for name in doomed:
+            self.delete(name)
+        self._sweep(newest)
+        return doomed
+
+    def _sweep(self, newest: CheckpointName) -> None:
+        """Remove directories that never became checkpoints and never will."""
+        committed = set(self._committed())
+        for entry in self._files.list(self._run_dir.checkpoints_path()):
+            name = CheckpointName.parse(entry.name)
+            if entry.name.startswith(".trash-") or (name and name not in committed and self._is_past(name, newest)):
+                self._files.delete_dir(self._run_dir.checkpoints_path(entry.name))
+
+    @staticmethod
+    def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
+        """Whether nobody who counts can still be writing it: the newest submission's steps only rise."""
+        return name.submission < newest.submission or (name.submission == newest.submission and name.step < newest.step)
+
+    def _lineage_names(self, before_submission: int | None) -> builtins.list[CheckpointName]:
+        def seen(submission: int) -> bool:
+            return before_submission is None or submission < before_submission
+
+        names = [name for name in self._committed() if seen(name.submission)]
+        for submission in filter(seen, self._run_dir.submissions()):
+            if submission not in self._restore_points and (point := restore_point(self._run_dir, submission)):
+                self._restore_points[submission] = point  # the first one stays the first
+        return in_lineage(names, {number: point for number, point in self._restore_points.items() if seen(number)})
+
+    def _committed(self) -> builtins.list[CheckpointName]:
+        """Names of directories with a manifest, valid or not, oldest first."""
+        names = filter(None, (CheckpointName.parse(entry.name) for entry in self._files.list(self._run_dir.checkpoints_path())))
+        return sorted(name for name in names if self._files.exists(f"{self._directory(str(name))}/{MANIFEST}"))
+
+    def _manifests(self, names: builtins.list[CheckpointName]) -> builtins.list[Manifest]:
+        found: builtins.list[Manifest] = []
+        for name in names:
+            try:
+                found.append(self.manifest(str(name)))
+            except (CorruptCheckpoint, StorageNotFound):
+                continue  # newest_valid() reports it; or it was deleted since it was listed
+        return found
+
+    def _blocks(self, manifest: Manifest, relpath: str) -> Iterator[bytes]:
+        """As ``verified_blocks``, with a missing or unreadable file told as what it is: a corrupt or a deleted checkpoint."""
+        entry = manifest.files[relpath]
+        try:
+            yield from verified_blocks(self._files, self._directory(manifest.name), manifest, relpath)
+        except StorageNotFound as exc:
+            self.manifest(manifest.name)  # deleted while it was read: says so
+            raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "no file") from exc
+        except StorageUnreadable as exc:
+            raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", str(exc)) from exc
+
+    def _directory(self, name: str) -> str:
+        if CheckpointName.parse(name) is None:
+            raise InvalidStorage(f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2)}")
+        return self._run_dir.checkpoints_path(name)
+
+    @property
+    def _files(self) -> Files:
+        return self._run_dir.files

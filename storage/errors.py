@@ -1,0 +1,133 @@
+"""The error tree of storage, and the one place where errors of the OS and of pyarrow become ours.
+
+StorageError
+├── InvalidStorage         a URI, a name or a cursor that cannot be right
+├── StorageNotFound        a file, run or checkpoint that is not there
+├── StorageDenied          permissions or credentials do not allow it
+├── StorageFull            no space or quota left
+├── StorageUnreadable      the medium failed to give back what it holds
+├── StorageUnavailable     the filesystem did not answer, or answered with something else
+├── LogTakenOver           another process writes the same log
+├── CorruptFile            complete, but not what was written
+├── CheckpointExists       committed checkpoints are never overwritten
+├── CheckpointReplaced     another writer began the same checkpoint
+└── CorruptCheckpoint      a file of a committed checkpoint is missing or differs
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MISSING = {errno.ENOENT, errno.ENOTDIR}
+_UNREADABLE = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+_DENIED_CODES = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "SIGNATURE_DOES_NOT_MATCH")
+
+
+class StorageError(Exception):
+    """Base of every error that this package raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[StorageError], args: tuple[Any, ...], state: dict[str, Any]) -> StorageError:
+    """Unpickle without calling subclasses' constructors, whose arguments differ."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidStorage(StorageError):
+    pass
+
+
+class StorageNotFound(StorageError):
+    pass
+
+
+class StorageDenied(StorageError):
+    pass
+
+
+class StorageFull(StorageError):
+    pass
+
+
+class StorageUnreadable(StorageError):
+    pass
+
+
+class StorageUnavailable(StorageError):
+    pass
+
+
+class LogTakenOver(StorageError):
+    pass
+
+
+class CorruptFile(StorageError):
+    pass
+
+
+class CheckpointExists(StorageError):
+    """``name`` is committed and verifies; what was to be saved is there already."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"checkpoint {name} is committed already; committed checkpoints are never overwritten")
+        self.name = name
+
+
+class CheckpointReplaced(StorageError):
+    """A later writer of the same submission began the same checkpoint; this one must not commit."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"checkpoint {name} was begun again by another writer; this one is void")
+        self.name = name
+
+
+class CorruptCheckpoint(StorageError):
+    """``path`` in checkpoint ``name`` is not what its manifest says: ``expected`` against ``found``."""
+
+    def __init__(self, name: str, path: str, expected: str, found: str) -> None:
+        super().__init__(f"checkpoint {name}: {path}: expected {expected}, found {found}")
+        self.name = name
+        self.path = path
+        self.expected = expected
+        self.found = found
+
+
+def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | None:
+    """Ours for an error of the OS or of pyarrow; None for anything else, which is a bug and stays what it is."""
+    if not isinstance(exc, OSError) and not type(exc).__module__.startswith("pyarrow"):
+        return None
+    number = getattr(exc, "errno", None)
+    text = f"cannot {action} {path}: {exc}"
+    if number in _MISSING or isinstance(exc, FileNotFoundError):
+        return StorageNotFound(text)
+    if "NO_SUCH_BUCKET" in str(exc):
+        return StorageNotFound(f"{text}; create the bucket, or name another in the storage URI")
+    if number in _DENIED or any(code in str(exc) for code in _DENIED_CODES):
+        return StorageDenied(f"{text}; give this user (or the credentials in its environment) read and write access")
+    if number in _FULL:
+        return StorageFull(f"{text}; free some space, or choose another storage URI")
+    if number in _UNREADABLE:
+        return StorageUnreadable(f"{text}; the medium is failing")
+    return StorageUnavailable(f"{text}; check that the storage is mounted and reachable")
+
+
+@contextmanager
+def mapped(action: str, path: str) -> Iterator[None]:
+    """Raise errors of the OS and of pyarrow as ours; ``action`` and ``path`` complete "cannot ACTION PATH"."""
+    try:
+        yield
+    except Exception as exc:
+        error = None if isinstance(exc, StorageError) else from_foreign(exc, action, path)
+        if error is None:
+            raise
+        raise error from exc

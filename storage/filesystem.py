@@ -1,0 +1,100 @@
+"""Where runs are kept: one root, named by a URI, on a local filesystem or an object store."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from storage.errors import InvalidStorage, StorageError, StorageUnavailable
+from storage.files import Files
+from storage.local_files import LocalFiles
+
+if TYPE_CHECKING:
+    from storage.run_dir import RunDir
+
+_OBJECT_SCHEMES = ("s3", "gs")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The root of all runs. Picklable: the other side opens the URI again, with the credentials of its own environment."""
+
+    uri: str
+
+    @cached_property
+    def files(self) -> Files:
+        """The filesystem below the root; pyarrow is imported only when an object store is first used."""
+        if self.is_local:
+            return LocalFiles(Path(self.uri))
+        from storage.object_files import open_object_files
+
+        return open_object_files(urlsplit(self.uri))
+
+    @property
+    def is_local(self) -> bool:
+        return self.uri.startswith("/")
+
+    @property
+    def can_append(self) -> bool:
+        """Whether logs are one growing file (local) or sealed segments (object stores)."""
+        return self.is_local
+
+    @property
+    def batch_s(self) -> float:
+        """How long a log's writer should gather lines, in seconds: on an object store every append is an object of its own."""
+        return 0.25 if self.can_append else 2.0
+
+    def run_dir(self, run_id: str) -> RunDir:
+        """The directory of one run, whether or not it exists."""
+        from storage.run_dir import RunDir
+
+        return RunDir(self, run_id)
+
+    def child_uri(self, relpath: str) -> str:
+        """The URI of something below the root, with the root's own options."""
+        head, mark, query = self.uri.partition("?")
+        return f"{head.rstrip('/')}/{relpath}{mark}{query}"
+
+    def probe(self) -> None:
+        """Write, read back and delete a small file. Raises StorageError, which says what to do."""
+        relpath, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(32)
+        try:
+            self.files.write(relpath, data)
+            try:
+                found = self.files.read(relpath)
+            finally:
+                self.files.delete_file(relpath)
+        except StorageError as exc:
+            raise type(exc)(f"storage {self.uri} cannot be used: {exc}") from exc
+        if found != data:
+            raise StorageUnavailable(f"storage {self.uri} gave back other bytes than were written; choose another storage URI")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open_storage, (self.uri,)
+
+
+def open_storage(uri: str) -> Storage:
+    """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``. Nothing is touched yet.
+
+    Raises InvalidStorage for a URI that cannot work.
+    """
+    scheme, separator, _ = uri.partition("://")
+    if not separator:
+        if not uri:
+            raise InvalidStorage("the storage URI is empty; write a directory or s3://bucket/prefix")
+        return Storage(str(Path(uri).expanduser().absolute()))
+    if scheme == "file":
+        parts = urlsplit(uri)
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise InvalidStorage(f"the storage URI {uri} is not a path of this machine; write file:///absolute/path")
+        return Storage(str(Path(unquote(parts.path)).absolute()))
+    if scheme not in _OBJECT_SCHEMES:
+        raise InvalidStorage(f"storage scheme {scheme!r} is not known; use a path, file://, s3:// or gs://")
+    from storage.object_files import check_object_uri
+
+    check_object_uri(urlsplit(uri))
+    return Storage(uri)

@@ -1,0 +1,228 @@
+"""A submission's journal: one ordered log of what happened, written by one process, read from a cursor (docs/event-log.md)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.events import EventKind
+from storage.append_log import LogCursor, LogLine, LogWriter, open_log, read_log
+from storage.errors import CorruptFile, StorageError
+from storage.run_dir import RunDir
+
+_MARK_PREFIX = b'{"mark":'
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEvent:
+    """One thing that happened in a submission."""
+
+    kind: EventKind
+    at: float
+    """Unix seconds, by the clock of where it happened."""
+    submission: int
+    attempt: int = 0
+    """Worker group that it belongs to; 0 for none."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """JSON; see everstep/events.py for each kind's. Floats that are not finite are written as null."""
+    source: str
+    """The process that tells of it: "driver", "controller", "rank-0.a003". One that starts again needs another name, since
+    its ``source_n`` begins again."""
+    source_n: int
+    """Position among that source's events, rising from 1."""
+    n: int = 0
+    """Position in the journal, from 1, without gaps; given by JournalWriter, 0 before."""
+
+
+@dataclass
+class _Written:
+    """What the journal holds: the last number given, and the last event of each source."""
+
+    last_n: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+
+    def admit(self, event: JournalEvent) -> JournalEvent | None:
+        """Number an event; None when its source sent it before."""
+        if event.source_n <= self.sources.get(event.source, 0):
+            return None
+        self.last_n += 1
+        self.sources[event.source] = event.source_n
+        return replace(event, n=self.last_n)
+
+    def mark(self) -> bytes:
+        return _dump({"mark": {"n": self.last_n, "sources": self.sources}})
+
+
+class JournalWriter:
+    """The one writer of a submission's journal. Not thread-safe.
+
+    It numbers events, and drops those that a source sends again because it never heard that they had arrived. A process
+    that takes over from a dead one goes on where that one's last complete line ends.
+    """
+
+    def __init__(self, run_dir: RunDir, submission: int) -> None:
+        self._run_dir = run_dir
+        self._submission = submission
+        self._log: LogWriter | None = None
+        self._written = _Written()
+        self._unmarked_bytes = 0
+        self._open()
+
+    @property
+    def last_n(self) -> int:
+        """The last number given; 0 while the journal is empty."""
+        return self._written.last_n
+
+    def last_source_n(self, source: str) -> int:
+        """The last event of a source that is durable; 0 for none."""
+        return self._written.sources.get(source, 0)
+
+    def append(self, events: Sequence[JournalEvent]) -> None:
+        """Number and write events; durable on return.
+
+        Raises:
+            StorageError: some of them may be written. Appending the same ones again writes each once.
+            LogTakenOver: another process writes this journal.
+        """
+        log = self._log or self._open()
+        state = _Written(self._written.last_n, dict(self._written.sources))
+        mark = state.mark()
+        lines = [_encode(fresh) for event in events if (fresh := state.admit(event))]
+        if not lines:
+            return
+        marked = self._unmarked_bytes >= log.mark_every_bytes
+        try:
+            log.append([mark, *lines] if marked else lines)
+        except StorageError:
+            self._forget_log()
+            raise
+        self._written = state
+        self._unmarked_bytes = sum(map(len, lines)) + (0 if marked else self._unmarked_bytes)
+
+    def close(self) -> None:
+        if self._log is not None:
+            log, self._log = self._log, None
+            log.close()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> LogWriter:
+        """Open the log and learn from its end what it holds."""
+        log = open_log(self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True)
+        try:
+            self._written, self._unmarked_bytes = _recover(log)
+        except BaseException:
+            log.close()
+            raise
+        self._log = log
+        return log
+
+    def _forget_log(self) -> None:
+        """After a failed append: what is there is learnt again from the log itself."""
+        with suppress(StorageError):  # the append's own error says more
+            self.close()
+
+
+def _recover(log: LogWriter) -> tuple[_Written, int]:
+    """What a log holds and the bytes since its last mark; lines that a crash of the machine spoilt are cut off."""
+    state, num_bytes = _Written(), 0
+    lines = log.tail(_is_mark)
+    for index, line in enumerate(lines):
+        try:
+            parsed = json.loads(line)
+            if _is_mark(line):
+                state = _Written(parsed["mark"]["n"], dict(parsed["mark"]["sources"]))
+                continue
+            state.last_n = parsed["n"]
+            state.sources[parsed["source"]] = parsed["source_n"]
+        except (ValueError, KeyError, TypeError):
+            log.cut(sum(len(spoilt) + 1 for spoilt in lines[index:]))
+            break
+        num_bytes += len(line)
+    return state, num_bytes
+
+
+def read_journal(run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000) -> tuple[list[JournalEvent], str]:
+    """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
+
+    Never returns a line that is still being written. A journal that does not exist (yet) has no events.
+
+    Raises:
+        CorruptFile: a complete line is not an event.
+        InvalidStorage: the cursor was not made here.
+    """
+    position = LogCursor.parse(cursor)
+    files, stem = run_dir.files, run_dir.journal_stem(submission)
+    events: list[JournalEvent] = []
+    retried = False
+    while len(events) < limit and (lines := read_log(files, stem, position, limit - len(events))):
+        for line in lines:
+            try:
+                event = _decode(line)
+            except CorruptFile:
+                # A block boundary in a torn line, which a new writer cut off and wrote over between our two reads, looks
+                # like this; it is gone when read again.
+                if retried:
+                    raise
+                retried = True
+                break
+            position = line.end
+            if event is not None:
+                events.append(event)
+    return events, str(position)
+
+
+def _is_mark(line: bytes) -> bool:
+    return line.startswith(_MARK_PREFIX)
+
+
+def _encode(event: JournalEvent) -> bytes:
+    return _dump(
+        {
+            "n": event.n,
+            "at": event.at,
+            "kind": event.kind.value,
+            "submission": event.submission,
+            "attempt": event.attempt,
+            "source": event.source,
+            "source_n": event.source_n,
+            "data": event.data,
+        }
+    )
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for every float that JSON cannot say."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _decode(line: LogLine) -> JournalEvent | None:
+    """The event in a line; None for a mark. Raises CorruptFile."""
+    if _is_mark(line.data):
+        return None
+    try:
+        raw = json.loads(line.data)
+        return JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
+    except (ValueError, KeyError, TypeError) as exc:
+        raise CorruptFile(f"journal line {line.end.num_lines} is not an event ({exc}): {line.data[:80]!r}") from exc

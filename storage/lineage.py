@@ -1,0 +1,54 @@
+"""Which checkpoints count: what a newer submission did not go on from is void (invariant I1).
+
+A submission's restore point is the first ``restored`` event of its journal. An older submission that was slow rather than
+dead may commit checkpoints after that; they lie beyond the restore point and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from everstep.events import EventKind
+from storage.journal import read_journal
+from storage.run_dir import CheckpointName, RunDir
+
+_BATCH = 200
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """Where a submission went on from."""
+
+    step: int
+    """Steps done; nothing of older submissions beyond it counts."""
+    fresh: bool
+    """It began anew: nothing of older submissions counts at all."""
+
+
+def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
+    """The first ``restored`` event of a submission's journal; None as long as there is none."""
+    cursor: str | None = None
+    while True:
+        events, cursor = read_journal(run_dir, submission, cursor, _BATCH)
+        if not events:
+            return None
+        for event in events:
+            if event.kind is EventKind.RESTORED:
+                return RestorePoint(int(event.data["step"]), event.data.get("source") == "fresh")
+
+
+def in_lineage(names: Iterable[CheckpointName], restore_points: Mapping[int, RestorePoint]) -> list[CheckpointName]:
+    """Names that every newer submission's restore point lets stand, oldest first.
+
+    Args:
+        restore_points: by submission; those without one have not chosen yet and void nothing.
+    """
+
+    def counts(name: CheckpointName) -> bool:
+        return all(
+            name.submission >= submission or (not point.fresh and name.step <= point.step)
+            for submission, point in restore_points.items()
+        )
+
+    return sorted(filter(counts, names))

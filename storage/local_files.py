@@ -1,0 +1,182 @@
+"""A directory of a mounted filesystem: POSIX renames and fsync make writes atomic and durable."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from storage.errors import StorageNotFound, mapped
+from storage.files import Entry, ReadStream
+
+_BUFFER_BYTES = 1 << 20
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file or a directory by name."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """os.write may write less than it was given."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class _SyncedFile:
+    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to sync."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with mapped("create", str(path)):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._file = io.BufferedWriter(io.FileIO(fd, "wb"), _BUFFER_BYTES)
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        with mapped("write", str(self._path)):
+            return self._file.write(data)
+
+    def flush(self) -> None:
+        with mapped("write", str(self._path)):
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        with mapped("write", str(self._path)):
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
+
+
+class LocalFiles:
+    """Files below a local directory, which is made when something is first written."""
+
+    can_append = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, relpath: str) -> str:
+        return str(self.root / relpath)
+
+    def exists(self, relpath: str) -> bool:
+        path = self.root / relpath
+        try:
+            with mapped("look at", str(path)):
+                return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - Path.is_file() hides EACCES and EIO
+        except StorageNotFound:
+            return False
+
+    def read(self, relpath: str) -> bytes:
+        path = self.root / relpath
+        with mapped("read", str(path)):
+            return path.read_bytes()
+
+    def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
+        path = self.root / relpath
+        with mapped("read", str(path)):
+            file: BinaryIO = path.open("rb", buffering=0)
+            file.seek(offset)
+            return cast(ReadStream, file)
+
+    def list(self, relpath: str) -> list[Entry]:
+        path = self.root / relpath
+        try:
+            with mapped("list", str(path)), os.scandir(path) as entries:
+                return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
+        except StorageNotFound:
+            return []
+
+    def write(self, relpath: str, data: bytes) -> None:
+        path = self.root / relpath
+        self.make_dir(str(Path(relpath).parent))
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+        with mapped("write", str(path)):
+            try:
+                self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL)
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            sync_path(path.parent)
+
+    def create(self, relpath: str) -> _SyncedFile:
+        self.make_dir(str(Path(relpath).parent))
+        return _SyncedFile(self.root / relpath)
+
+    def make_dir(self, relpath: str) -> None:
+        path = self.root / relpath
+        with mapped("make the directory", str(path)):
+            if path.is_dir():
+                return
+            missing = [path, *(parent for parent in path.parents if not parent.exists())]
+            for directory in reversed(missing):
+                directory.mkdir(exist_ok=True)
+                sync_path(directory.parent)
+
+    def sync_dir(self, relpath: str) -> None:
+        path = self.root / relpath
+        with mapped("sync", str(path)):
+            sync_path(path)
+
+    def set_aside(self, relpath: str, aside: str) -> bool:
+        path = self.root / relpath
+        try:
+            with mapped("rename", str(path)):
+                path.rename(self.root / aside)
+                sync_path(path.parent)
+        except StorageNotFound:
+            return False
+        return True
+
+    def promote(self, marker: str, relpath: str, data: bytes) -> bool:
+        # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever removed it in the
+        # meantime makes one of the two fail, so a writer that was replaced cannot commit.
+        temporary, path = self.root / marker, self.root / relpath
+        try:
+            with mapped("commit", str(path)):
+                self._write_synced(temporary, data, os.O_TRUNC)
+                temporary.replace(path)
+                sync_path(path.parent)
+        except StorageNotFound:
+            return False
+        return True
+
+    def delete_file(self, relpath: str) -> None:
+        path = self.root / relpath
+        try:
+            with mapped("delete", str(path)):
+                path.unlink()
+                sync_path(path.parent)
+        except StorageNotFound:
+            return
+
+    def delete_dir(self, relpath: str) -> None:
+        path = self.root / relpath
+        try:
+            with mapped("delete", str(path)):
+                shutil.rmtree(path)
+                sync_path(path.parent)
+        except StorageNotFound:
+            return
+
+    @staticmethod
+    def _write_synced(path: Path, data: bytes, flags: int) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,91 @@
+"""The manifest of a checkpoint: its last file, and the commit. A directory without a valid one is not a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from storage.errors import CorruptFile
+from storage.run_dir import CheckpointName
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class FileEntry(_Frozen):
+    size_bytes: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+
+
+class Manifest(_Frozen):
+    """What a committed checkpoint is, and the size and digest of every file in it."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    step: Annotated[int, Field(ge=0)]
+    """Optimizer steps done."""
+    epoch: Annotated[int, Field(ge=0)]
+    """Epoch in progress, from 0."""
+    submission: Annotated[int, Field(ge=1)]
+    attempt: Annotated[int, Field(ge=0)]
+    parent: str | None
+    """Checkpoint that the state descends from; None where it began afresh."""
+    world_size: Annotated[int, Field(ge=1)]
+    sample_digest: str | None
+    """Hash chain over the sample indices used so far."""
+    metrics: dict[str, FiniteFloat]
+    """Latest validation metrics."""
+    created_at: AwareDatetime
+    files: dict[str, FileEntry]
+    """By path relative to the checkpoint's directory."""
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's directory below ``checkpoints/``."""
+        return str(CheckpointName(self.step, self.submission))
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of its files, the manifest not counted."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest's canonical JSON; it covers every file's own digest."""
+        return hashlib.sha256(_canonical(self.model_dump(mode="json"))).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``: canonical JSON with its own digest beside the fields."""
+        return _canonical({**self.model_dump(mode="json"), "digest": self.digest})
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
+    try:
+        raw = json.loads(data)
+        version = raw.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise CorruptFile(f"schema version {version} is of a newer Everstep; this one reads up to {SCHEMA_VERSION}")
+        stated = raw.pop("digest", None)
+        manifest = Manifest.model_validate_json(json.dumps(raw))
+    except (ValueError, AttributeError, ValidationError) as exc:
+        raise CorruptFile(f"not a manifest: {exc}") from exc
+    if stated != manifest.digest:
+        raise CorruptFile(f"states digest {stated}, but its content has {manifest.digest}")
+    if data != manifest.to_bytes():
+        raise CorruptFile("differs from what was written")
+    return manifest
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,167 @@
+"""A run's directory: the only place that knows where its files lie (contract, "Files in a run directory")."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
+from storage.files import Files
+from storage.filesystem import Storage
+
+if TYPE_CHECKING:
+    from everstep.spec import RunSpec
+    from storage.checkpoints import CheckpointStore
+
+Stop = Literal["cancel", "pause"]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
+_ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
+_RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(\.jsonl)?")
+_CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
+DRIVER_ATTEMPT = 0
+
+
+@dataclass(frozen=True, order=True)
+class RankLog:
+    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0."""
+
+    submission: int
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """``step-000000150.s002``: what a directory's name says, whether or not there is a checkpoint in it. Ordered by step."""
+
+    step: int
+    submission: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:09d}.s{self.submission:03d}"
+
+    @staticmethod
+    def parse(name: str) -> CheckpointName | None:
+        match = _CHECKPOINT.fullmatch(name)
+        return CheckpointName(int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory below ``STORAGE/runs/``. Picklable. It is also Ray Train's experiment directory."""
+
+    storage: Storage
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if not _RUN_ID.fullmatch(self.run_id):
+            raise InvalidStorage(f"run id {self.run_id!r} cannot name a directory")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RunDir, (self.storage, self.run_id)
+
+    @property
+    def files(self) -> Files:
+        return self.storage.files
+
+    @property
+    def uri(self) -> str:
+        """URI of the run's directory."""
+        return self.storage.child_uri(self._path())
+
+    @property
+    def parent_uri(self) -> str:
+        """URI of the directory of all runs: Ray Train's ``storage_path``, where ``run_id`` is its ``name``."""
+        return self.storage.child_uri("runs")
+
+    @property
+    def local_path(self) -> str | None:
+        """The directory's path on this machine; None on an object store."""
+        return self.files.path(self._path()) if self.storage.is_local else None
+
+    @property
+    def tensorboard_uri(self) -> str:
+        return self.storage.child_uri(self._path("tensorboard"))
+
+    @cached_property
+    def checkpoints(self) -> CheckpointStore:
+        from storage.checkpoints import CheckpointStore
+
+        return CheckpointStore(self)
+
+    def write_spec(self, spec: RunSpec) -> None:
+        """Keep the resolved spec."""
+        self.files.write(self._path("spec.json"), spec.model_dump_json(indent=2).encode())
+
+    def read_spec(self) -> RunSpec:
+        """Raises StorageNotFound, or CorruptFile when it is not a spec."""
+        from pydantic import ValidationError
+
+        from everstep.spec import RunSpec
+
+        path = self._path("spec.json")
+        try:
+            return RunSpec.model_validate_json(self.files.read(path))
+        except ValidationError as exc:
+            raise CorruptFile(f"{self.files.path(path)} is not a run's spec: {exc}") from exc
+
+    def submissions(self) -> list[int]:
+        """Submissions that have a journal, oldest first."""
+        matches = (_SUBMISSION.fullmatch(entry.name) for entry in self.files.list(self._path("events")))
+        return sorted({int(match[1]) for match in matches if match})
+
+    def request_stop(self, submission: int, stop: Stop) -> None:
+        """Ask a submission's driver to stop. A pause may become a cancel, never the other way round."""
+        if stop == "pause" and self.stop_requested(submission) == "cancel":
+            return
+        self.files.write(self._stop_path(submission), json.dumps({"stop": stop}).encode())
+
+    def stop_requested(self, submission: int) -> Stop | None:
+        """What was asked of a submission's driver."""
+        try:
+            data = self.files.read(self._stop_path(submission))
+        except StorageNotFound:
+            return None
+        try:
+            stop = json.loads(data)["stop"]
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}") from exc
+        return "cancel" if stop == "cancel" else "pause"
+
+    def delete(self) -> None:
+        """The whole directory with everything in it."""
+        self.files.delete_dir(self._path())
+
+    def journal_stem(self, submission: int) -> str:
+        return self._path(f"events/s{submission:03d}")
+
+    def rank_log_stem(self, log: RankLog) -> str:
+        name = "driver" if log.rank < 0 else f"rank-{log.rank}"
+        return self._path(f"logs/s{log.submission:03d}-a{log.attempt:03d}/{name}")
+
+    def rank_logs(self) -> list[RankLog]:
+        """Every rank's log, by submission, attempt and rank."""
+        found: set[RankLog] = set()
+        for directory in self.files.list(self._path("logs")):
+            attempt = _ATTEMPT_LOGS.fullmatch(directory.name)
+            if not attempt:
+                continue
+            for entry in self.files.list(self._path(f"logs/{directory.name}")):
+                rank = _RANK_LOG.fullmatch(entry.name)
+                if rank:
+                    found.add(RankLog(int(attempt[1]), int(attempt[2]), int(rank[1]) if rank[1] else -1))
+        return sorted(found)
+
+    def checkpoints_path(self, name: str = "") -> str:
+        return self._path(f"checkpoints/{name}" if name else "checkpoints")
+
+    def _stop_path(self, submission: int) -> str:
+        return self._path(f"control/s{submission:03d}.stop.json")
+
+    def _path(self, relpath: str = "") -> str:
+        return f"runs/{self.run_id}/{relpath}" if relpath else f"runs/{self.run_id}"
