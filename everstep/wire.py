@@ -246,6 +246,9 @@ class Checkpoint(Answer):
     metrics: dict[str, float]
     committed_at: Time
     verified_at: Time | None
+    """When its files were last read back and compared."""
+    problem: str | None = None
+    """What was wrong with it then; null where every file had its size and digest."""
 
 
 class LogLine(Answer):

@@ -53,9 +53,11 @@ class RunRow(Row):
     total_steps: int | None
     steps_per_epoch: int | None
     world_size: int | None
+    workers: list[dict[str, Any]]
     metrics: dict[str, float]
     best: dict[str, Any] | None
     latest_checkpoint: dict[str, Any] | None
+    recent_checkpoints: list[dict[str, Any]]
     restarts: int
     steps_lost: int
     steps_lost_at_restore: int

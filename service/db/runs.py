@@ -18,7 +18,7 @@ from service.db.ids import new_run_id
 from service.db.rows import RunRow, Stop, TransitionRow
 from service.db.tables import idempotency_keys, run_tags, runs, transitions
 from service.db.writer import RunWriter
-from service.projections.changes import cancelled_by_user, paused_by_user
+from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user
 from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
 
@@ -186,7 +186,7 @@ class RunStore:
             claimable = LIVE - {RunStatus.STOPPING}
             _expect(writer.run, claimable, expected_submission, f"submission {expected_submission + 1} cannot be claimed")
             before = writer.run.status
-            writer.set({"submission": expected_submission + 1, "ray_job_id": None, "submitted_at": None, "world_size": None})
+            writer.set({"submission": expected_submission + 1, "ray_job_id": None, "submitted_at": None, **NO_WORKERS})
             if before == RunStatus.QUEUED:
                 writer.change_status(RunStatus.STARTING, None)
             elif before == RunStatus.RUNNING or (before == RunStatus.STARTING and writer.run.attempt > 0):
@@ -324,9 +324,11 @@ def _new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> 
         total_steps=None,
         steps_per_epoch=None,
         world_size=None,
+        workers=[],
         metrics={},
         best=None,
         latest_checkpoint=None,
+        recent_checkpoints=[],
         restarts=0,
         steps_lost=0,
         steps_lost_at_restore=0,

@@ -56,9 +56,11 @@ runs = Table(
     Column("total_steps", Integer),
     Column("steps_per_epoch", Integer),
     Column("world_size", Integer),
+    Column("workers", JSON, nullable=False),  # of the attempt that runs: [{rank, node_id, node_ip, pid}]
     Column("metrics", JSON, nullable=False),
     Column("best", JSON(none_as_null=True)),
     Column("latest_checkpoint", JSON(none_as_null=True)),
+    Column("recent_checkpoints", JSON, nullable=False),  # of the lineage and not deleted, oldest first
     Column("restarts", Integer, nullable=False),
     Column("steps_lost", Integer, nullable=False),
     Column("steps_lost_at_restore", Integer, nullable=False),  # our estimate, replaced by what the driver reports

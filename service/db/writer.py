@@ -14,6 +14,7 @@ from everstep.events import EventKind
 from everstep.wire import Reason, RunStatus
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.db.tables import events, metrics, runs, transitions
+from service.projections.changes import NO_WORKERS
 from service.projections.goodput import TimeLedger
 from service.states import TransitionConflict, check_legal
 
@@ -90,9 +91,9 @@ class RunWriter:
         }
         moment = min(self.now, max(self.now if at is None else at, self._ledger.at_us / 1e6))
         if to.terminal:
-            columns |= {"finished_at": moment, "world_size": None}
+            columns |= {"finished_at": moment, **NO_WORKERS}
         if to == RunStatus.PAUSED:
-            columns |= {"stop_requested": None, "stop_requested_at": None, "world_size": None}
+            columns |= {"stop_requested": None, "stop_requested_at": None, **NO_WORKERS}
         self.set(columns)
         self._record_status(before, moment)
 

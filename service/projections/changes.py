@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.events import EventKind
@@ -11,6 +12,10 @@ from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.projections.metric_names import lookup, validation_name
 from service.states import is_legal
+
+NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})
+"""Columns of a run of which nothing trains."""
+_RECENT_CHECKPOINTS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ def _attempt_started(run: RunRow, event: EventRow) -> Changes:
         "attempt": max(run.attempt + 1, event.attempt),
         "restarts": run.restarts + (run.attempt > 0),
         "world_size": int(event.data["world_size"]),
+        "workers": list(event.data["workers"]),
         "reason_code": None,
         "reason_message": None,
     }
@@ -58,7 +64,24 @@ def _restored(run: RunRow, event: EventRow) -> Changes:
         "steps_lost": run.steps_lost + lost,
         "steps_lost_at_restore": lost,
     }
-    return Changes(columns)
+    return Changes(columns | _checkpoints(_standing(run.recent_checkpoints, event)))
+
+
+def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str, Any]]:
+    """Checkpoints that a restore lets stand: sound, and for those of older submissions not beyond where it went on."""
+    fresh, step = restored.data.get("source") == "fresh", int(restored.data["step"])
+    rejected = {item["name"] for item in restored.data.get("rejected") or ()}
+    return [
+        item
+        for item in found
+        if item["name"] not in rejected and (item["submission"] == restored.submission or (not fresh and item["step"] <= step))
+    ]
+
+
+def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns that tell which checkpoints there are."""
+    latest = max(found, key=lambda item: (item["step"], item["submission"]), default=None)
+    return {"recent_checkpoints": found[-_RECENT_CHECKPOINTS:], "latest_checkpoint": latest}
 
 
 def _training_started(run: RunRow, event: EventRow) -> Changes:
@@ -122,12 +145,26 @@ def _epoch_at(run: RunRow, epoch: int) -> int:
 
 def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:
     data = event.data
-    latest = {"step": int(data["step"]), "committed_at": event.at, "size_bytes": int(data["size_bytes"]), "name": data["name"]}
-    return Changes({"latest_checkpoint": latest})
+    committed = {
+        "step": int(data["step"]),
+        "submission": event.submission,
+        "name": data["name"],
+        "committed_at": event.at,
+        "size_bytes": int(data["size_bytes"]),
+    }
+    return Changes(_checkpoints([*_without(run, data["name"]), committed]))
+
+
+def _checkpoint_deleted(run: RunRow, event: EventRow) -> Changes:
+    return Changes(_checkpoints(_without(run, event.data["name"])))
+
+
+def _without(run: RunRow, name: str) -> list[dict[str, Any]]:
+    return [item for item in run.recent_checkpoints if item["name"] != name]
 
 
 def _failure(run: RunRow, _event: EventRow) -> Changes:
-    return Changes({"world_size": None}, **_to(run, RunStatus.RECOVERING))
+    return Changes(dict(NO_WORKERS), **_to(run, RunStatus.RECOVERING))
 
 
 def _recovered(run: RunRow, event: EventRow) -> Changes:
@@ -142,23 +179,22 @@ def _recovered(run: RunRow, event: EventRow) -> Changes:
 def _waiting(_run: RunRow, event: EventRow) -> Changes:
     code = event.data.get("code")
     known = code in set(ReasonCode)
-    columns = {
+    columns: dict[str, Any] = {
         "reason_code": code if known else ReasonCode.WAITING_FOR_CAPACITY.value,
         "reason_message": str(event.data.get("message") or "The cluster has no room for min_workers now."),
-        "world_size": None,
     }
-    return Changes(columns)
+    return Changes(columns | dict(NO_WORKERS))
 
 
 def _attempt_ended(run: RunRow, event: EventRow) -> Changes:
     failed = event.data.get("cause") in set(Verdict)
-    return Changes({"world_size": None}, **(_to(run, RunStatus.RECOVERING) if failed else {}))
+    return Changes(dict(NO_WORKERS), **(_to(run, RunStatus.RECOVERING) if failed else {}))
 
 
 def _finished(run: RunRow, event: EventRow) -> Changes:
     outcome = event.data["outcome"]
     given = _reason(event.data.get("reason"))
-    columns: dict[str, Any] = {"world_size": None}
+    columns: dict[str, Any] = dict(NO_WORKERS)
     if event.data.get("step") is not None:
         columns["step"] = int(event.data["step"])
     if outcome == "succeeded":
@@ -197,6 +233,7 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.EVALUATED: _evaluated,
     EventKind.EPOCH_COMPLETED: _epoch_completed,
     EventKind.CHECKPOINT_COMMITTED: _checkpoint_committed,
+    EventKind.CHECKPOINT_DELETED: _checkpoint_deleted,
     EventKind.FAILURE: _failure,
     EventKind.RECOVERED: _recovered,
     EventKind.WAITING: _waiting,

@@ -1,0 +1,101 @@
+"""Checkpoints of a run's lineage, folded from its history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+from everstep.events import EventKind
+from everstep.wire import Checkpoint
+from service.db.rows import CheckpointCheck, EventRow
+from service.projections.metric_names import lookup
+
+KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED})
+
+
+def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck]) -> list[Checkpoint]:
+    """Every checkpoint that was committed in the lineage, deleted ones too, oldest first.
+
+    What an older submission wrote beyond the step that a newer one went on from is not in the lineage and left out.
+
+    Args:
+        events: History of the kinds in KINDS.
+        checks: Last check of each checkpoint that was read back, by name.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    restored: set[int] = set()
+    for event in events:
+        data = event.data
+        if event.kind == EventKind.CHECKPOINT_COMMITTED:
+            found.pop(data["name"], None)  # replaced after it was found corrupt: it takes its new place in the order
+            found[data["name"]] = {**data, "submission": event.submission, "committed_at": event.at, "state": "committed"}
+        elif event.kind == EventKind.CHECKPOINT_DELETED and data["name"] in found:
+            found[data["name"]]["state"] = "deleted"
+        elif event.kind == EventKind.RESTORED:
+            for rejected in data.get("rejected") or ():
+                if rejected["name"] in found:
+                    found[rejected["name"]] |= {"state": "corrupt", "verified_at": event.at, "problem": rejected.get("problem")}
+            if event.submission not in restored:
+                restored.add(event.submission)
+                found = _lineage(found, event)
+    return [_checkpoint(data, checks.get(name)) for name, data in found.items()]
+
+
+def _lineage(found: dict[str, dict[str, Any]], restored: EventRow) -> dict[str, dict[str, Any]]:
+    """What the first restore of a submission lets stand of older ones."""
+    fresh, step = restored.data.get("source") == "fresh", restored.data["step"]
+    return {
+        name: data
+        for name, data in found.items()
+        if data["submission"] >= restored.submission or (not fresh and data["step"] <= step)
+    }
+
+
+def newest(found: Iterable[Checkpoint]) -> Checkpoint | None:
+    """The committed checkpoint of the highest step; of one step that of the newest submission."""
+    return max(_committed(found), key=lambda item: (item.step, item.submission), default=None)
+
+
+def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
+    """The checkpoint of a step; where several submissions wrote one, a committed one before others, then the newest."""
+    same = [item for item in found if item.step == step]
+    return max(same, key=lambda item: (item.state == "committed", item.submission), default=None)
+
+
+def best(found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]) -> Checkpoint | None:
+    """The committed checkpoint with the best value of a validation metric; the newer of two equals. None without a metric."""
+    if metric is None:
+        return None
+    sign = 1.0 if mode == "max" else -1.0
+    scored = [
+        (sign * value, item.step, item.submission, item)
+        for item in _committed(found)
+        if (value := lookup(item.metrics, metric)) is not None
+    ]
+    return max(scored, key=lambda entry: entry[:3])[3] if scored else None
+
+
+def _committed(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return [item for item in found if item.state == "committed"]
+
+
+def _checkpoint(data: dict[str, Any], check: CheckpointCheck | None) -> Checkpoint:
+    state, verified_at, problem = data["state"], data.get("verified_at"), data.get("problem")
+    if check is not None and check.verified_at >= max(data["committed_at"], verified_at or 0.0):
+        verified_at, problem = check.verified_at, check.problem
+        if state != "deleted":
+            state = "corrupt" if problem else "committed"
+    return Checkpoint(
+        step=data["step"],
+        name=data["name"],
+        epoch=data["epoch"],
+        submission=data["submission"],
+        state=state,
+        size_bytes=data["size_bytes"],
+        digest=data["digest"],
+        metrics={name: value for name, value in (data.get("metrics") or {}).items() if value is not None},
+        committed_at=datetime.fromtimestamp(data["committed_at"], UTC),
+        verified_at=None if verified_at is None else datetime.fromtimestamp(verified_at, UTC),
+        problem=problem,
+    )
