@@ -132,7 +132,7 @@ class RayJobs:
             JobRejected: Ray will not take it.
         """
         body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
-        response = await self._send("POST", "/api/jobs/", json=body, timeout=SUBMIT_TIMEOUT_S)
+        response = await self._send("POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S)
         if response.is_success:
             return submission_id
         if "already exists" in response.text:
@@ -183,7 +183,7 @@ class RayJobs:
         *,
         json: Any = None,
         params: Mapping[str, str] | None = None,
-        timeout: float = READ_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> httpx.Response:
         """One request; the only place where httpx's errors become ours."""
         endpoint = self._endpoint()
@@ -197,7 +197,7 @@ class RayJobs:
                 json=json,
                 params=params,
                 headers=headers,
-                timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT_S),
+                timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S),
             )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise RayUnavailable(f"Ray's dashboard at {endpoint.url} does not answer: {exc or type(exc).__name__}") from exc

@@ -1,0 +1,205 @@
+"""Facts to decisions: pure, so that every rule can be tried over any history.
+
+Rules, in this order for every run:
+
+- A run past its deadline fails.
+- A run that is asked to stop: the driver is told through its run directory; after a grace Ray ends the job; once the job is gone
+  and the journal read to its end, the run is CANCELLED or PAUSED.
+- A claimed submission that Ray never took is submitted again under the same id.
+- A job that ended without a ``finished`` event in its journal is replaced by the next submission: Ray's word alone ends no run.
+- A queued run starts when it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from everstep.wire import Reason, ReasonCode, RunStatus
+from service.reconciler.capacity import admit
+from service.reconciler.facts import Facts, JobFact, RunFacts, Stop, TailFact
+
+STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
+"""How long a driver may take to commit its last checkpoint before Ray ends it."""
+FIRST_BACKOFF_S: Final = 2.0
+LONGEST_BACKOFF_S: Final = 60.0
+MAX_FRUITLESS: Final = 10
+"""Submissions in a row without a checkpoint after which a run is given up."""
+STRAY_GRACE_S: Final = 20.0
+"""A driver that has finished, or was replaced, ends by itself; this is how long it may take."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Claim submission ``after + 1`` and submit it."""
+
+    run_id: str
+    after: int
+
+
+@dataclass(frozen=True)
+class SubmitClaimed:
+    """Submit a submission that was claimed before, under the same id."""
+
+    run_id: str
+    submission: int
+
+
+@dataclass(frozen=True)
+class DeliverStop:
+    """Tell a submission's driver to stop."""
+
+    run_id: str
+    submission: int
+    stop: Stop
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """Let Ray end a job's driver."""
+
+    submission_id: str
+
+
+@dataclass(frozen=True)
+class ChangeStatus:
+    """Change a run's status where status and submission still are what was seen."""
+
+    run_id: str
+    expected: RunStatus
+    submission: int
+    to: RunStatus
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class SayReason:
+    """Say why a run waits, or clear it."""
+
+    run_id: str
+    expected: RunStatus
+    reason: Reason | None
+
+
+Decision = Start | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
+
+
+def submission_id(run_id: str, submission: int) -> str:
+    """The Ray job's id: derived, so that submitting twice makes one job."""
+    return f"{run_id}-s{submission:03d}"
+
+
+def decide(facts: Facts) -> tuple[Decision, ...]:
+    """What to do now. Deciding again on the same facts gives the same decisions."""
+    decisions: list[Decision] = []
+    queued: list[RunFacts] = []
+    for run in facts.runs:
+        if run.deadline_at is not None and facts.now >= run.deadline_at and run.status != RunStatus.STOPPING:
+            decisions.extend(_deadline(run))
+        elif run.status == RunStatus.QUEUED:
+            queued.append(run)
+        elif run.status == RunStatus.STOPPING:
+            decisions.extend(_stopping(run, facts))
+        elif not run.status.terminal and run.status != RunStatus.PAUSED:
+            decisions.extend(_submitted(run, facts))
+    decisions.extend(_queued(queued, facts))
+    decisions.extend(EndJob(stray.submission_id) for stray in facts.strays if stray.seen_for_s >= STRAY_GRACE_S)
+    return tuple(decisions)
+
+
+def backoff_s(fruitless: int) -> float:
+    """Seconds from one submission to the next after ``fruitless`` in a row without a checkpoint; the first retry is at once."""
+    if fruitless <= 1:
+        return 0.0
+    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(fruitless - 2, 16))
+
+
+def _deadline(run: RunFacts) -> Iterator[Decision]:
+    message = "recovery.deadline_s has passed since the run was created"
+    yield ChangeStatus(
+        run.id, run.status, run.submission, RunStatus.FAILED, Reason(code=ReasonCode.DEADLINE_EXCEEDED, message=message)
+    )
+    # Only now: a driver that is told to stop first could report an end of its own.
+    if run.submission > 0:
+        yield EndJob(submission_id(run.id, run.submission))
+
+
+def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:
+    stop: Stop = run.stop or "cancel"
+    if not run.stop_delivered:
+        yield DeliverStop(run.id, run.submission, stop)
+    if run.job in (JobFact.MISSING, JobFact.ENDED):
+        if run.tail == TailFact.DRAINED:
+            yield _stopped(run, stop)
+    elif run.job == JobFact.ALIVE:
+        if facts.now - (run.stop_at or facts.now) > STOP_GRACE_S[stop]:
+            yield EndJob(submission_id(run.id, run.submission))
+    elif facts.ray_problem:
+        yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"stops once Ray answers: {facts.ray_problem}")
+
+
+def _stopped(run: RunFacts, stop: Stop) -> Decision:
+    """The job is gone and said nothing of an end: what was asked for is done."""
+    if stop == "pause":
+        reason = Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; its driver ended before it could say so.")
+        return ChangeStatus(run.id, run.status, run.submission, RunStatus.PAUSED, reason)
+    reason = Reason(code=ReasonCode.CANCELLED_BY_USER, message="Cancelled through the API.")
+    return ChangeStatus(run.id, run.status, run.submission, RunStatus.CANCELLED, reason)
+
+
+def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
+    """STARTING, RUNNING or RECOVERING: there should be a job."""
+    if run.job == JobFact.UNKNOWN:
+        if facts.ray_problem and run.status != RunStatus.RUNNING:
+            yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
+        return
+    if run.job == JobFact.ALIVE:
+        if not run.job_recorded:
+            # Submitted just before this process died: submitting again finds the job and records it.
+            yield SubmitClaimed(run.id, run.submission)
+        if run.reason is not None and run.reason.code == ReasonCode.WAITING_FOR_CLUSTER:
+            yield SayReason(run.id, run.status, None)
+        return
+    if run.job == JobFact.MISSING and not run.job_recorded:
+        yield SubmitClaimed(run.id, run.submission)
+        return
+    if run.tail == TailFact.DRAINED:
+        yield from _replace(run, facts)
+
+
+def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
+    """The job is gone without a verdict in its journal: the next submission goes on."""
+    if run.fruitless >= MAX_FRUITLESS:
+        message = (
+            f"the last {run.fruitless} submissions ended without a verdict and without a new checkpoint; the Ray job's own log "
+            f"({submission_id(run.id, run.submission)}) and the run's driver log say more"
+        )
+        reason = Reason(code=ReasonCode.NO_PROGRESS, message=message)
+        yield ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
+    elif facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
+        yield Start(run.id, run.submission)
+
+
+def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
+    if not queued:
+        return
+    if facts.nodes is None:
+        if facts.ray_problem:
+            for run in queued:
+                yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
+        return
+    holding = [run for run in facts.runs if run.status not in (RunStatus.QUEUED, RunStatus.PAUSED) and not run.status.terminal]
+    by_id = {run.id: run for run in queued}
+    for admission in admit(queued, holding, facts.nodes):
+        run = by_id[admission.run_id]
+        if admission.reason is None:
+            yield Start(run.id, run.submission)
+        elif admission.reason != run.reason:
+            yield SayReason(run.id, run.status, admission.reason)
+
+
+def _say(run: RunFacts, code: ReasonCode, message: str) -> Iterator[Decision]:
+    """A reason, unless the run already gives one of this code: words that vary from look to look are not worth a write."""
+    if run.reason is None or run.reason.code != code:
+        yield SayReason(run.id, run.status, Reason(code=code, message=message))

@@ -1,0 +1,139 @@
+"""Carries decisions out. Every line may be the last one of this process: what was done is found again, what was not is done again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from everstep.spec import parse_spec
+from everstep.wire import Reason, ReasonCode, RunStatus
+from service.db.rows import RunRow
+from service.db.runs import RunStore
+from service.ray_jobs import JobNotFound, RayError, RayJobs
+from service.reconciler.decide import ChangeStatus, Decision, DeliverStop, EndJob, SayReason, Start, SubmitClaimed, submission_id
+from service.reconciler.facts import Stop
+from service.states import TransitionConflict
+from storage.errors import StorageError
+from storage.filesystem import Storage
+
+CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
+
+log = structlog.get_logger(__name__)
+
+Entrypoint = Callable[[str, int], str]
+"""(run id, submission) -> the shell command of its Ray job."""
+
+
+def driver_entrypoint(storage_uri: str) -> Entrypoint:
+    """The command that starts a submission's driver, with ``python`` as the cluster's nodes have it."""
+
+    def command(run_id: str, submission: int) -> str:
+        words = ["python", "-m", "train_fn.driver", "--storage", storage_uri, "--run-id", run_id, "--submission", str(submission)]
+        return shlex.join(words)
+
+    return command
+
+
+def crash_point(name: str) -> None:
+    """Die here by SIGKILL where the environment says so: how tests try every line between a row and its job."""
+    if os.environ.get(CRASH_POINT_VARIABLE) == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Executor:
+    """Acts on decisions through the database, the run directory and Ray."""
+
+    def __init__(self, runs: RunStore, storage: Storage, ray: RayJobs, entrypoint: Entrypoint) -> None:
+        self._runs = runs
+        self._storage = storage
+        self._ray = ray
+        self._entrypoint = entrypoint
+        self.delivered: set[tuple[str, int, Stop]] = set()
+        """Stops that drivers were told of by this process. Telling again is harmless, so that it need not outlive it."""
+
+    async def execute(self, decisions: Iterable[Decision]) -> None:
+        """Carry out decisions in order. One that fails is left for a later tick, with what follows for the same run.
+
+        Raises DatabaseError: nothing can be done without the database.
+        """
+        skipped: set[str] = set()
+        for decision in decisions:
+            owner = decision.submission_id.rpartition("-")[0] if isinstance(decision, EndJob) else decision.run_id
+            if owner in skipped:
+                continue
+            try:
+                await self._execute_one(decision)
+            except TransitionConflict as exc:
+                # Someone else was faster, a user mostly. The next look sees what they did.
+                log.debug("a decision came too late", decision=decision, found=str(exc))
+                skipped.add(owner)
+            except (RayError, StorageError) as exc:
+                log.warning("a decision could not be carried out", decision=type(decision).__name__, run_id=owner, problem=str(exc))
+                skipped.add(owner)
+
+    async def _execute_one(self, decision: Decision) -> None:
+        match decision:
+            case Start(run_id, after):
+                await self._start(run_id, after)
+            case SubmitClaimed(run_id, submission):
+                await self._submit(await self._run(run_id, submission))
+            case DeliverStop(run_id, submission, stop):
+                await asyncio.to_thread(self._storage.run_dir(run_id).request_stop, submission, stop)
+                self.delivered.add((run_id, submission, stop))
+                log.info("told a driver to stop", run_id=run_id, submission=submission, stop=stop)
+            case EndJob(job_id):
+                await self._end_job(job_id)
+            case ChangeStatus():
+                await asyncio.to_thread(
+                    self._runs.transition,
+                    decision.run_id,
+                    decision.expected,
+                    decision.to,
+                    decision.reason,
+                    submission=decision.submission,
+                )
+                log.info("run changed", run_id=decision.run_id, status=decision.to.value, reason=decision.reason.message)
+            case SayReason(run_id, expected, reason):
+                await asyncio.to_thread(self._runs.set_reason, run_id, expected, reason)
+
+    async def _start(self, run_id: str, after: int) -> None:
+        """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
+        run = await self._run(run_id, after)
+        try:
+            await asyncio.to_thread(self._storage.run_dir(run_id).write_spec, parse_spec(run.spec))
+        except StorageError as exc:
+            if run.status == RunStatus.QUEUED:
+                reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=str(exc))
+                await asyncio.to_thread(self._runs.set_reason, run_id, run.status, reason)
+            raise
+        crash_point("before_claim")
+        run = await asyncio.to_thread(self._runs.claim_submission, run_id, after)
+        crash_point("after_claim")
+        await self._submit(run)
+
+    async def _submit(self, run: RunRow) -> None:
+        metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}
+        job_id = await self._ray.submit(submission_id(run.id, run.submission), self._entrypoint(run.id, run.submission), metadata)
+        crash_point("after_submit")
+        await asyncio.to_thread(self._runs.record_job, run.id, run.submission, job_id)
+        crash_point("after_record")
+        log.info("submitted", run_id=run.id, submission=run.submission, ray_job=job_id)
+
+    async def _end_job(self, job_id: str) -> None:
+        try:
+            await self._ray.stop(job_id)
+        except JobNotFound:
+            return
+        log.info("told Ray to end a job", ray_job=job_id)
+
+    async def _run(self, run_id: str, submission: int) -> RunRow:
+        """The run as it is now; raises TransitionConflict where it has another submission by now."""
+        run = await asyncio.to_thread(self._runs.get, run_id)
+        if run is None or run.submission != submission:
+            raise TransitionConflict(run_id, run.status if run else None, f"submission {submission} is no longer its newest")
+        return run

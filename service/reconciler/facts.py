@@ -1,0 +1,99 @@
+"""What is known about runs and the cluster at one moment: all that decisions may rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from everstep.wire import Reason, RunStatus
+
+Stop = Literal["cancel", "pause"]
+
+
+class JobFact(StrEnum):
+    """What is known about the Ray job of a run's newest submission."""
+
+    UNKNOWN = "unknown"
+    """Ray was not asked, or did not answer: nothing may be concluded."""
+    MISSING = "missing"
+    """Ray answered that it knows no such job."""
+    ALIVE = "alive"
+    """Pending or running."""
+    ENDED = "ended"
+    """Succeeded, failed or stopped, by Ray's word."""
+
+
+class TailFact(StrEnum):
+    """How far the journal of a run's newest submission was read, after the job was asked about."""
+
+    BEHIND = "behind"
+    """There is more, or storage did not answer."""
+    DRAINED = "drained"
+    """Everything that was written before the job was asked about is applied."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run that has neither ended nor paused."""
+
+    id: str
+    status: RunStatus
+    created_at: float
+    priority: int = 0
+    reason: Reason | None = None
+    stop: Stop | None = None
+    stop_at: float | None = None
+    """When the stop was asked for, unix seconds."""
+    stop_delivered: bool = False
+    """Whether the newest submission's driver was told, as far as this process knows."""
+    submission: int = 0
+    """Newest claimed; 0 before the first."""
+    job_recorded: bool = False
+    """Whether Ray is known to have taken the newest submission."""
+    submitted_at: float | None = None
+    """When that was, unix seconds."""
+    fruitless: int = 0
+    """Newest submissions in a row that committed no checkpoint."""
+    job: JobFact = JobFact.UNKNOWN
+    tail: TailFact = TailFact.BEHIND
+    deadline_at: float | None = None
+    min_workers: int = 1
+    max_workers: int = 1
+    world_size: int | None = None
+    worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    """Ray resources of one rank, without what ``use_gpu`` adds."""
+    use_gpu: bool | Literal["auto"] = False
+    placement_strategy: str = "SPREAD"
+    accelerator_type: str | None = None
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One live node of the cluster."""
+
+    node_id: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StrayJob:
+    """A Ray job that lives although its run has ended, or has a newer submission."""
+
+    submission_id: str
+    seen_for_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One look at everything."""
+
+    now: float
+    """Unix seconds."""
+    runs: tuple[RunFacts, ...] = ()
+    nodes: tuple[NodeFacts, ...] | None = None
+    """Live nodes; None where Ray did not answer or was not asked."""
+    ray_problem: str | None = None
+    """Why Ray does not answer; None where it does, or was not asked."""
+    strays: tuple[StrayJob, ...] = ()

@@ -1,0 +1,105 @@
+"""The reconciler: look, decide, act, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from service.db.engine import DatabaseError
+from service.db.events import EventStore
+from service.db.runs import RunStore
+from service.ray_jobs import RayJobs
+from service.reconciler.decide import Decision, decide
+from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
+from service.reconciler.observe import Observer
+from service.reconciler.tail import JournalTail
+from storage.filesystem import Storage
+
+BUSY_INTERVAL_S: Final = 0.25
+IDLE_INTERVAL_S: Final = 0.5
+TROUBLE_INTERVAL_S: Final = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class Reconciler:
+    """Brings Ray's jobs in line with the database's runs, and the database in line with what runs report.
+
+    Args:
+        runs: Runs.
+        events: Their histories.
+        storage: Where run directories lie.
+        ray: The cluster.
+        entrypoint: The shell command of a submission's job; None is the training driver.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        runs: RunStore,
+        events: EventStore,
+        storage: Storage,
+        ray: RayJobs,
+        *,
+        entrypoint: Entrypoint | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri))
+        self._observer = Observer(runs, JournalTail(storage, events), ray, self._executor.delivered, clock)
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._busy = False
+        self.last_tick_at: float | None = None
+        """When the last tick was finished, unix seconds; None before the first."""
+
+    @property
+    def ray_problem(self) -> str | None:
+        """Why Ray did not answer when it was last asked; None where it did."""
+        return self._observer.ray_problem
+
+    def lag_s(self) -> float | None:
+        """Seconds since the last finished tick; None before the first."""
+        return None if self.last_tick_at is None else max(0.0, self._clock() - self.last_tick_at)
+
+    def wake(self) -> None:
+        """Tick at once rather than after the pause. Call it in the reconciler's event loop."""
+        self._wake.set()
+
+    async def tick(self) -> tuple[Decision, ...]:
+        """Look once, decide, act. Returns what was decided. Raises DatabaseError where the database is away."""
+        facts = await self._observer.look()
+        decisions = decide(facts)
+        await self._executor.execute(decisions)
+        self._busy = bool(facts.runs)
+        self.last_tick_at = self._clock()
+        return decisions
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again: nothing else restarts this loop."""
+        while not stopping.is_set():
+            try:
+                await self.tick()
+                pause_s = BUSY_INTERVAL_S if self._busy else IDLE_INTERVAL_S
+            except DatabaseError as exc:
+                log.warning("the database does not answer; trying again", problem=str(exc))
+                pause_s = TROUBLE_INTERVAL_S
+            except Exception:
+                log.exception("a tick failed; trying again")
+                pause_s = TROUBLE_INTERVAL_S
+            await self._pause(pause_s, stopping)
+
+    async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
+        self._wake.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, stopping)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await wait

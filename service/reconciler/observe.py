@@ -1,0 +1,175 @@
+"""One look at rows, jobs, journals and nodes, in the order that makes the facts safe to act on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Final
+
+from everstep.wire import RunStatus
+from service.db.rows import RunRow
+from service.db.runs import RunStore
+from service.ray_jobs import Job, JobNotFound, RayJobs, RayUnavailable
+from service.reconciler.decide import submission_id
+from service.reconciler.facts import Facts, JobFact, NodeFacts, RunFacts, Stop, StrayJob, TailFact
+from service.reconciler.tail import JournalTail
+from service.states import SUBMITTED, TransitionConflict
+from storage.run_dir import CheckpointName
+
+ASK_INTERVAL_S: Final = 1.0
+"""Between two questions to Ray while runs are live and nothing about them has changed."""
+IDLE_ASK_INTERVAL_S: Final = 10.0
+SWEEP_INTERVAL_S: Final = 10.0
+
+
+class Observer:
+    """Gathers Facts. Remembers only when it last asked what: losing that costs a question.
+
+    The order matters: rows, then Ray, then journals. A journal that was read to its end after Ray said that the job is over holds
+    everything that the driver wrote.
+    """
+
+    def __init__(
+        self,
+        runs: RunStore,
+        tail: JournalTail,
+        ray: RayJobs,
+        delivered: Collection[tuple[str, int, Stop]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._runs = runs
+        self._tail = tail
+        self._ray = ray
+        self._delivered = delivered
+        self._clock = clock
+        self._asked_about: object = None
+        self._asked_at = float("-inf")
+        self._swept_at = float("-inf")
+        self._strays: dict[str, float] = {}
+        self.ray_problem: str | None = "not asked yet"
+        """Why Ray did not answer the last question; None where it did."""
+
+    async def look(self) -> Facts:
+        """One look. Raises DatabaseError where the database is away."""
+        rows = await asyncio.to_thread(self._runs.live)
+        asked = self._is_due(rows)
+        jobs: dict[str, JobFact] = {}
+        nodes: tuple[NodeFacts, ...] | None = None
+        if asked:
+            jobs, nodes = await self._ask(rows)
+        observed = await asyncio.to_thread(self._read_journals, rows, jobs)
+        strays = await self._sweep(bool(rows))
+        problem = self.ray_problem if asked else None
+        return Facts(self._clock(), observed, nodes, problem, strays)
+
+    def _is_due(self, rows: Sequence[RunRow]) -> bool:
+        """Whether to ask Ray now: at once when something about the runs changed, else now and then."""
+        about = [(row.id, row.status, row.submission, row.ray_job_id) for row in rows]
+        interval = ASK_INTERVAL_S if rows else IDLE_ASK_INTERVAL_S
+        now = time.monotonic()
+        if about == self._asked_about and now - self._asked_at < interval:
+            return False
+        self._asked_about, self._asked_at = about, now
+        return True
+
+    async def _ask(self, rows: Sequence[RunRow]) -> tuple[dict[str, JobFact], tuple[NodeFacts, ...] | None]:
+        """What Ray says about the jobs of all submitted runs, and its nodes where a run waits for them."""
+        self.ray_problem = None
+        submitted = [row for row in rows if row.status in SUBMITTED]
+        facts = await asyncio.gather(*(self._job(row) for row in submitted))
+        nodes = None
+        try:
+            if any(row.status == RunStatus.QUEUED for row in rows):
+                nodes = tuple(NodeFacts(node.node_id, node.resources) for node in await self._ray.live_nodes())
+            elif not submitted:
+                await self._ray.version()
+        except RayUnavailable as exc:
+            self.ray_problem = str(exc)
+        return {row.id: fact for row, fact in zip(submitted, facts, strict=True)}, nodes
+
+    async def _job(self, row: RunRow) -> JobFact:
+        try:
+            job = await self._ray.job(submission_id(row.id, row.submission))
+        except JobNotFound:
+            return JobFact.MISSING
+        except RayUnavailable as exc:
+            self.ray_problem = str(exc)
+            return JobFact.UNKNOWN
+        return JobFact.ENDED if job.status.ended else JobFact.ALIVE
+
+    def _read_journals(self, rows: Sequence[RunRow], jobs: dict[str, JobFact]) -> tuple[RunFacts, ...]:
+        """Facts of every run that is still live after its journal was read."""
+        observed = []
+        for row in rows:
+            tail, job = TailFact.BEHIND, jobs.get(row.id, JobFact.UNKNOWN)
+            if row.status in SUBMITTED:
+                submission = row.submission
+                try:
+                    row, tail = self._tail.drain(row)
+                except TransitionConflict:
+                    continue
+                if row.submission != submission:
+                    continue
+            if row.status.terminal or row.status == RunStatus.PAUSED:
+                continue
+            observed.append(replace(facts_of(row, self._delivered), job=job, tail=tail))
+        return tuple(observed)
+
+    async def _sweep(self, busy: bool) -> tuple[StrayJob, ...]:
+        """Jobs of our runs that live although the run ended or went on with a newer submission."""
+        now = time.monotonic()
+        first = self._swept_at == float("-inf")
+        if self.ray_problem is None and (busy or first or self._strays) and now - self._swept_at >= SWEEP_INTERVAL_S:
+            try:
+                jobs = [job for job in await self._ray.jobs() if not job.status.ended]
+            except RayUnavailable:
+                return ()
+            self._swept_at = now
+            strays = await asyncio.to_thread(self._strays_among, jobs)
+            self._strays = {job_id: self._strays.get(job_id, now) for job_id in strays}
+        return tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
+
+    def _strays_among(self, jobs: Sequence[Job]) -> list[str]:
+        strays = []
+        for job in jobs:
+            run_id, submission = job.metadata.get("run_id"), job.metadata.get("submission", "")
+            row = self._runs.get(run_id) if run_id and submission.isdecimal() else None
+            # A run that is not in our database may be another service's on the same cluster: not ours to end.
+            if row is not None and (row.status not in SUBMITTED or int(submission) < row.submission):
+                strays.append(job.submission_id)
+        return strays
+
+
+def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFacts:
+    """What a row says, with nothing known about its job and its journal."""
+    scaling, deadline_s = row.spec["scaling"], row.spec["recovery"]["deadline_s"]
+    return RunFacts(
+        id=row.id,
+        status=row.status,
+        created_at=row.created_at,
+        priority=row.priority,
+        reason=row.reason,
+        stop=row.stop_requested,
+        stop_at=row.stop_requested_at,
+        stop_delivered=row.stop_requested is not None and (row.id, row.submission, row.stop_requested) in delivered,
+        submission=row.submission,
+        job_recorded=row.ray_job_id is not None,
+        submitted_at=row.submitted_at,
+        fruitless=row.submission - _last_fruitful(row),
+        deadline_at=None if deadline_s is None else row.created_at + deadline_s,
+        min_workers=scaling["min_workers"],
+        max_workers=scaling["max_workers"],
+        world_size=row.world_size,
+        worker=scaling["resources_per_worker"],
+        use_gpu=scaling["use_gpu"],
+        placement_strategy=scaling["placement_strategy"],
+        accelerator_type=scaling["accelerator_type"],
+    )
+
+
+def _last_fruitful(row: RunRow) -> int:
+    """The newest submission that committed a checkpoint; 0 for none."""
+    name = CheckpointName.parse(row.latest_checkpoint["name"]) if row.latest_checkpoint else None
+    return name.submission if name else 0

@@ -1,0 +1,60 @@
+"""Reads what submissions wrote into their journals, and applies it to the database with the cursor behind it."""
+
+from __future__ import annotations
+
+import structlog
+
+from service.db.events import EventStore, JournalGap
+from service.db.rows import RunRow
+from service.reconciler.facts import TailFact
+from storage.errors import CorruptFile, StorageError
+from storage.filesystem import Storage
+from storage.journal import read_journal
+
+BATCH_EVENTS = 1000
+MAX_BATCHES = 20
+
+log = structlog.get_logger(__name__)
+
+
+class JournalTail:
+    """Follows the journal of every run's newest submission. Synchronous: call it in a thread."""
+
+    def __init__(self, storage: Storage, events: EventStore) -> None:
+        self._storage = storage
+        self._events = events
+
+    def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
+        """Apply what the newest submission's journal holds now.
+
+        Returns:
+            The run as it then is, and whether the end of the journal was reached.
+
+        Raises:
+            TransitionConflict: The run is gone.
+            DatabaseError: Nothing of the batch was applied; the next call does it again.
+        """
+        try:
+            return self._drain(run, run.journal_cursor if run.journal_submission == run.submission else None)
+        except JournalGap as exc:
+            # The cursor and the count disagree: from the beginning, where what is known already is passed over.
+            log.warning("reading a journal again from its beginning", run_id=run.id, problem=str(exc))
+            return self._drain(run, None)
+
+    def _drain(self, run: RunRow, cursor: str | None) -> tuple[RunRow, TailFact]:
+        submission, run_dir = run.submission, self._storage.run_dir(run.id)
+        for _ in range(MAX_BATCHES):
+            try:
+                batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS)
+            except CorruptFile as exc:
+                # What lies behind cannot be read, now or later. The next submission writes a journal of its own.
+                log.error("a journal cannot be read on", run_id=run.id, submission=submission, problem=str(exc))
+                return run, TailFact.DRAINED
+            except StorageError as exc:
+                log.warning("a journal could not be read", run_id=run.id, submission=submission, problem=str(exc))
+                return run, TailFact.BEHIND
+            if batch:
+                run = self._events.apply_journal(run.id, submission, batch, cursor)
+            if len(batch) < BATCH_EVENTS or run.submission != submission or run.status.terminal:
+                return run, TailFact.DRAINED
+        return run, TailFact.BEHIND
