@@ -10,7 +10,7 @@ from pathlib import Path
 DEFAULT_HOME = Path("~/.everstep")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
-DEFAULT_NODES = 3
+DEFAULT_NODES = 2
 DEFAULT_CPUS_PER_NODE = 1
 
 
@@ -102,6 +102,23 @@ class Settings:
 def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """``EVERSTEP_HOME``, or ``~/.everstep``; absolute."""
     return Path(environ.get("EVERSTEP_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def existing_ray_token(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The token of an existing cluster, where Ray's own tools look for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
+
+    Raises SettingsError where RAY_AUTH_TOKEN_PATH names a file that cannot be read.
+    """
+    if token := environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    named = environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named or "~/.ray/auth_token").expanduser()
+    try:
+        return path.read_text().strip() or None
+    except OSError as exc:
+        if named:
+            raise SettingsError(f"RAY_AUTH_TOKEN_PATH {named} cannot be read: {exc.strerror}") from exc
+        return None
 
 
 def dashboard_url(address: str) -> str:

@@ -1,0 +1,59 @@
+"""Sees to it that the service's embedded cluster runs: a cluster that lost its head or its keeper is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import structlog
+
+from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.note import ClusterNote
+from service.ray_jobs import RayEndpoint
+
+WATCH_INTERVAL_S: Final = 1.0
+FIRST_RETRY_S: Final = 2.0
+LONGEST_RETRY_S: Final = 60.0
+
+log = structlog.get_logger(__name__)
+
+
+class ClusterSupervisor:
+    """Watches one embedded cluster and knows where its dashboard is now."""
+
+    def __init__(self, cluster: EmbeddedCluster) -> None:
+        self._cluster = cluster
+        self._token = cluster.token()
+        self._note: ClusterNote | None = None
+
+    def start(self) -> None:
+        """Adopt or start the cluster. Blocks. Raises ClusterError."""
+        self._note = self._cluster.ensure_running()
+
+    def note(self) -> ClusterNote | None:
+        """What the keeper last wrote; None while there is no cluster."""
+        return self._cluster.note() if self._note is not None else None
+
+    def endpoint(self) -> RayEndpoint | None:
+        """The dashboard of the cluster; None while there is none."""
+        if self._note is None or self._note.dashboard_url is None:
+            return None
+        return RayEndpoint(self._note.dashboard_url, self._token)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look again and again until ``stopping``. Runs go on in a new cluster from their newest checkpoints."""
+        retry_s = FIRST_RETRY_S
+        while not stopping.is_set():
+            pause_s = WATCH_INTERVAL_S
+            if not await asyncio.to_thread(self._cluster.is_running):
+                self._note = None
+                log.error("the embedded Ray cluster is gone; starting it again")
+                try:
+                    await asyncio.to_thread(self.start)
+                    retry_s = FIRST_RETRY_S
+                except ClusterError as exc:
+                    log.error("the embedded Ray cluster did not start", problem=str(exc), next_try_s=retry_s)
+                    pause_s, retry_s = retry_s, min(LONGEST_RETRY_S, 2 * retry_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), pause_s)

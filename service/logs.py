@@ -1,0 +1,46 @@
+"""Logs of the service: one line an event on stderr, coloured on a terminal, JSON where asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import structlog
+
+
+def configure_logging() -> None:
+    """Send structlog and the libraries' own logs to stderr. ``EVERSTEP_LOG_FORMAT=json`` writes a JSON object a line;
+    ``EVERSTEP_LOG_LEVEL`` (default ``info``) is the least level of our own lines."""
+    level = logging.getLevelNamesMapping().get(os.environ.get("EVERSTEP_LOG_LEVEL", "info").upper(), logging.INFO)
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    as_json = os.environ.get("EVERSTEP_LOG_FORMAT") == "json"
+    renderer: structlog.typing.Processor
+    if as_json:
+        shared.append(structlog.processors.format_exc_info)
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    # A line for every request to Ray would bury everything else.
+    for noisy in ("httpx", "httpcore", "uvicorn.error", "alembic"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))

@@ -1,0 +1,274 @@
+"""``python -m service.serve``: one service process, from its arguments to its last line.
+
+Exit code 0 after a graceful stop (SIGTERM, SIGINT), which also ends the embedded cluster with every process of it; 2 where the
+arguments or the machine do not allow a start, with a message that says the way out. A SIGKILL leaves the embedded cluster and its
+runs alone, and the next start adopts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from service.api.context import ApiContext
+from service.app import create_app
+from service.auth import ensure_local_token
+from service.cluster_view import ClusterView
+from service.db.engine import Database, DatabaseError
+from service.db.events import EventStore
+from service.db.runs import RunStore
+from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.supervisor import ClusterSupervisor
+from service.home import HomeError, HomeLock, published_url
+from service.logs import configure_logging
+from service.ray_jobs import RayEndpoint, RayError, RayJobs
+from service.reconciler.loop import Reconciler
+from service.settings import (
+    DEFAULT_CPUS_PER_NODE,
+    DEFAULT_HOST,
+    DEFAULT_NODES,
+    DEFAULT_PORT,
+    Settings,
+    SettingsError,
+    existing_ray_token,
+    home_directory,
+)
+from storage.errors import StorageError
+from storage.filesystem import Storage, open_storage
+
+# Followers of events reconnect by themselves: a stop waits for other requests only, and no longer than this.
+DRAIN_TIMEOUT_S = 5
+EXIT_CANNOT_START = 2
+
+log = structlog.get_logger("everstep")
+
+
+class CannotStart(Exception):
+    """This machine or its operator does not allow a start; the message says the way out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; returns the exit code."""
+    configure_logging()
+    cannot_start = (CannotStart, SettingsError, HomeError, ClusterError, StorageError, DatabaseError)
+    try:
+        settings = settings_of(argv)
+        with interruptible(), HomeLock(settings), listening(settings) as listener:
+            storage, database = opened(settings)
+            with running_cluster(settings) as supervisor:
+                asyncio.run(serve(settings, listener, storage, database, supervisor))
+    except cannot_start as exc:
+        print(f"everstep serve: {exc}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    except KeyboardInterrupt:
+        log.info("stopped before the service was up")
+    return 0
+
+
+def settings_of(argv: Sequence[str] | None) -> Settings:
+    """Settings from arguments and environment. Raises SettingsError; argparse exits with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="everstep serve",
+        description="Run the Everstep service, by default with a Ray cluster of its own on this machine. "
+        "EVERSTEP_HOME (default ~/.everstep) is where it keeps its database, storage and tokens.",
+    )
+    parser.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for a free one (default %(default)s)")
+    parser.add_argument("--nodes", type=int, default=DEFAULT_NODES, help="worker nodes of the own cluster (default %(default)s)")
+    parser.add_argument(
+        "--cpus-per-node", type=int, default=DEFAULT_CPUS_PER_NODE, help="CPUs that each node offers (default %(default)s)"
+    )
+    parser.add_argument("--drills", action="store_true", help="allow failure drills through the API (or EVERSTEP_DRILLS=1)")
+    parser.add_argument(
+        "--ray-address",
+        metavar="URL",
+        help="use an existing Ray cluster: the URL of its dashboard, for example http://head:8265. Its token is taken from "
+        "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token",
+    )
+    parser.add_argument("--database", metavar="URL", default="", help="SQLAlchemy URL (default: SQLite in EVERSTEP_HOME)")
+    parser.add_argument(
+        "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
+    )
+    args = parser.parse_args(argv)
+    return Settings(
+        home=home_directory(),
+        host=args.host,
+        port=args.port,
+        database_url=args.database,
+        storage_uri=args.storage,
+        ray_address=args.ray_address,
+        ray_token=existing_ray_token() if args.ray_address else None,
+        nodes=args.nodes,
+        cpus_per_node=args.cpus_per_node,
+        drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
+    )
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: before the event loop is up, either unwinds."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def listening(settings: Settings) -> Iterator[socket.socket]:
+    """The API's socket, bound before anything is started. Raises CannotStart."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except (OSError, OverflowError) as exc:
+            raise CannotStart(
+                f"cannot listen on {settings.host}:{settings.port} ({exc}); stop what uses it, or choose another --port (0 takes a "
+                "free one) or --host"
+            ) from exc
+        yield listener
+
+
+def opened(settings: Settings) -> tuple[Storage, Database]:
+    """Storage and database, tried out. Raises StorageError, DatabaseError, CannotStart."""
+    storage = open_storage(settings.storage_uri)
+    try:
+        storage.probe()
+    except StorageError as exc:
+        raise CannotStart(f"{exc}; see that this user may write there, or choose another --storage") from exc
+    database = Database(settings.database_url)
+    try:
+        database.migrate()
+    except DatabaseError as exc:
+        raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
+    return storage, database
+
+
+@contextlib.contextmanager
+def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
+    """The embedded cluster, ended on a graceful way out; None where another's is used."""
+    if not settings.embedded:
+        yield None
+        return
+    cluster = EmbeddedCluster(settings)
+    supervisor = ClusterSupervisor(cluster)
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        # A second signal must not leave half of the cluster behind.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        cluster.stop()
+
+
+async def serve(
+    settings: Settings, listener: socket.socket, storage: Storage, database: Database, supervisor: ClusterSupervisor | None
+) -> None:
+    """API and reconciler until SIGTERM or SIGINT. Raises CannotStart where an existing cluster cannot be reached."""
+    existing = RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
+    async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
+        if supervisor is None:
+            await reach(ray, settings)
+        runs, events = RunStore(database), EventStore(database)
+        reconciler = Reconciler(runs, events, storage, ray)
+        view = ClusterView(ray, supervisor.note if supervisor else None, runs, events)
+        context = ApiContext(database, storage, view, reconciler.lag_s)
+        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
+        url = base_url(settings, listener)
+        server = ApiServer(create_app(context), lambda: announce(settings, url, view))
+        stopping = asyncio.Event()
+        with stopped_by_signals(server, context, stopping), published_url(settings.url_path, url):
+            background = [asyncio.create_task(reconciler.run(stopping))]
+            if supervisor is not None:
+                background.append(asyncio.create_task(supervisor.run(stopping)))
+            try:
+                await server.serve([listener])
+            finally:
+                stopping.set()
+                await asyncio.gather(*background)
+    database.close()
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own, and with a call once it answers."""
+
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_TIMEOUT_S, lifespan="on")
+        )
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def reach(ray: RayJobs, settings: Settings) -> None:
+    """See that the existing cluster answers. Raises CannotStart."""
+    try:
+        version = await ray.version()
+    except RayError as exc:
+        raise CannotStart(
+            f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example http://head:8265 "
+            "(`ray start --head --dashboard-host=0.0.0.0`)"
+        ) from exc
+    log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(server: uvicorn.Server, context: ApiContext, stopping: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would never end by themselves."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        log.info("stopping")
+        stopping.set()
+        context.feed.close()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def announce(settings: Settings, url: str, view: ClusterView) -> None:
+    """Tell the operator that the API answers, and where."""
+    print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
+    print(f"Ray dashboard:     {view.dashboard_url}")
+    print(f"Admin token:       {settings.token_path}", flush=True)
+
+
+def base_url(settings: Settings, listener: socket.socket) -> str:
+    """The URL for clients on this machine; an address that means all interfaces is reached by loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
