@@ -1,0 +1,188 @@
+"""Plain gloo ranks on this machine, without Ray: real processes, a real run directory, a journal that collects into a list."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from train_fn.context import Stop
+
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of one run. ``killed`` and ``stopped`` happen in the middle of the step that follows so many steps done."""
+
+    run_dir: RunDir
+    spec: RunSpec
+    world_size: int
+    attempt: int = 1
+    submission: int = 1
+    killed: tuple[int, int] | None = None
+    """(rank, steps done): that rank ends itself with SIGKILL while its peers wait for its gradients."""
+    stopped: tuple[Stop, int] | None = None
+    """(stop, steps done): rank 0 hears of a stop then."""
+    one_node: bool = False
+    """All ranks on one node instead of one each."""
+    setup: str | None = None
+    """``module:function`` called in every rank before training, to change what the run trains."""
+
+
+@dataclass
+class Outcome:
+    """How one rank ended. ``error`` is what train raised; ``exit_code`` is negative for a signal."""
+
+    exit_code: int | None
+    stop: Stop | None = None
+    error: BaseException | None = None
+    events: list[tuple[EventKind, dict[str, Any]]] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: EventKind) -> list[dict[str, Any]]:
+        return [data for found, data in self.events if found is kind]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of every step by steps done."""
+        points = [point for data in self.of_kind(EventKind.METRICS) for point in data["points"]]
+        return {point["step"]: point["values"]["loss"] for point in points}
+
+
+class ListJournal:
+    """A journal client that keeps what it is given, and brings about the deaths and stops that a job asks for."""
+
+    def __init__(self, job: Job, rank: int, outcome: Outcome) -> None:
+        self._job, self._rank, self._outcome = job, rank, outcome
+        self._asked = 0
+        self.step = 0
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        # Pickled at once, as a real client would: a later change of ``data`` must not show.
+        self._outcome.events.append(pickle.loads(pickle.dumps((kind, data))))
+
+    @property
+    def stop_requested(self) -> Stop | None:
+        """The loop asks once a step on every rank, before its last backward."""
+        step, self._asked = self.first_step() + self._asked, self._asked + 1
+        if self._job.killed == (self._rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._job.stopped is not None and self._rank == 0 and step >= self._job.stopped[1]:
+            return self._job.stopped[0]
+        return None
+
+    def first_step(self) -> int:
+        return self.step
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+
+def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
+    return open_storage(str(tmp_path / "storage")).run_dir(name)
+
+
+def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
+    """Run an attempt to its end, whatever that is. Every rank is a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_fn.loop", "torch._dynamo", "tests.integration.ranks"])
+    base = tmp_path / f"{job.run_dir.run_id}-s{job.submission}-a{job.attempt}-{time.monotonic_ns()}"
+    base.mkdir(parents=True)
+    processes = [context.Process(target=_rank_main, args=(job, rank, str(base))) for rank in range(job.world_size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        assert not hung, f"ranks {hung} did not end within {DEADLINE_S} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [_outcome(base / f"{rank}.pickle", process.exitcode) for rank, process in enumerate(processes)]
+
+
+def train_to_end(job: Job, tmp_path: Path) -> Outcome:
+    """Run an attempt that must succeed; rank 0's outcome."""
+    outcomes = run_ranks(job, tmp_path)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.exit_code == 0
+    return outcomes[0]
+
+
+def _outcome(path: Path, exit_code: int | None) -> Outcome:
+    if not path.is_file():
+        return Outcome(exit_code)
+    outcome: Outcome = pickle.loads(path.read_bytes())
+    outcome.exit_code = exit_code
+    return outcome
+
+
+def _rank_main(job: Job, rank: int, base: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from train_fn.context import WorkerContext
+    from train_fn.loop import train
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if job.setup is not None:
+        module, _, function = job.setup.partition(":")
+        change: Callable[[], None] = getattr(importlib.import_module(module), function)
+        change()
+    dist.init_process_group("gloo", init_method=f"file://{base}/rendezvous", rank=rank, world_size=job.world_size)
+    outcome = Outcome(exit_code=None)
+    journal = ListJournal(job, rank, outcome)
+    context = WorkerContext(
+        spec=job.spec,
+        run_dir=job.run_dir,
+        submission=job.submission,
+        attempt=job.attempt,
+        world_rank=rank,
+        world_size=job.world_size,
+        local_rank=rank if job.one_node else 0,
+        local_world_size=job.world_size if job.one_node else 1,
+        node_id="node" if job.one_node else f"node{rank}",
+        device=torch.device("cpu"),
+        journal=journal,
+        report_checkpoint=lambda name, metrics: outcome.reported.append(name),
+    )
+    _follow_restores(journal)
+    try:
+        outcome.stop = train(context)
+    except Exception as exc:
+        outcome.error = exc
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+
+
+def _follow_restores(journal: ListJournal) -> None:
+    """Let the journal know at which step its rank began, which only the loop knows."""
+    from train_fn import loop
+
+    begin = loop.Attempt.begin
+
+    def begin_and_tell(attempt: loop.Attempt) -> None:
+        begin(attempt)
+        assert attempt._replica is not None
+        journal.step = attempt._replica.state.step
+
+    loop.Attempt.begin = begin_and_tell  # type: ignore[method-assign]

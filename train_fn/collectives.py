@@ -1,0 +1,66 @@
+"""The ranks of an attempt and what they tell each other. With one rank every call returns at once, and no caller needs to care."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among its peers; calls are collective: every rank makes them in the same order."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to add up ``tensor`` over all ranks in place; wait for what is returned before reading it."""
+        return None if self.alone else dist.all_reduce(tensor, async_op=True)
+
+    def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        """Begin to overwrite ``tensor`` by that of rank ``source``."""
+        return None if self.alone else dist.broadcast(tensor, source, async_op=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything that pickles), by rank."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: Any, source: int) -> Any:
+        """``value`` of rank ``source``; the other ranks' is ignored."""
+        if self.alone:
+            return value
+        values = [value if self.rank == source else None]
+        dist.broadcast_object_list(values, source, device=self.device)
+        return values[0]
+
+
+def coalesce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One flat copy for each dtype of ``tensors``, in the order of their first appearance."""
+    return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in _by_dtype(tensors)]
+
+
+def scatter_back(flat: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy what ``coalesce(tensors)`` made back into them."""
+    with torch.no_grad():
+        for source, group in zip(flat, _by_dtype(tensors), strict=True):
+            for part, tensor in zip(source.split([tensor.numel() for tensor in group]), group, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,75 @@
+"""Image data sets as tasks see them, and the one kind that lies in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from train_fn.data.augment import Images, flip, shift
+
+ImageBatch = tuple[torch.Tensor, torch.Tensor]
+"""Images float32 [n, channels, height, width], normalised; labels int64 [n]."""
+
+
+class ImageSet(Protocol):
+    """Map-style: ``dataset[i]`` is one sample. ``fingerprint`` changes when the data does."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """What a data set gives to the task; ``val`` is None where nothing is held out."""
+
+    train: ImageSet
+    val: ImageSet | None
+    num_classes: int
+    channels: int
+    image_size: int
+    """Smaller side in pixels."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How bytes become numbers: ``value * scale - offset``; and how training images vary."""
+
+    scale: float
+    offset: float
+    shift_pixels: int = 0
+    flips: bool = False
+
+
+class InMemoryImages(Dataset[ImageBatch]):
+    """Images as one uint8 array (in memory or memory-mapped), fetched and augmented a micro-batch at a time."""
+
+    in_memory = True
+
+    def __init__(self, images: Images, labels: NDArray[np.int64], pixels: Pixels, fingerprint: str) -> None:
+        assert images.ndim == 4 and len(images) == len(labels)
+        self.images, self.labels, self.pixels, self.fingerprint = images, labels, pixels, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> ImageBatch:
+        images, labels = self.fetch(0, None, np.array([index]))
+        return images[0], labels[0]
+
+    def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> ImageBatch:
+        """A collated micro-batch in the order of ``indices``, augmented for ``epoch``; None leaves the images as they are."""
+        images = self.images[indices]
+        if epoch is not None and self.pixels.shift_pixels:
+            images = shift(images, seed, epoch, indices, self.pixels.shift_pixels)
+        if epoch is not None and self.pixels.flips:
+            images = flip(images, seed, epoch, indices)
+        normalised = torch.from_numpy(images).to(torch.float32).mul_(self.pixels.scale).sub_(self.pixels.offset)
+        return normalised, torch.from_numpy(self.labels[indices])

@@ -1,0 +1,102 @@
+"""Errors of the training function, raised on a rank.
+
+TrainError
+├── NonFiniteLoss      the loss of a global batch is NaN or infinite; no rank took the step
+├── DataMissing        a data set is not there; says where it was looked for and how to get it
+├── DataChanged        the data set is not the one that the state to resume was trained on
+├── BadTask            a task breaks its protocol
+├── PeersGone          what all ranks do together did not come about
+├── CheckpointFailed   the final checkpoint could not be committed
+└── StepFailed         what a rank raises after it left a broken attempt in order; names the cause
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from train_fn.rank_error import ErrorKind, classify
+
+
+class TrainError(Exception):
+    """Base of what this package raises on purpose. Survives pickling with its attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]) -> TrainError:
+    """Unpickle without calling subclasses' constructors, whose arguments differ."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class NonFiniteLoss(TrainError):
+    """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame."""
+
+    def __init__(self, step: int, rank: int | None, value: float) -> None:
+        where = f"on rank {rank}" if rank is not None else "on several ranks"
+        super().__init__(
+            f"the loss of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, set train.grad_clip_norm, "
+            "or look for samples with non-finite values"
+        )
+        self.step = step
+        self.rank = rank
+
+
+class DataMissing(TrainError):
+    """A data set, or a part of it, is not on this node."""
+
+
+class DataChanged(TrainError):
+    """Resuming on other data would repeat and skip samples silently."""
+
+
+class BadTask(TrainError):
+    """A task returned something that its protocol does not allow."""
+
+
+class PeersGone(TrainError):
+    """A barrier was given up, because another rank will not come."""
+
+    kind = ErrorKind.COLLECTIVE
+
+
+class CheckpointFailed(TrainError):
+    """A checkpoint that must be durable before the rank may go on could not be committed."""
+
+    kind = ErrorKind.STORAGE
+
+
+class StepFailed(TrainError):
+    """Stands for the exception that ended a rank's attempt, after the rank saved its state and let its peers go.
+
+    It is raised anew, and holds text instead of the traceback, because a traceback's frames would keep the broken process
+    group alive, and with it every peer that waits in a collective. ``rank_error.describe_error`` reads its attributes.
+    """
+
+    def __init__(
+        self,
+        cause: BaseException,
+        *,
+        traceback_text: str,
+        step: int,
+        phase: str,
+        snapshot_step: int | None,
+        snapshot_problem: str | None,
+    ) -> None:
+        self.type_name = type(cause).__name__
+        self.message = str(cause)
+        super().__init__(f"{self.type_name}: {self.message}")
+        self.traceback_text = traceback_text
+        self.kind = getattr(cause, "kind", None) or classify(cause)
+        self.step = step
+        """Steps done when it happened."""
+        self.phase = phase
+        self.at = time.time()
+        self.snapshot_step = snapshot_step
+        """Step of the state that was left behind on this node; None where none could be."""
+        self.snapshot_problem = snapshot_problem
+        """Why there is none."""

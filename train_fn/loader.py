@@ -1,0 +1,115 @@
+"""Samples on their way to the device: this rank's micro-batches as one stream over all epochs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from everstep.spec import RunSpec
+from train_fn.randomness import key, seed_sample
+from train_fn.sampler import IndexArray, MicroBatch
+
+Collate = Callable[[list[Any]], Any]
+MAX_AUTO_WORKERS = 16
+
+
+class Loaded(NamedTuple):
+    """A micro-batch as it came out of the loader."""
+
+    indices: IndexArray
+    """Sample indices that were really fetched, in order."""
+    batch: Any
+
+
+class KeyedDataset(Dataset[Loaded]):
+    """Fetches micro-batches by (epoch, indices), so that a sample's random transforms depend on nothing else.
+
+    A data set with ``fetch(seed, epoch, indices) -> batch`` is asked for whole micro-batches. Of any other, python's, numpy's and
+    torch's global generators are seeded before each sample is read.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
+        self.dataset, self.seed, self.collate, self.training = dataset, seed, collate, training
+
+    def __getitems__(self, micro: MicroBatch) -> Loaded:
+        if hasattr(self.dataset, "fetch"):
+            return Loaded(micro.indices, self.dataset.fetch(self.seed, micro.epoch if self.training else None, micro.indices))
+        samples, fetched = [], []
+        for index in micro.indices.tolist():
+            seed_sample(self.seed, micro.epoch, index)
+            samples.append(self.dataset[index])
+            fetched.append(index)
+        return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))
+
+
+class Loader:
+    """An iterator over ``micro_batches``. Owns its generator: what the global one is seeded with changes nothing here."""
+
+    def __init__(
+        self, dataset: KeyedDataset, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> None:
+        num_workers = num_loader_workers(spec, dataset.dataset, local_world_size)
+        self._device = device
+        loader = DataLoader(
+            dataset,
+            batch_sampler=micro_batches,  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
+            collate_fn=_as_is,
+            num_workers=num_workers,
+            prefetch_factor=spec.train.loader.prefetch_factor if num_workers else None,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(key(spec.train.seed, 4)),
+        )
+        self._iterator: Iterator[Loaded] | None = iter(loader)
+
+    def __iter__(self) -> Iterator[Loaded]:
+        return self
+
+    def __next__(self) -> Loaded:
+        """The next micro-batch, its copy to the device under way."""
+        assert self._iterator is not None
+        indices, batch = next(self._iterator)
+        return Loaded(indices, to_device(batch, self._device))
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._iterator = None
+
+
+def _as_is(loaded: Any) -> Any:
+    return loaded
+
+
+def num_loader_workers(spec: RunSpec, dataset: Any, local_world_size: int) -> int:
+    """Loader processes of this rank; ``auto`` is 0 for data in memory, else the cores that the rank has."""
+    asked = spec.train.loader.num_workers
+    if asked != "auto":
+        return asked
+    if getattr(dataset, "in_memory", False):
+        return 0
+    available = len(os.sched_getaffinity(0)) // local_world_size
+    return max(1, min(int(spec.scaling.resources_per_worker.get("CPU", 1)), available, MAX_AUTO_WORKERS))
+
+
+def collate_of(task: Any) -> Collate:
+    """The task's own ``collate``, else torch's."""
+    return getattr(task, "collate", None) or default_collate
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it moved; tuples, lists, dicts and named tuples are walked through."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,238 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+
+import torch
+
+from everstep.events import EventKind
+from storage.run_dir import CheckpointName
+from train_fn.boundary import close_boundary, require_best_metric
+from train_fn.context import Stop, WorkerContext
+from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed
+from train_fn.ledger import Count, count
+from train_fn.loader import Loader
+from train_fn.optim import lr_factor, set_lr
+from train_fn.replica import Replica, build_replica, end_process_group
+from train_fn.reporter import Reporter
+from train_fn.restore import restore
+from train_fn.saver import Saver
+from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
+from train_fn.step_totals import StepSum, StepTotals
+from train_fn.tensor_tree import copy_to_cpu
+
+logger = logging.getLogger(__name__)
+
+
+def train(ctx: WorkerContext) -> Stop | None:
+    """Train this rank's share of every global batch. None when all steps are done, else the stop that all ranks agreed on.
+
+    Raises StepFailed, whatever happened: by then the rank left its state on its node, and let its peers go.
+    """
+    failed = None
+    attempt = Attempt(ctx)
+    try:
+        attempt.begin()
+        return attempt.run()
+    except BaseException as exc:
+        failed = attempt.leave(exc)
+    raise failed  # outside of the handler: a context would keep the broken attempt's frames, and the process group, alive
+
+
+class Attempt:
+    """One rank's part in an attempt: begin, run, and where that fails, leave."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self.ctx = ctx
+        self.phase = "start"
+        self._replica: Replica | None = None
+        self._loader: Loader | None = None
+        self._saver: Saver | None = None
+        self._reporter: Reporter | None = None
+        self._reported_checkpoint = 0
+
+    def begin(self) -> None:
+        """Build the replica, and take over the state that the ranks agree on."""
+        ctx = self.ctx
+        sweep_forgotten(ctx)
+        replica = self._replica = build_replica(ctx)
+        require_best_metric(ctx, replica)
+        self.phase = "restore"
+        restore(ctx, replica)
+        state, sampler = replica.state, replica.sampler
+        self._saver = Saver(ctx, state)
+        self._reporter = Reporter(ctx, state)
+        self._reporter.report_again()
+        self._loader = Loader(
+            replica.train_set,
+            sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
+            ctx.spec,
+            ctx.local_world_size,
+            ctx.device,
+        )
+        if ctx.world_rank == 0:
+            ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx, replica))
+
+    def run(self) -> Stop | None:
+        """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
+        replica, saver, reporter = self._replica, self._saver, self._reporter
+        assert replica is not None and saver is not None and reporter is not None
+        state, stop = replica.state, None
+        is_best = self._close_boundary()
+        reporter.start_clock()
+        while state.step < replica.total_steps and stop is None:
+            self.phase = "step"
+            totals = self._forward_backward(replica)  # collective: returns on every rank or on none
+            values = self._commit(replica, totals)  # the gate is passed; no collective in here
+            reporter.step_done(values, totals.count.num_samples)
+            self._report_checkpoint(totals.checkpoint_step)
+            if state.step < replica.total_steps:
+                stop = totals.stop
+            is_best = stop is None and self._close_boundary()
+            saver.offer(is_best=is_best)
+        self.phase = "checkpoint"
+        self._finish(is_best)
+        return stop
+
+    def _forward_backward(self, replica: Replica) -> StepTotals:
+        """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""
+        ctx, state, sampler = self.ctx, replica.state, replica.sampler
+        assert self._loader is not None and self._saver is not None
+        num_samples = len(sampler.global_batch(state.epoch, state.k))
+        share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
+        scale = ctx.world_size / num_samples  # DDP divides by world_size
+        replica.keep_buffers()
+        totals = StepSum(replica.peers)
+        for position in range(max(1, len(share))):
+            batch, number, counted = None, 0, Count()
+            if share:
+                self.phase = "data"
+                indices, batch = next(self._loader)
+                counted = count(state.epoch, state.step, share[position].indices, indices)
+                number = share[position].number
+                self.phase = "step"
+            last = position >= len(share) - 1
+            with replica.synchronising(last):
+                replica.seed(state.step, number)
+                loss_sum, weight = replica.wrapped(batch)  # type: ignore[misc]
+                totals.add(loss_sum, weight, counted)
+                if last:  # what all need to know travels while the last backward runs
+                    totals.start(ctx.journal.stop_requested, self._saver.newest_committed(self._reported_checkpoint))
+                state.scaler.scale(loss_sum * scale).backward()
+        self._buffers = replica.equal_buffers()
+        return totals.wait()
+
+    def _commit(self, replica: Replica, totals: StepTotals) -> dict[str, float | None]:
+        """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
+        spec, state = self.ctx.spec, replica.state
+        if totals.num_nonfinite:
+            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum)
+        if totals.weight <= 0:
+            raise BadTask(f"the weights that the task's loss returned for step {state.step + 1} add up to {totals.weight}")
+        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+        if totals.weight != totals.count.num_samples:
+            torch._foreach_mul_(gradients, totals.count.num_samples / totals.weight)
+        state.scaler.unscale_(state.optimizer)
+        grad_norm = None
+        if spec.train.grad_clip_norm is not None:
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(state.model.parameters(), spec.train.grad_clip_norm))
+        set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        with state.committing():
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+            replica.adopt_buffers(self._buffers)
+            if state.ema is not None:
+                state.ema.update(state.step + 1)
+            state.ledger.commit(state.step, totals.count)
+        state.optimizer.zero_grad(set_to_none=True)
+        return {"loss": totals.loss_sum / totals.weight, "lr": state.optimizer.param_groups[0]["lr"], "grad_norm": grad_norm}
+
+    def _close_boundary(self) -> bool:
+        """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far."""
+        assert self._replica is not None and self._reporter is not None
+        self.phase = "evaluation"
+        return close_boundary(self.ctx, self._replica, self._reporter)
+
+    def _report_checkpoint(self, step: int) -> None:
+        """Tell Ray Train of a checkpoint that was committed since; all ranks at the same step."""
+        if step <= self._reported_checkpoint or self._replica is None:
+            return
+        self._reported_checkpoint = step
+        state = self._replica.state
+        state.parent = str(CheckpointName(step, self.ctx.submission))
+        try:
+            self.ctx.report_checkpoint(state.parent, dict(state.metrics))
+        except Exception as exc:
+            raise PeersGone(f"reporting checkpoint {state.parent} failed: {type(exc).__name__}: {exc}") from exc
+
+    def _finish(self, is_best: bool) -> None:
+        """Commit and report the final checkpoint; the run's end leaves nothing on the node."""
+        replica, saver, reporter = self._replica, self._saver, self._reporter
+        assert replica is not None and saver is not None and reporter is not None and self._loader is not None
+        error = None
+        try:
+            saver.save_now(is_best=is_best)
+        except Exception as exc:
+            error = exc
+        error = replica.peers.share(error, 0)
+        if error is not None:
+            raise error
+        self._report_checkpoint(replica.state.step)
+        reporter.close()
+        saver.close()
+        self._loader.close()
+        snapshot_store(self.ctx).remove_all()
+
+    def leave(self, cause: BaseException) -> StepFailed:
+        """Let the peers go, leave the state of the last committed step on this node, and describe what happened.
+
+        Peers first: only a dead rank's neighbours notice by themselves, each frees the next by leaving, and nobody should
+        have to wait until others have written their state.
+        """
+        text = "".join(traceback.format_exception(cause))
+        _forget_frames(cause)
+        replica, self._loader = self._replica, None
+        if self._saver is not None:
+            self._saver.close()
+        if replica is not None:
+            replica.wrapped = None
+        gc.collect()
+        end_process_group()
+        step, snapshot_step, problem = 0, None, "the rank had no state yet"
+        if replica is not None:
+            state, step = replica.state, replica.state.step
+            problem = "the rank was between two states"
+            if state.complete:
+                replica.put_back_buffers()
+                problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
+                snapshot_step = step if problem is None else None
+        if self._reporter is not None:
+            self._reporter.close()
+        self._replica = self._saver = self._reporter = None
+        return StepFailed(
+            cause, traceback_text=text, step=step, phase=self.phase, snapshot_step=snapshot_step, snapshot_problem=problem
+        )
+
+
+def _forget_frames(exc: BaseException) -> None:
+    """Empty the frames of an exception and of those behind it: their variables hold the process group."""
+    current: BaseException | None = exc
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__
+
+
+def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
+    return {
+        "total_steps": replica.total_steps,
+        "steps_per_epoch": replica.sampler.steps_per_epoch,
+        "num_samples": replica.sampler.num_samples,
+        "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
+        "micro_batch_size": replica.sampler.micro_batch_size,
+        "device": str(ctx.device),
+        "backend": "nccl" if ctx.device.type == "cuda" else "gloo",
+    }

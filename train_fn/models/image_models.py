@@ -1,0 +1,39 @@
+"""Image classifiers by name: ours, and those of torchvision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from everstep.catalog import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
+from train_fn.errors import DataMissing
+from train_fn.models.mini_resnet import MiniResNet
+from train_fn.torchvision_ops import torchvision_models
+
+_WITH_AUXILIARY_HEADS = frozenset({"googlenet", "inception_v3"})
+TORCHVISION_CHANNELS = 3
+
+
+def build_image_model(spec: ImageModelSpec, *, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    """The model on CPU, with weights from torch's global generator. ``image_size`` in pixels, of the smaller side."""
+    if isinstance(spec, MiniResNetSpec):
+        return MiniResNet(spec.args, in_channels, num_classes, image_size)
+    return _torchvision_model(spec.name, spec.args, num_classes)
+
+
+def _torchvision_model(name: str, args: TorchvisionModelArgs, num_classes: int) -> nn.Module:
+    """A classifier of torchvision without its auxiliary heads, so that its answer is one tensor of logits in training too."""
+    options: dict[str, object] = {"num_classes": num_classes}
+    if name in _WITH_AUXILIARY_HEADS:
+        options |= {"aux_logits": False, "init_weights": True}
+    if name.startswith("vit_") and args.image_size is not None:
+        options["image_size"] = args.image_size
+    model: nn.Module = torchvision_models().get_model(name, weights=None, **options)
+    if args.weights_path is not None:
+        path = Path(args.weights_path).expanduser()
+        if not path.is_file():
+            raise DataMissing(f"task.model.args.weights_path: there is no file {path} on this node; put it on every node")
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model

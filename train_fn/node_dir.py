@@ -1,0 +1,41 @@
+"""Directories of this user on this node: shared memory for snapshots, temporary files for decoded data."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_root() -> Path:
+    """This user's directory in the node's shared memory; on a system without one, in its temporary directory."""
+    return _own_dir(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+
+
+def cache_root() -> Path:
+    """This user's directory for what can be made again."""
+    return _own_dir(Path(tempfile.gettempdir())) / "cache"
+
+
+def _own_dir(parent: Path) -> Path:
+    """``parent/everstep-UID``, readable by nobody else. Raises PermissionError when somebody else made it first."""
+    path = parent / f"everstep-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} belongs to another user or is open to others; remove it")
+    return path
+
+
+@contextmanager
+def node_lock(path: Path) -> Iterator[None]:
+    """Only one process of this node is inside for the same ``path``; the lock goes with its holder's process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

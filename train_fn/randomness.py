@@ -1,0 +1,68 @@
+"""Counter-based randomness: every random choice is a function of what it is for, never of who makes it or when.
+
+All of it comes from one mixing function (the finaliser of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", 2014), on Python integers for keys and on numpy arrays for samples.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+UInt64Array = NDArray[np.uint64]
+
+MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_U30, _U27, _U31, _U11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
+_FIRST_U64, _SECOND_U64, _GOLDEN_U64 = np.uint64(_FIRST), np.uint64(_SECOND), np.uint64(_GOLDEN)
+
+
+def key(*parts: int) -> int:
+    """One 64-bit key from integers; their order matters."""
+    state = 0
+    for part in parts:
+        state = (state ^ (part & MASK64)) + _GOLDEN & MASK64
+        state = (state ^ (state >> 30)) * _FIRST & MASK64
+        state = (state ^ (state >> 27)) * _SECOND & MASK64
+        state ^= state >> 31
+    return state
+
+
+def mix(values: UInt64Array, keyed: int) -> UInt64Array:
+    """64 random bits for every value under a key; a new array."""
+    mixed = (values ^ np.uint64(keyed)) + _GOLDEN_U64
+    mixed ^= mixed >> _U30
+    mixed *= _FIRST_U64
+    mixed ^= mixed >> _U27
+    mixed *= _SECOND_U64
+    mixed ^= mixed >> _U31
+    return mixed
+
+
+def uniform(seed: int, epoch: int, indices: NDArray[np.int64], stream: str) -> NDArray[np.float64]:
+    """One number in [0, 1) for every sample index; ``stream`` keeps the uses of one sample's randomness apart."""
+    bits = mix(indices.astype(np.uint64), key(seed, epoch, *stream.encode()))
+    return (bits >> _U11).astype(np.float64) * 2.0**-53
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed python's, numpy's and torch's global generators for one sample's transforms."""
+    _seed_all(key(seed, epoch, index, 1))
+
+
+def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) -> None:
+    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a model draws."""
+    keyed = key(seed, step, number, 2)
+    _seed_all(keyed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(keyed)
+
+
+def _seed_all(keyed: int) -> None:
+    torch.default_generator.manual_seed(keyed)
+    random.seed(keyed)
+    np.random.seed(keyed & 0xFFFFFFFF)

@@ -1,0 +1,202 @@
+"""One rank's replica of what is trained: task, model, data, optimizer and state, and the wrapper that ties it to its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from train_fn.collectives import Peers, coalesce, scatter_back
+from train_fn.context import WorkerContext
+from train_fn.ema import Ema
+from train_fn.errors import BadTask
+from train_fn.loader import KeyedDataset, Loaded, collate_of, to_device
+from train_fn.optim import build_optimizer
+from train_fn.precision import Precision, autocast, build_scaler
+from train_fn.randomness import key, seed_micro_batch
+from train_fn.sampler import MicroBatch, Sampler
+from train_fn.state import TrainState
+from train_fn.tasks.build import build_task
+from train_fn.tasks.protocol import Sum, Task
+
+
+class StepModule(nn.Module):
+    """The task's loss as a module, so that all of it happens inside DDP's forward."""
+
+    def __init__(self, task: Task, model: nn.Module, precision: Precision, device: torch.device, *, compiled: bool) -> None:
+        super().__init__()
+        self.model = model
+        # In a tuple, because torch would register a module, and every parameter would have two names.
+        self._called = (torch.compile(model) if compiled else model,)
+        self._task, self._precision, self._device = task, precision, device
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that depends on every parameter."""
+        if batch is None:
+            used = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
+            return torch.stack(used).sum(), 0.0
+        with autocast(self._precision, self._device):
+            answer: tuple[torch.Tensor, Sum] = self._task.loss(self._called[0], batch)
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor) and answer[0].ndim == 0):
+            raise BadTask(f"{type(self._task).__name__}.loss must return (0-d tensor, weight), not {answer!r:.200}")
+        return answer
+
+
+@dataclass
+class Replica:
+    """Everything that a rank trains with. ``wrapped`` is None until the replica joined its peers."""
+
+    peers: Peers
+    task: Task
+    state: TrainState
+    sampler: Sampler
+    train_set: KeyedDataset
+    val_set: Any | None
+    step_module: StepModule
+    total_steps: int
+    wrapped: DistributedDataParallel | StepModule | None = None
+
+    def __post_init__(self) -> None:
+        self._volatile: list[torch.Tensor] = []
+        self._volatile_before: list[torch.Tensor] = []
+
+    def join(self) -> None:
+        """Tie the replica to its peers, and run one backward whose gradients are dropped.
+
+        DDP orders its buckets by the first backward that it sees, and with them the summation. Doing this before the state is
+        loaded, in every attempt, makes the first real step of a resumed run add up in the same order as the run it resumes.
+        """
+        if self.peers.alone:
+            self.wrapped = self.step_module
+        else:
+            self.wrapped = DistributedDataParallel(
+                self.step_module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False
+            )
+        first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
+        batch = self.load(MicroBatch(0, 0, first)).batch
+        buffers = list(self.state.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        self.seed(0, 0)
+        loss_sum, _ = self.wrapped(batch)
+        loss_sum.backward()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self._volatile = self._find_volatile(buffers, before)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+    def load(self, micro: MicroBatch) -> Loaded:
+        """One training micro-batch, past the loader."""
+        indices, batch = self.train_set.__getitems__(micro)
+        return Loaded(indices, to_device(batch, self.peers.device))
+
+    def seed(self, step: int, number: int) -> None:
+        """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
+        seed_micro_batch(self.sampler.seed, step, number, self.peers.device)
+
+    def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients are added up over ranks by the last micro-batch of a share only."""
+        if last or not isinstance(self.wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.wrapped.no_sync()  # type: ignore[no-any-return]
+
+    def keep_buffers(self) -> None:
+        """Remember what a forward pass may change, so that a step that fails can be taken back."""
+        self._volatile_before = [buffer.clone() for buffer in self._volatile]
+
+    def put_back_buffers(self) -> None:
+        """Take back what the forward passes of a step that was not committed changed."""
+        for buffer, value in zip(self._volatile, self._volatile_before, strict=False):
+            buffer.copy_(value)
+        self._volatile_before = []
+
+    def equal_buffers(self) -> list[torch.Tensor]:
+        """Rank 0's buffers, for every rank to adopt when the step commits; nothing for models without such."""
+        if self.peers.alone or not self._volatile:
+            return []
+        flat = coalesce(self._volatile)
+        for work in [self.peers.start_broadcast(tensor, 0) for tensor in flat]:
+            if work is not None:
+                work.wait()
+        return flat
+
+    def adopt_buffers(self, flat: list[torch.Tensor]) -> None:
+        if flat:
+            scatter_back(flat, self._volatile)
+        self._volatile_before = []
+
+    def _find_volatile(self, buffers: list[torch.Tensor], before: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers that a forward pass changes: those that it just did, and running statistics that it might."""
+        running = {
+            id(buffer) for module in self.state.model.modules() if isinstance(module, _NormBase) for buffer in module.buffers(False)
+        }
+        return [
+            buffer for buffer, value in zip(buffers, before, strict=True) if id(buffer) in running or not torch.equal(buffer, value)
+        ]
+
+
+def build_replica(ctx: WorkerContext) -> Replica:
+    """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
+    spec, train = ctx.spec, ctx.spec.train
+    _make_deterministic(ctx)
+    task = build_task(spec)
+    datasets = task.build_datasets()
+    torch.manual_seed(key(train.seed, 6))
+    model = task.build_model().to(ctx.device)
+    model.train()
+    sampler = Sampler(len(datasets["train"]), train.global_batch_size, spec.micro_batch_size, train.seed)
+    build_own = getattr(task, "build_optimizer", None)
+    optimizer = build_own(model) if build_own else build_optimizer(spec.optimizer, model)
+    state = TrainState(
+        model,
+        optimizer,
+        build_scaler(train.precision, ctx.device),
+        Ema(model, train.ema_decay) if train.ema_decay is not None else None,
+        steps_per_epoch=sampler.steps_per_epoch,
+        fingerprint=_fingerprint(datasets["train"]),
+    )
+    all_steps = train.epochs * sampler.steps_per_epoch
+    return Replica(
+        peers=Peers(ctx.world_rank, ctx.world_size, ctx.device),
+        task=task,
+        state=state,
+        sampler=sampler,
+        train_set=KeyedDataset(datasets["train"], train.seed, collate_of(task), training=True),
+        val_set=datasets.get("val"),
+        step_module=StepModule(task, model, train.precision, ctx.device, compiled=train.compile),
+        total_steps=min(all_steps, train.max_steps or all_steps),
+    )
+
+
+def _fingerprint(dataset: Any) -> str:
+    """What the data set says of itself; at least how long it is."""
+    return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__qualname__}/{len(dataset)}")
+
+
+def _make_deterministic(ctx: WorkerContext) -> None:
+    """Deterministic kernels where asked for; ``auto`` is on for CPU."""
+    wanted = ctx.spec.train.deterministic
+    deterministic = ctx.device.type == "cpu" if wanted == "auto" else wanted
+    if deterministic and ctx.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
+    if ctx.device.type == "cuda":
+        torch.backends.cudnn.benchmark = not deterministic
+
+
+def end_process_group() -> None:
+    """Close the connections of this process, if there are any, so that peers notice at once."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()  # destroying waits for collectives that will never finish
+    else:
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""What the ranks report of their progress: rank 0 hands it to the journal, all keep the end of it with their state."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from everstep.events import EventKind
+from train_fn.context import WorkerContext
+from train_fn.state import TrainState
+
+TAIL_S = 10.0
+"""How far back events are reported again after a recovery. Reports are durable within a fraction of this."""
+
+
+class Reporter:
+    """Called with the same facts on every rank. After a recovery, what a dead rank 0 may have taken along is reported again.
+
+    Readers fold events by step and epoch, so that hearing of one twice changes nothing.
+    """
+
+    def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
+        self._journal = ctx.journal if ctx.world_rank == 0 else None
+        self._state = state
+        self._late_points: list[dict[str, Any]] = []
+        self._steps_reported = 0
+        self._step_began = self._epoch_began = time.perf_counter()
+
+    def step_done(self, values: dict[str, float | None], num_samples: int) -> None:
+        """Report a step's metrics, and how long it took since the last one."""
+        now = time.perf_counter()
+        step_s, self._step_began = now - self._step_began, now
+        finite = {name: value for name, value in values.items() if value is not None}
+        timed = {**finite, "samples_per_s": num_samples / step_s, "step_s": step_s}
+        point = {
+            "step": self._state.step,
+            "at": time.time(),
+            "values": {name: value if math.isfinite(value) else None for name, value in timed.items()},
+        }
+        self._state.tail.append({"kind": EventKind.METRICS.value, "at": point["at"], "data": point})
+        self._steps_reported += 1
+        if self._journal is None:
+            return
+        # The attempt's first step travels alone: it marks the end of a recovery.
+        late, self._late_points = (self._late_points, []) if self._steps_reported > 1 else ([], self._late_points)
+        self._journal.emit(EventKind.METRICS, {"points": [*late, point]})
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        """Report something that happens between steps; the clock of the next step starts after it."""
+        self._state.tail.append({"kind": kind.value, "at": time.time(), "data": data})
+        if self._journal is not None:
+            self._journal.emit(kind, data)
+
+    def report_again(self) -> None:
+        """After a restore: what was reported just before the state was left may never have arrived."""
+        tail = list(self._state.tail)
+        if self._journal is None or not tail:
+            return
+        recent = [entry for entry in tail if entry["at"] >= tail[-1]["at"] - TAIL_S]
+        self._late_points = [entry["data"] for entry in recent if entry["kind"] == EventKind.METRICS.value]
+        for entry in recent:
+            if entry["kind"] != EventKind.METRICS.value:
+                self._journal.emit(EventKind(entry["kind"]), entry["data"])
+
+    def seconds_of_epoch(self) -> float:
+        """How long the epoch that ends now took in this attempt."""
+        began, self._epoch_began = self._epoch_began, time.perf_counter()
+        return self._epoch_began - began
+
+    def start_clock(self) -> None:
+        """The next step begins now."""
+        self._step_began = time.perf_counter()
+
+    def close(self) -> None:
+        """Report late points for which no step came."""
+        if self._journal is not None and self._late_points:
+            self._journal.emit(EventKind.METRICS, {"points": self._late_points})
+            self._late_points = []

@@ -1,0 +1,175 @@
+"""How an attempt begins: the ranks agree on the newest trustworthy state, and all take it over."""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.events import EventKind
+from storage.manifest import Manifest
+from train_fn.collectives import Peers
+from train_fn.context import WorkerContext
+from train_fn.election import Elected, Offer, Rejection, elect, snapshot_name
+from train_fn.errors import DataChanged
+from train_fn.replica import Replica
+from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
+from train_fn.snapshot import snapshot_store
+from train_fn.tensor_tree import put_together, shapes, take_apart
+
+CHUNK_BYTES = 32 << 20
+"""Tensors travel in pieces of about this size, so that a receiver needs little more memory than the state itself."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where an attempt begins. ``checkpoint`` names the one that the state was read from."""
+
+    source: str
+    """``fresh``, ``checkpoint`` or ``snapshot``."""
+    holder: int
+    """Rank that has it."""
+    checkpoint: str | None
+    rejected: tuple[Rejection, ...]
+
+
+def restore(ctx: WorkerContext, replica: Replica) -> None:
+    """Join the peers and begin where the run was: the same state on every rank when this returns.
+
+    Raises:
+        DataChanged: the data is not the same on all ranks, or not what the state was trained on.
+        StorageError: the storage could not be asked for checkpoints.
+    """
+    _check_data(replica)
+    restored, state = _find(ctx, replica.peers)
+    replica.join()
+    mine = replica.state.state_dict() if restored.source == "fresh" else state
+    replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
+    snapshot_store(ctx).remove_after(replica.state.step)
+    logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)
+    if ctx.world_rank == 0:
+        ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
+
+
+def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | None]:
+    """Agree on the state to go on from; its holder also returns it.
+
+    Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A snapshot that turns out to be
+    unreadable is struck off, and the rest vote again.
+    """
+    store = snapshot_store(ctx)
+    offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(store.labels())) for label in labels]
+    newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
+    struck: tuple[Rejection, ...] = ()
+    while True:
+        elected = elect(offers, ctx.submission)
+        offer = elected.offer
+        if offer is None or offer.label.step < newest_durable:
+            restored, state = _find_durable(ctx, peers, elected, struck)
+            if restored.source != "fresh" or offer is None:
+                return restored, state
+            newest_durable = -1  # every checkpoint was rejected: an older snapshot is still better than none
+            struck = restored.rejected
+            continue
+        state, problem = None, None
+        if offer.rank == peers.rank:
+            try:
+                state = store.read(offer.label)
+            except Exception as exc:
+                problem = f"cannot be read: {exc}"
+        problem = peers.share(problem, offer.rank)
+        if problem is None:
+            return Restored("snapshot", offer.rank, None, struck + elected.rejected), state
+        struck += (Rejection(snapshot_name(offer.label), problem),)
+        offers = [other for other in offers if other != offer]
+
+
+def _find_durable(
+    ctx: WorkerContext, peers: Peers, elected: Elected, struck: tuple[Rejection, ...]
+) -> tuple[Restored, dict[str, Any] | None]:
+    """The newest checkpoint that verifies, read by rank 0; a fresh start where there is none."""
+    found: Restored | Exception | None = None
+    state = None
+    if peers.rank == 0:
+        try:
+            manifest, rejected = ctx.run_dir.checkpoints.newest_valid()
+            bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
+            found = Restored("checkpoint" if manifest else "fresh", 0, manifest.name if manifest else None, bad)
+            state = _load_checkpoint(ctx, manifest) if manifest else None
+        except Exception as exc:
+            found = exc
+    found = peers.share(found, 0)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found, state
+
+
+def _newest_step(ctx: WorkerContext) -> int:
+    """Steps in the newest checkpoint that is listed, verified or not; -1 for none."""
+    lineage = ctx.run_dir.checkpoints.lineage()
+    return lineage[-1].step if lineage else -1
+
+
+def _load_checkpoint(ctx: WorkerContext, manifest: Manifest) -> dict[str, Any]:
+    def read(file: str) -> Any:
+        data = io.BytesIO(ctx.run_dir.checkpoints.read_file(manifest.name, file))
+        return torch.load(data, map_location="cpu", weights_only=True)
+
+    ema = read(EMA_FILE) if EMA_FILE in manifest.files else None
+    return {**read(STATE_FILE), "model": read(MODEL_FILE), "ema": ema, "parent": manifest.name}
+
+
+def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
+    """``state`` of rank ``holder`` on every rank: first its structure, then its tensors, in pieces of one dtype."""
+    tensors: list[torch.Tensor] = []
+    skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)
+    if peers.rank != holder:
+        ordered = sorted(shapes(skeleton), key=lambda shape: shape.position)
+        tensors = [torch.empty(shape.shape, dtype=shape.dtype) for shape in ordered]
+    for group in _chunks(tensors):
+        flat = torch.cat([tensor.to(peers.device).reshape(-1) for tensor in group])
+        work = peers.start_broadcast(flat, holder)
+        if work is not None:
+            work.wait()
+        if peers.rank != holder:
+            for part, tensor in zip(flat.split([tensor.numel() for tensor in group]), group, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+    received: dict[str, Any] = put_together(skeleton, tensors)
+    return received
+
+
+def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Runs of tensors of one dtype, together not much larger than a chunk."""
+    chunks: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not chunks or chunks[-1][0].dtype != tensor.dtype or size >= CHUNK_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    return chunks
+
+
+def _check_data(replica: Replica) -> None:
+    """Every rank must train on the same data, or an epoch would not be what it says."""
+    fingerprints = replica.peers.gather(replica.state.fingerprint)
+    if len(set(fingerprints)) > 1:
+        told = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints))
+        raise DataChanged(f"the training data differs between nodes ({told}); make it the same on all")
+
+
+def _event(replica: Replica, restored: Restored) -> dict[str, Any]:
+    return {
+        "step": replica.state.step,
+        "epoch": replica.state.epoch,
+        "source": restored.source,
+        "checkpoint": restored.checkpoint,
+        "rejected": [{"name": entry.name, "problem": entry.problem} for entry in restored.rejected],
+    }

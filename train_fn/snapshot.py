@@ -1,0 +1,155 @@
+"""Survivor snapshots: what a rank leaves on its node when an attempt breaks under it, for the next attempt to go on from.
+
+A snapshot is one file in shared memory, published by a rename, with a label beside it. It counts only within its submission,
+and is removed when the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train_fn.context import WorkerContext
+from train_fn.node_dir import shared_memory_root
+from train_fn.state import digest
+from train_fn.tensor_tree import size_bytes
+
+OVERHEAD_BYTES = 4 << 20
+"""Room for what is not tensors."""
+KEPT_FREE = 0.1
+"""Share of shared memory that snapshots leave to others."""
+FORGOTTEN_S = 24 * 3600.0
+"""Snapshots of runs that did not touch them for so long are removed by whoever starts on the node."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a rank says of the state that it left; ``problem`` is why it left none."""
+
+    submission: int
+    attempt: int
+    step: int
+    rank: int
+    digest: str | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class SnapshotStore:
+    """The snapshots of one run on one node. Several nodes may share a machine, so that each has its own directory."""
+
+    directory: Path
+    submission: int
+
+    def write(self, label: Label, state: dict[str, Any]) -> None:
+        """Publish ``state``, then its label; older ones of this rank's node are then of no use to anybody. Raises OSError."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._state_path(label)
+        temporary = path.with_suffix(".tmp")
+        try:
+            torch.save(state, temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.write_label(label)
+        self._remove_before(label)
+
+    def write_label(self, label: Label) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._label_path(label)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(label)))
+        temporary.replace(path)
+
+    def labels(self) -> list[Label]:
+        """Labels of this submission on this node, whose state is there or says why not."""
+        found = []
+        for path in sorted(self.directory.glob("*.json")) if self.directory.is_dir() else []:
+            with suppress(OSError, ValueError, TypeError):
+                label = Label(**json.loads(path.read_text()))
+                if label.submission == self.submission and (label.problem or self._state_path(label).is_file()):
+                    found.append(label)
+        return found
+
+    def read(self, label: Label) -> dict[str, Any]:
+        """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its label says."""
+        state: dict[str, Any] = torch.load(self._state_path(label), map_location="cpu", weights_only=True)
+        if state["step"] != label.step or digest(state) != label.digest:
+            raise ValueError(f"the snapshot of step {label.step} by rank {label.rank} does not have the digest of its label")
+        return state
+
+    def remove_after(self, step: int) -> None:
+        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again."""
+        for label in self.labels():
+            if label.step > step or label.problem:
+                self._remove(label)
+
+    def remove_all(self) -> None:
+        """Remove the run's snapshots from this node."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        with suppress(OSError):
+            self.directory.parent.rmdir()  # stays where another node of this machine still has some
+
+    def free_bytes(self) -> int:
+        """What snapshots may still take of the node's shared memory."""
+        usage = shutil.disk_usage(shared_memory_root())
+        return int(usage.free - usage.total * KEPT_FREE)
+
+    def _remove_before(self, newest: Label) -> None:
+        for label in self.labels():
+            if (label.attempt, label.step) < (newest.attempt, newest.step):
+                self._remove(label)
+
+    def _remove(self, label: Label) -> None:
+        self._label_path(label).unlink(missing_ok=True)
+        self._state_path(label).unlink(missing_ok=True)
+
+    def _label_path(self, label: Label) -> Path:
+        return self._state_path(label).with_suffix(".json")
+
+    def _state_path(self, label: Label) -> Path:
+        return self.directory / f"s{label.submission:03d}-a{label.attempt:03d}-{label.step:09d}-r{label.rank}.pt"
+
+
+def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
+    """The store of this rank's node."""
+    return SnapshotStore(shared_memory_root() / ctx.run_dir.run_id / ctx.node_id, ctx.submission)
+
+
+def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+    """Leave ``state`` on this node, or a label that says why not. None, or the problem."""
+    store = snapshot_store(ctx)
+    label = Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None)
+    problem = None
+    needed = size_bytes(state) + OVERHEAD_BYTES
+    if needed > store.free_bytes():
+        problem = f"a snapshot of {needed} bytes does not fit the {max(0, store.free_bytes())} bytes of shared memory left"
+    else:
+        try:
+            store.write(label, state)
+        except OSError as exc:
+            problem = f"the snapshot could not be written: {exc}"
+    if problem:
+        logger.warning("step %d is not left on this node: %s", state["step"], problem)
+        with suppress(OSError):
+            store.write_label(Label(**{**asdict(label), "digest": None, "problem": problem}))
+    return problem
+
+
+def sweep_forgotten(ctx: WorkerContext) -> None:
+    """Remove what runs left here whose end this node did not see."""
+    for directory in shared_memory_root().iterdir():
+        with suppress(OSError):
+            if directory.name != ctx.run_dir.run_id and directory.stat().st_mtime < time.time() - FORGOTTEN_S:
+                shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,173 @@
+"""TrainState: the one registry of everything that a run needs to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from train_fn.ema import Ema
+from train_fn.errors import DataChanged
+from train_fn.ledger import Ledger
+
+VERSION = 1
+TAIL_LENGTH = 64
+"""Events that travel with the state, because the rank that reported them may have died before they were durable."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far. ``checkpoint`` is the name of the checkpoint that holds it."""
+
+    metric: str
+    value: float
+    step: int
+    checkpoint: str
+
+
+class TrainState:
+    """Live parts and counters. ``epoch`` and ``k`` (the global batch within it) follow from ``step``, the steps done.
+
+    Between steps every rank holds the same state, bit for bit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        ema: Ema | None,
+        *,
+        steps_per_epoch: int,
+        fingerprint: str,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.ema = ema
+        self.steps_per_epoch = steps_per_epoch
+        self.fingerprint = fingerprint
+        """Of the training data; resuming on other data is refused."""
+        self.step = 0
+        self.closed_epochs = 0
+        """Epochs whose end was reported and, where due, evaluated."""
+        self.evaluated_step = 0
+        """Steps done at the last evaluation."""
+        self.ledger = Ledger()
+        self.metrics: dict[str, float] = {}
+        """Latest validation metrics."""
+        self.best: Best | None = None
+        self.parent: str | None = None
+        """Newest committed checkpoint that this state descends from, as far as this rank knows."""
+        self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL_LENGTH)
+        self.complete = False
+        """Whether this is a state to resume from: restored, and not left in the middle of a commit."""
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.steps_per_epoch
+
+    @property
+    def k(self) -> int:
+        return self.step % self.steps_per_epoch
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """The one block in which a step changes the state; it holds no collective. Left by an exception, the state is torn."""
+        self.complete = False
+        yield
+        self.step += 1
+        self.complete = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as nested dicts of plain values and live tensors (not copies); loads with ``weights_only=True``."""
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "epoch": self.epoch,
+            "k": self.k,
+            "closed_epochs": self.closed_epochs,
+            "evaluated_step": self.evaluated_step,
+            "fingerprint": self.fingerprint,
+            "ledger": self.ledger.state_dict(),
+            "metrics": dict(self.metrics),
+            "best": asdict(self.best) if self.best else None,
+            "parent": self.parent,
+            "tail": list(self.tail),
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, which is copied and left alone.
+
+        Raises:
+            DataChanged: it was trained on other data.
+            ValueError: it is of a version that this one does not know.
+        """
+        if state["version"] != VERSION:
+            raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads version {VERSION}")
+        if state["fingerprint"] != self.fingerprint:
+            raise DataChanged(
+                f"the training data changed since step {state['step']}: it was {state['fingerprint']}, now it is {self.fingerprint}. "
+                "Put the data back as it was, or start a new run"
+            )
+        self.complete = False
+        self.model.load_state_dict(state["model"])
+        # Optimizer.load_state_dict keeps references to the tensors that it is given.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.step = state["step"]
+        assert (self.epoch, self.k) == (state["epoch"], state["k"])
+        self.closed_epochs = state["closed_epochs"]
+        self.evaluated_step = state["evaluated_step"]
+        self.metrics = dict(state["metrics"])
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.parent = state["parent"]
+        self.tail = deque(state["tail"], maxlen=TAIL_LENGTH)
+        self.complete = True
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Digest of a state: equal where counters, ledger and every bit of every tensor are.
+
+    Tensors enter by the sum of their 8-byte words modulo 2**64, which runs at memory speed. What ranks may see differently (the
+    tail's clocks, the newest checkpoint) stays out.
+    """
+    hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
+    for name in ("model", "optimizer", "scaler", "ema"):
+        for path, leaf in leaves(state[name], name):
+            hashed.update(f"{path} {_word_sum(leaf) if isinstance(leaf, torch.Tensor) else leaf!r}\n".encode())
+    return hashed.hexdigest()
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts, lists and tuples with its path, in order."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from leaves(value, f"{path}/{name}")
+    elif isinstance(tree, list | tuple):
+        for position, value in enumerate(tree):
+            yield from leaves(value, f"{path}/{position}")
+    else:
+        yield path, tree
+
+
+def _word_sum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = int(flat[:whole].view(torch.int64).sum()) if whole else 0
+    rest = int.from_bytes(bytes(flat[whole:].tolist()), "little")
+    return words ^ rest

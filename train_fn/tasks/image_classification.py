@@ -1,0 +1,52 @@
+"""Cross-entropy classification of images."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from everstep.catalog import ImageClassificationSpec, TorchvisionModelSpec
+from train_fn.data.image_sets import build_image_data
+from train_fn.data.images import ImageBatch, ImageSet
+from train_fn.models.image_models import TORCHVISION_CHANNELS, build_image_model
+
+
+class ImageClassification:
+    """Reports ``loss`` (without label smoothing) and ``accuracy`` on the validation set."""
+
+    def __init__(self, spec: ImageClassificationSpec) -> None:
+        self.spec = spec
+        self.data = build_image_data(spec.data)
+        torchvision = spec.model if isinstance(spec.model, TorchvisionModelSpec) else None
+        self._channels = self.data.channels if torchvision is None else TORCHVISION_CHANNELS
+        self._resize_to = torchvision.args.image_size if torchvision else None
+
+    def build_model(self) -> nn.Module:
+        return build_image_model(
+            self.spec.model, in_channels=self._channels, num_classes=self.data.num_classes, image_size=self.data.image_size
+        )
+
+    def build_datasets(self) -> dict[str, ImageSet | None]:
+        return {"train": self.data.train, "val": self.data.val}
+
+    def loss(self, model: nn.Module, batch: ImageBatch) -> tuple[torch.Tensor, int]:
+        images, labels = batch
+        logits = model(self._prepare(images))
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.spec.label_smoothing), len(labels)
+
+    def metrics(self, model: nn.Module, batch: ImageBatch) -> dict[str, tuple[torch.Tensor, int]]:
+        images, labels = batch
+        logits = model(self._prepare(images))
+        return {
+            "loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)),
+            "accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels)),
+        }
+
+    def _prepare(self, images: torch.Tensor) -> torch.Tensor:
+        """Grey images get the channels, and all the size, that the model expects."""
+        if images.shape[1] != self._channels:
+            images = images.expand(-1, self._channels, -1, -1)
+        if self._resize_to is not None and images.shape[-1] != self._resize_to:
+            images = F.interpolate(images, size=self._resize_to, mode="bilinear", antialias=True)
+        return images

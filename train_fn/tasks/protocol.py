@@ -1,0 +1,31 @@
+"""What a task is: a plain class that says what is trained on what. Everstep calls it on every rank."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Sum = torch.Tensor | float | int
+"""A sum over a micro-batch; a tensor has no dimensions."""
+
+
+class Task(Protocol):
+    """The part that every task has. Optional methods: ``metrics``, ``build_optimizer``, ``collate`` (docs/own-task.md)."""
+
+    def build_model(self) -> nn.Module:
+        """The model on CPU; its weights may be drawn from torch's global generator, which is seeded."""
+
+    def build_datasets(self) -> dict[str, Any]:
+        """``{"train": map-style dataset, "val": map-style dataset or None}``; a ``fingerprint`` attribute guards resumes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Sum]:
+        """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum over)."""
+
+
+class MetricsTask(Task, Protocol):
+    """A task that measures more than its loss on the validation set."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Sum, Sum]]:
+        """For each name (sum, weight) over the micro-batch; their quotient over all micro-batches is the metric."""
