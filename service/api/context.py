@@ -1,0 +1,79 @@
+"""What handlers work with: stores, storage, the view of the cluster, and threads for calls that block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Final, ParamSpec, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+from fastapi import Depends, Request
+
+from everstep.wire import ClusterInfo
+from service.api.event_feed import EventFeed
+from service.api.log_views import LogViews
+from service.db.engine import Database
+from service.db.events import EventStore
+from service.db.runs import RunStore
+from service.db.tokens import TokenStore
+from storage.filesystem import Storage
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DATABASE_THREADS: Final = 8
+_STORAGE_THREADS: Final = 8
+
+
+class ClusterView(Protocol):
+    """What the API may know of the Ray cluster."""
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Base URL of the Ray dashboard without a trailing slash; None while it is not known. Never blocks."""
+
+    async def cluster(self) -> ClusterInfo:
+        """The cluster and its nodes as Ray tells now; ``available`` False where it does not answer. Never raises for that."""
+
+
+class ApiContext:
+    """One for each app. Storage has its own threads, so that a store that hangs does not stop the database's."""
+
+    def __init__(
+        self,
+        database: Database,
+        storage: Storage,
+        cluster_view: ClusterView,
+        reconciler_lag_s: Callable[[], float | None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.database = database
+        self.storage = storage
+        self.cluster_view = cluster_view
+        self.reconciler_lag_s = reconciler_lag_s
+        self.clock = clock
+        self.runs = RunStore(database, clock)
+        self.events = EventStore(database, clock)
+        self.tokens = TokenStore(database, clock)
+        self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
+        self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
+        self.feed = EventFeed(self)
+        self.logs = LogViews(self)
+
+    async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a store's method in a thread."""
+        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._database_threads)
+
+    async def storage_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call that reads or writes storage in a thread."""
+        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._storage_threads)
+
+
+def _context(request: Request) -> ApiContext:
+    context: ApiContext = request.app.state.context
+    return context
+
+
+Context = Annotated[ApiContext, Depends(_context)]

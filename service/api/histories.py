@@ -1,0 +1,70 @@
+"""What happened to a run: events, attempts, failures, goodput, samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query, Request, Response
+
+from everstep.wire import Attempt, Event, Failure, Goodput, Page, Samples
+from service.api import sse
+from service.api.answers import event_answer
+from service.api.context import Context
+from service.api.openapi import STREAM, problem_answers
+from service.api.paging import Cursor, position
+from service.auth import VisibleRun
+from service.projections import attempts, failures, samples
+from service.projections.goodput import TimeLedger
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
+
+EventLimit = Annotated[int, Query(ge=1, le=1000, description="Most events of one page; a stream has no limit.")]
+After = Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind this `seq`.")]
+
+
+@router.get(
+    "/events",
+    summary="Events of a run, as pages or as a stream",
+    response_model=Page[Event],
+    responses={200: STREAM, **problem_answers(404, 422)},
+)
+async def get_events(
+    request: Request, run: VisibleRun, context: Context, after: After = 0, limit: EventLimit = 200, cursor: Cursor = None
+) -> Page[Event] | Response:
+    """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already.
+
+    With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the event. It follows the run,
+    honours `Last-Event-ID`, and ends after the event that ends the run.
+    """
+    if sse.wanted(request):
+        return sse.response(context.feed.follow(run.id, sse.resume_after(request, after)))
+    found = await context.database_call(context.events.after, run.id, position(cursor, after), limit + 1)
+    items = tuple(event_answer(row) for row in found[:limit])
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
+
+
+@router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404))
+async def get_attempts(run: VisibleRun, context: Context) -> Page[Attempt]:
+    """Every attempt with its workers, oldest first."""
+    events = await context.database_call(context.events.of_kinds, run.id, attempts.KINDS)
+    return Page(items=tuple(attempts.attempts(events)), next_cursor=None)
+
+
+@router.get("/failures", summary="Failures of a run", responses=problem_answers(404))
+async def get_failures(run: VisibleRun, context: Context) -> Page[Failure]:
+    """Every failure with its verdict, its evidence and what was done, oldest first."""
+    events = await context.database_call(context.events.of_kinds, run.id, failures.KINDS)
+    return Page(items=tuple(failures.failures(events)), next_cursor=None)
+
+
+@router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
+async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
+    """Every second since the run's creation lies in exactly one bucket; `goodput` is the productive share."""
+    return TimeLedger.load(run.time_ledger).close(context.clock() if run.finished_at is None else run.finished_at)
+
+
+@router.get("/samples", summary="Samples that a run used", responses=problem_answers(404))
+async def get_samples(run: VisibleRun, context: Context) -> Samples:
+    """For each epoch that ended, over the committed lineage: how many samples, how many of them once, twice or never."""
+    events = await context.database_call(context.events.of_kinds, run.id, samples.KINDS)
+    return samples.samples(events)

@@ -1,0 +1,78 @@
+"""Lines that ranks and driver logged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query, Request, Response
+
+from everstep.wire import LogLine, Page
+from service.api import sse
+from service.api.context import ApiContext, Context
+from service.api.log_views import POLL_S, LogView
+from service.api.openapi import STREAM, problem_answers
+from service.api.paging import Cursor, position
+from service.auth import VisibleRun
+from storage.errors import StorageError
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
+
+_STREAM_LINES: Final = 500
+
+
+@router.get(
+    "/logs",
+    summary="Log lines of a run, as pages or as a stream",
+    response_model=Page[LogLine],
+    responses={200: STREAM, **problem_answers(404, 422)},
+)
+async def get_logs(
+    request: Request,
+    run: VisibleRun,
+    context: Context,
+    rank: Annotated[int | None, Query(ge=0, le=2**31, description="Lines of this rank only.")] = None,
+    attempt: Annotated[
+        int | None, Query(ge=0, le=2**31, description="Lines of this attempt only; the driver's are attempt 0.")
+    ] = None,
+    after: Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind this `seq`, under the same filters.")] = 0,
+    follow: Annotated[bool, Query(description="Stream, and wait for more until the run has ended.")] = False,
+    limit: Annotated[int, Query(ge=1, le=5000, description="Most lines of one page; a stream has no limit.")] = 1000,
+    cursor: Cursor = None,
+) -> Page[LogLine] | Response:
+    """Lines of every rank and of the driver over all attempts, by attempt and time; kept after their node is gone.
+
+    With `follow=true` or `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the line. It waits
+    while the run is QUEUED, honours `Last-Event-ID`, and ends after the last line of a run that has ended.
+    """
+    view = context.logs.view(run.id, rank, attempt)
+    if follow or sse.wanted(request):
+        start = sse.resume_after(request, position(cursor, after))
+        return sse.response(_follow(context, run.id, view, start, until_ended=follow))
+    lines = await view.read(position(cursor, after), limit)
+    return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if len(lines) == limit else None)
+
+
+async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool) -> AsyncIterator[bytes]:
+    """Frames of lines behind ``after``; new ones as they come, where asked for, until the run has ended or is deleted."""
+    quiet_s = 0.0
+    while not context.feed.closed:
+        # The status first: once a run has ended no line is written, so what is read after that is all there is.
+        run = await context.database_call(context.runs.get, run_id)
+        ended = run is None or run.status.terminal or not until_ended
+        try:
+            lines = await view.read(after, _STREAM_LINES)
+        except StorageError:
+            return  # the answer has begun: end it, and let the client come back with its Last-Event-ID
+        if lines:
+            after, quiet_s = lines[-1].seq, 0.0
+            yield b"".join(sse.frame(line.seq, line.model_dump_json()) for line in lines)
+        elif ended:
+            return
+        else:
+            await asyncio.sleep(POLL_S)
+            quiet_s += POLL_S
+            if quiet_s >= sse.HEARTBEAT_S:
+                quiet_s = 0.0
+                yield sse.HEARTBEAT

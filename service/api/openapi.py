@@ -1,0 +1,80 @@
+"""What OpenAPI says beyond what FastAPI finds out: problems, the spec as a body, streams."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from everstep.spec import RunSpec
+from everstep.wire import Problem
+from service import problems
+from service.api import sse
+
+_REF: Final = "#/components/schemas/{model}"
+
+_MEANINGS: Final = {
+    400: "The request cannot be read (`malformed_json`, `too_deep`).",
+    401: "No valid token (`unauthorized`).",
+    403: "The token's role or project does not allow this (`forbidden`).",
+    404: "No such thing, or it belongs to another project (`not_found`).",
+    409: "The state does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`).",
+    413: "The body is too large (`body_too_large`).",
+    415: "The body is not JSON (`unsupported_media_type`).",
+    422: "A parameter or the spec is wrong; `errors` has one entry for each fault (`invalid_request`, `invalid_spec`).",
+    503: "Database or storage is away; try again after `Retry-After` seconds.",
+}
+
+SPEC_BODY: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"$ref": _REF.format(model="RunSpec")},
+                "example": {
+                    "name": "digits-resnet",
+                    "task": {
+                        "name": "image_classification",
+                        "model": {"name": "mini_resnet", "args": {"width": 16}},
+                        "data": {"name": "digits", "args": {}},
+                    },
+                    "train": {"epochs": 5},
+                    "scaling": {"min_workers": 1, "max_workers": 2},
+                },
+            }
+        },
+    }
+}
+
+STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
+"""Second media type of a 200 answer that may be a stream."""
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def problem_answers(*statuses: int) -> Responses:
+    """Documented problems of a route; 401 and 503 belong to every one."""
+    schema = {"schema": {"$ref": _REF.format(model="Problem")}}
+    return {
+        status: {"description": _MEANINGS[status], "content": {problems.MEDIA_TYPE: schema}}
+        for status in sorted({401, 503, *statuses})
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app.openapi`` complete."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, definitions = models_json_schema([(RunSpec, "validation"), (Problem, "serialization")], ref_template=_REF)
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(definitions["$defs"])
+            schemas.pop("HTTPValidationError", None)
+            schemas.pop("ValidationError", None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

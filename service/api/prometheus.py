@@ -1,0 +1,90 @@
+"""Figures for Prometheus: runs by status, the API's latency, the reconciler's lag."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.context import ApiContext, Context
+from service.api.openapi import problem_answers
+from service.auth import Caller
+
+router: Final = APIRouter(tags=["health"])
+
+_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class Figures:
+    """The registry of one app."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self.registry = CollectorRegistry()
+        self.latency = Histogram(
+            "everstep_api_request_seconds",
+            "Seconds from a request's arrival to the first byte of its answer.",
+            ("method", "route", "status"),
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(_StateCollector(context))
+
+
+class _StateCollector(Collector):
+    """Read when Prometheus asks, not before."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing: collect() reads the database, which must not happen when the registry is made."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        runs = GaugeMetricFamily("everstep_runs", "Runs by status.", labels=("status",))
+        for status, count in self._context.runs.count_by_status().items():
+            runs.add_metric((status.value,), count)
+        yield runs
+        lag = self._context.reconciler_lag_s()
+        if lag is not None:
+            yield GaugeMetricFamily("everstep_reconciler_lag_seconds", "Seconds since the reconciler's last finished tick.", lag)
+
+
+@router.get(
+    "/metrics",
+    summary="Figures for Prometheus",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problem_answers()},
+)
+async def get_figures(request: Request, context: Context, _caller: Caller) -> Response:
+    figures: Figures = request.app.state.figures
+    return Response(await context.database_call(generate_latest, figures.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class LatencyMiddleware:
+    """Times every answer by its route, never by its path: ids must not become labels."""
+
+    def __init__(self, app: ASGIApp, figures: Figures) -> None:
+        self._app = app
+        self._figures = figures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+
+        async def timed_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "none")
+                labels = (scope["method"], route, str(message["status"]))
+                self._figures.latency.labels(*labels).observe(time.perf_counter() - began)
+            await send(message)
+
+        await self._app(scope, receive, timed_send)

@@ -1,0 +1,157 @@
+"""Runs: made, listed, looked at, stopped, resumed, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from everstep.spec import RunSpec, parse_spec
+from everstep.wire import Page, Run, RunStatus
+from service.api.answers import run_answer
+from service.api.context import ApiContext, Context
+from service.api.openapi import SPEC_BODY, problem_answers
+from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
+from service.api.spec_body import content_sha256, read_json
+from service.auth import Caller, ControlledRun, VisibleRun
+from service.db.rows import RunRow
+from service.db.runs import IdempotencyKey, RunFilter
+from service.problems import ProblemError, invalid_request
+from service.states import TransitionConflict
+
+router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Submit a run",
+    responses={
+        200: {"model": Run, "description": "This Idempotency-Key made this run before."},
+        **problem_answers(400, 403, 409, 413, 415, 422),
+    },
+    openapi_extra=SPEC_BODY,
+)
+async def create_run(
+    request: Request,
+    response: Response,
+    context: Context,
+    caller: Caller,
+    idempotency_key: Annotated[
+        str | None,
+        Header(description="1 to 255 printable ASCII characters. The same key and body give the same run again with 200."),
+    ] = None,
+) -> Run:
+    """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
+    caller.require("submitter")
+    raw = await read_json(request)
+    spec = parse_spec(raw)
+    if not caller.reaches(spec.project):
+        raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
+    run, is_new = await context.database_call(
+        context.runs.create, spec, caller.token_id, _idempotency(idempotency_key, caller, raw)
+    )
+    response.status_code = 201 if is_new else 200
+    response.headers["Location"] = f"/v1/runs/{run.id}"
+    return (await run_answers(context, [run]))[0]
+
+
+def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey | None:
+    if key is None:
+        return None
+    if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
+        raise invalid_request("Idempotency-Key", msg="must be 1 to 255 printable ASCII characters")
+    return IdempotencyKey(caller.token_id, key, content_sha256(raw))
+
+
+@router.get("", summary="List runs", responses=problem_answers(422))
+async def list_runs(
+    context: Context,
+    caller: Caller,
+    project: Annotated[str | None, Query(max_length=64, description="Runs of this project only.")] = None,
+    status: Annotated[
+        list[str] | None, Query(description="Runs in one of these statuses only; repeat it, or separate several by commas.")
+    ] = None,
+    name: Annotated[str | None, Query(max_length=128, description="Runs of exactly this name only.")] = None,
+    tag: Annotated[list[str] | None, Query(description="`key=value` or `key`; runs with every one of these tags only.")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[Run]:
+    """Newest first; those of the token's project."""
+    if caller.project is not None and project not in (None, caller.project):
+        return Page(items=(), next_cursor=None)
+    where = RunFilter(
+        project=caller.project or project,
+        statuses=_statuses(status or ()),
+        name=name,
+        tags=tuple(_tag(text) for text in tag or ()),
+    )
+    found = await context.database_call(context.runs.find, where, limit + 1, parse_run_cursor(cursor))
+    items = await run_answers(context, found[:limit])
+    return Page(items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None)
+
+
+def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
+    names = [name.strip().upper() for text in given for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in set(RunStatus)]
+    if unknown:
+        raise invalid_request("status", msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}")
+    return tuple(RunStatus(name) for name in names)
+
+
+def _tag(text: str) -> tuple[str, str | None]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        key, separator, value = text.partition(":")
+    return key, value if separator else None
+
+
+@router.get("/{run_id}", summary="One run", responses=problem_answers(404))
+async def get_run(run: VisibleRun, context: Context) -> Run:
+    return (await run_answers(context, [run]))[0]
+
+
+@router.get("/{run_id}/spec", summary="The spec as resolved", responses=problem_answers(404))
+async def get_spec(run: VisibleRun) -> RunSpec:
+    """With every default filled in."""
+    return RunSpec.model_validate(run.spec)
+
+
+@router.post("/{run_id}/cancel", status_code=202, summary="Cancel a run", responses=problem_answers(403, 404, 409))
+async def cancel_run(run: ControlledRun, context: Context) -> Run:
+    """A run that trains commits a last checkpoint first. Asking again while it stops changes nothing."""
+    stopped = await context.database_call(context.runs.request_stop, run.id, "cancel")
+    return (await run_answers(context, [stopped]))[0]
+
+
+@router.post("/{run_id}/pause", status_code=202, summary="Pause a run", responses=problem_answers(403, 404, 409))
+async def pause_run(run: ControlledRun, context: Context) -> Run:
+    """A run that trains commits a checkpoint first, and gives its resources back."""
+    stopped = await context.database_call(context.runs.request_stop, run.id, "pause")
+    return (await run_answers(context, [stopped]))[0]
+
+
+@router.post("/{run_id}/resume", status_code=202, summary="Resume a paused run", responses=problem_answers(403, 404, 409))
+async def resume_run(run: ControlledRun, context: Context) -> Run:
+    """It queues again, and goes on from its last checkpoint."""
+    resumed = await context.database_call(context.runs.resume, run.id)
+    return (await run_answers(context, [resumed]))[0]
+
+
+@router.delete("/{run_id}", status_code=204, summary="Delete a run", responses=problem_answers(403, 404, 409))
+async def delete_run(run: ControlledRun, context: Context) -> None:
+    """Runs that have ended only. Removes its directory with every checkpoint and log, then its history."""
+    if not run.status.terminal:
+        raise TransitionConflict(run.id, run.status, "only a run that has ended can be deleted; cancel it first")
+    # The directory first: a crash between the two leaves a run that can be deleted again, never bytes that nobody owns.
+    await context.storage_call(context.storage.run_dir(run.id).delete)
+    await context.database_call(context.runs.delete, run.id)
+    context.logs.forget(run.id)
+
+
+async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
+    """The runs as clients read them, in the same order."""
+    transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
+    now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
+    return [run_answer(run, transitions[run.id], dashboard_url, now) for run in runs]

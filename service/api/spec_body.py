@@ -1,0 +1,69 @@
+"""The body of POST /v1/runs: read with limits, parsed strictly, and named by its content for idempotency."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final
+
+from fastapi import Request
+
+from service.problems import ProblemError
+
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 64
+
+
+async def read_json(request: Request) -> Any:
+    """The request's JSON value.
+
+    NaN and Infinity pass: the spec's own check names the field that holds them. Raises 400, 413 or 415.
+    """
+    _check_content_type(request.headers.get("content-type"))
+    body = await _read_limited(request)
+    try:
+        value = json.loads(body.decode())
+    except RecursionError as exc:
+        raise _too_deep() from exc
+    except UnicodeDecodeError as exc:
+        raise ProblemError(400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    except ValueError as exc:
+        raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
+    _check_depth(value)
+    return value
+
+
+def content_sha256(value: Any) -> str:
+    """Name of a JSON value, whatever its spacing and the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _check_content_type(content_type: str | None) -> None:
+    media_type = (content_type or "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
+        raise ProblemError(415, "unsupported_media_type", f"send the spec as application/json, not {media_type[:80]!r}")
+
+
+async def _read_limited(request: Request) -> bytes:
+    """The body, of which no more than the limit is ever held."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ProblemError(413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item for node in level if isinstance(node, dict | list) for item in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ProblemError:
+    return ProblemError(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")

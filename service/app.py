@@ -1,0 +1,55 @@
+"""The API as one ASGI application: routers, errors, documentation, and what lives as long as it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from service import problems
+from service.api import checkpoints, cluster, health, histories, logs, openapi, prometheus, runs, series
+from service.api.context import ApiContext
+
+_DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
+Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`); errors are `application/problem+json` with a `code`."""
+
+
+def create_app(context: ApiContext) -> FastAPI:
+    """Compose the API. Nothing runs before the application's lifespan begins, and nothing of Ray is touched.
+
+    ``context.feed.close()`` ends every stream: call it when the server is told to stop, before it waits for its connections.
+    """
+
+    app = FastAPI(
+        title="Everstep",
+        version=version("everstep"),
+        description=_DESCRIPTION,
+        lifespan=_lifespan,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.context = context
+    app.state.figures = prometheus.Figures(context)
+    app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
+    problems.install(app)
+    openapi.install(app)
+    for module in (runs, histories, series, logs, checkpoints, cluster, health, prometheus):
+        app.include_router(module.router)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """The event feed as a task."""
+    context: ApiContext = app.state.context
+    task = asyncio.create_task(context.feed.run(), name="event-feed")
+    try:
+        yield
+    finally:
+        context.feed.close()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,106 @@
+"""Who is asking: bearer tokens, roles, and the local admin token. There is no anonymous mode."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from fastapi import Depends
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from service.api.context import Context
+from service.db.rows import Role, RunRow
+from service.db.tokens import TokenStore
+from service.problems import ProblemError, not_found
+
+LOCAL_TOKEN_ID: Final = "tok_local"
+_RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
+_bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever a valid token stands for."""
+
+    token_id: str
+    name: str
+    role: Role
+    project: str | None
+    """The one project that it reaches; None reaches all."""
+
+    def reaches(self, project: str) -> bool:
+        return self.project is None or self.project == project
+
+    def may(self, role: Role) -> bool:
+        """Whether its role allows what ``role`` allows."""
+        return _RANK[self.role] >= _RANK[role]
+
+    def require(self, role: Role) -> None:
+        """Raises 403 for a lesser role."""
+        if not self.may(role):
+            raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
+
+
+async def principal(context: Context, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Principal:
+    """Whose request this is. Raises 401 without a valid token."""
+    found = None
+    if credentials is not None and credentials.credentials.isascii():
+        found = await context.database_call(context.tokens.find, credentials.credentials)
+    if found is None:
+        raise ProblemError(
+            401,
+            "unauthorized",
+            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return Principal(found.id, found.name, found.role, found.project)
+
+
+Caller = Annotated[Principal, Depends(principal)]
+
+
+async def visible_run(run_id: str, context: Context, caller: Caller) -> RunRow:
+    """The run of the path. One of another project does not exist for this caller: 404."""
+    run = await context.database_call(context.runs.get, run_id)
+    if run is None or not caller.reaches(run.project):
+        raise not_found(f"run {run_id} does not exist")
+    return run
+
+
+VisibleRun = Annotated[RunRow, Depends(visible_run)]
+
+
+async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
+    """The run of the path, for an action on it. Raises 403 for viewers."""
+    caller.require("submitter")
+    return run
+
+
+ControlledRun = Annotated[RunRow, Depends(controlled_run)]
+
+
+def ensure_local_token(tokens: TokenStore, path: Path) -> None:
+    """See that ``path`` holds a valid admin token, readable by its owner only.
+
+    A missing file, or one that does not hold a valid token, is made again; the token that it held is then worthless.
+    """
+    try:
+        secret = path.read_text().strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        secret = ""
+    found = tokens.find(secret) if secret else None
+    if found is not None and found.role == "admin":
+        path.chmod(0o600)
+        return
+    _, secret = tokens.create("local admin", "admin", None, token_id=LOCAL_TOKEN_ID)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secret + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(path)
