@@ -1,0 +1,171 @@
+"""An own Ray cluster for tests of train_fn: a head without CPUs and nodes of one CPU, apart from every other cluster here.
+
+It runs in a process of its own (``python -m tests.integration.ray_cluster``), which takes orders line by line, so that the test
+process neither connects to Ray nor inherits its settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+_PRELOAD_VARIABLE = "RAY_preload_python_modules"
+PRELOADED = (
+    "torch,torch._dynamo,ray.train.torch,ray.train.v2._internal.execution.worker_group.worker,"
+    "train_fn.ray_train.worker_actor,train_fn.worker"
+)
+
+
+class RayCluster:
+    """Handle of one cluster; ``env`` is what a driver on its head needs."""
+
+    def __init__(self, temp_dir: Path, *, preload: bool) -> None:
+        self._temp_dir = temp_dir
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EVERSTEP_"))},
+            "RAY_TMPDIR": str(temp_dir),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0" * 32 + "test",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "3",
+            "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
+            "RAY_num_workers_soft_limit": "3",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONUNBUFFERED": "1",
+            "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
+        }
+        host_env = {**self.env, "EVERSTEP_TEST_PRELOAD": PRELOADED if preload else ""}
+        log = (temp_dir / "host.log").open("ab")
+        self._host = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.ray_cluster"],
+            cwd=REPOSITORY,
+            env=host_env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        log.close()
+        self.env["RAY_ADDRESS"] = self._order("start")["address"]
+
+    def add_node(self) -> str:
+        """Start a node of one CPU; its id."""
+        return str(self._order("add")["node_id"])
+
+    def node_ids(self) -> list[str]:
+        """Nodes that run ranks, oldest first."""
+        return list(self._order("nodes")["node_ids"])
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL a node's raylet with every process below it, as when its host dies."""
+        self._order("kill", node_id=node_id)
+
+    def stop(self) -> None:
+        """End every process of the cluster."""
+        tree = [*psutil.Process(self._host.pid).children(recursive=True)] if self._host.poll() is None else []
+        if self._host.stdin is not None:
+            self._host.stdin.close()
+        try:
+            self._host.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._host.kill()
+            self._host.wait()
+        if self._host.stdout is not None:
+            self._host.stdout.close()
+        for process in tree:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(tree, timeout=10)
+
+    def _order(self, name: str, **arguments: Any) -> dict[str, Any]:
+        assert self._host.stdin is not None and self._host.stdout is not None
+        self._host.stdin.write(json.dumps({"order": name, **arguments}) + "\n")
+        self._host.stdin.flush()
+        for line in self._host.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer
+        raise RuntimeError(f"the cluster's host ended: {(self._temp_dir / 'host.log').read_text()[-4000:]}")
+
+
+@contextmanager
+def ray_cluster(num_nodes: int, *, preload: bool = True) -> Iterator[RayCluster]:
+    """A cluster of ``num_nodes`` nodes beside the head, ended on exit. Without ``preload`` it has no warm pool to speak of."""
+    temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))  # short: a unix socket's path has 107 bytes
+    cluster = None
+    try:
+        cluster = RayCluster(temp_dir, preload=preload)
+        for _ in range(num_nodes):
+            cluster.add_node()
+        yield cluster
+    finally:
+        if cluster is not None:
+            cluster.stop()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _host() -> None:
+    """Take orders from stdin until it is closed."""
+    import contextlib
+
+    from ray.cluster_utils import Cluster
+
+    state: dict[str, Any] = {}
+
+    def start() -> dict[str, Any]:
+        state["cluster"] = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        os.environ[_PRELOAD_VARIABLE] = os.environ["EVERSTEP_TEST_PRELOAD"]
+        return {"address": state["cluster"].address}
+
+    def add() -> dict[str, Any]:
+        return {"node_id": state["cluster"].add_node(num_cpus=1).node_id}
+
+    def nodes() -> dict[str, Any]:
+        alive = [node for node in state["cluster"].worker_nodes if node.node_id not in state.get("killed", set())]
+        return {"node_ids": [node.node_id for node in alive]}
+
+    def kill(node_id: str) -> dict[str, Any]:
+        node = next(node for node in state["cluster"].worker_nodes if node.node_id == node_id)
+        roots = [psutil.Process(info.process.pid) for infos in node.all_processes.values() for info in infos]
+        tree = [*roots, *(child for root in roots for child in root.children(recursive=True))]
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        state.setdefault("killed", set()).add(node_id)
+        return {}
+
+    orders: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "add": add, "nodes": nodes, "kill": kill}
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            order = json.loads(line)
+            try:
+                answer = orders[order.pop("order")](**order)
+            except Exception as exc:
+                answer = {"error": repr(exc)}
+            print(json.dumps(answer), flush=True)
+    if "cluster" in state:
+        state["cluster"].shutdown()
+
+
+if __name__ == "__main__":
+    _host()

@@ -1,0 +1,318 @@
+"""The driver of one submission: a Ray Job's entrypoint, ``python -m train_fn.driver --storage URI --run-id ID --submission N``.
+
+Exit codes: 0 when the journal's ``finished`` event is written, whatever the outcome; 3 when a newer submission has taken over;
+anything else means that the run is to be submitted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import ray
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from everstep.wire import ReasonCode, Verdict
+from storage.errors import StorageError
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from train_fn.context import Stop
+from train_fn.journal import NAMESPACE, ActorJournalClient, start_journal
+from train_fn.rank_logging import RankLog
+from train_fn.recovery.history import History, past_failure, read_history
+from train_fn.recovery.launch import Engine, Outcome, RankJob
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.verdict import Evidence, decide, judge
+
+EXIT_REPLACED = 3
+EXIT_TERMINATED = 143
+
+STOP_POLL_S = 0.5
+FENCE_POLL_S = 5.0
+FINAL_FLUSH_S = 120.0
+"""Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
+
+TRAIN = "train_fn.loop:train"
+
+logger = logging.getLogger(__name__)
+
+
+class Replaced(Exception):
+    """A newer submission of the run has a journal."""
+
+
+class Driver:
+    """One submission, from its first event to its last."""
+
+    def __init__(self, run_dir: RunDir, submission: int, settings: RecoverySettings, *, train: str = TRAIN) -> None:
+        self._run_dir = run_dir
+        self._submission = submission
+        self._settings = settings
+        self._train = train
+        self._done = threading.Event()
+        self._journal: ActorJournalClient | None = None
+
+    def run(self) -> None:
+        """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is durable on return.
+
+        Raises Replaced when a newer submission has taken over.
+        """
+        self._check_newest()
+        spec = self._run_dir.read_spec()
+        history = read_history(self._run_dir)
+        _set_environment(os.environ, self._settings)
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        actor = start_journal(self._run_dir, self._submission, ray.get_runtime_context().get_node_id())
+        self._journal = ActorJournalClient(
+            actor, "driver", history.last_attempt, interval_s=max(0.1, self._run_dir.storage.batch_s)
+        )
+        self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
+        threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        job = RankJob(
+            spec=spec,
+            run_dir=self._run_dir,
+            submission=self._submission,
+            journal=actor,
+            use_gpu=_use_gpu(spec, ray.cluster_resources()),
+            train=self._train,
+        )
+        logger.info(
+            "submission %d of run %s, after %d attempts; %s",
+            self._submission,
+            self._run_dir.run_id,
+            history.last_attempt,
+            "ranks on GPUs" if job.use_gpu else "ranks on CPUs",
+        )
+        outcome = self._fit_until_decided(job, history)
+        self._finish(outcome)
+
+    def _fit_until_decided(self, job: RankJob, history: History) -> Outcome:
+        """Ray's ``fit``, again when the controller itself was lost or broke down: Ray retries neither."""
+        from train_fn.ray_train.leftovers import remove_placement_groups
+        from train_fn.ray_train.snapshot_file import repair_snapshot_file
+        from train_fn.ray_train.trainer import EverstepTrainer
+
+        while True:
+            repair_snapshot_file(self._run_dir)
+            remove_placement_groups(job.run_dir.run_id)
+            engine = Engine(
+                job=job,
+                settings=self._settings,
+                history=history,
+                rank_env=_rank_env(job.spec, self._settings),
+                controller_env=_ray_train_env(self._settings),
+            )
+            trainer = EverstepTrainer(engine)
+            error: Exception | None = None
+            try:
+                trainer.fit()
+            except Exception as exc:
+                error = exc
+            outcome = trainer.outcome
+            if outcome is not None and (outcome.finished or outcome.failed is not None):
+                return outcome
+            history = self._history_so_far()
+            given_up, history = self._weigh_controller_loss(job.spec, history, error)
+            if given_up is not None:
+                return given_up
+
+    def _weigh_controller_loss(self, spec: RunSpec, history: History, error: Exception | None) -> tuple[Outcome | None, History]:
+        """The same rules as for ranks: verdict, event, budget, back-off."""
+        text = f"{type(error).__name__}: {error}" if error is not None else "the controller ended without an outcome"
+        logger.error("the Train controller was lost: %s", text)
+        evidence = Evidence(attempt=history.last_attempt, noticed_at=time.time(), last_step=history.last_step, control_error=text)
+        judgement = judge(evidence)
+        decision = decide(
+            judgement,
+            history.failures,
+            spec.recovery,
+            no_progress_limit=self._settings.no_progress_limit,
+            backoff_max_s=self._settings.backoff_max_s,
+        )
+        data: dict[str, Any] = {
+            "verdict": Verdict.CONTROL_PLANE.value,
+            "first_rank": None,
+            "node_id": None,
+            "step": judgement.step,
+            "exception": text[:2000],
+            "evidence": judgement.detail,
+            "action": decision.action,
+            "budget": decision.budget,
+            "steps_lost": None,
+            "detect_s": None,
+            "recovery_s": None,
+            "world_size_before": None,
+            "world_size_after": None,
+        }
+        self._client.emit(EventKind.FAILURE, data, attempt=history.last_attempt)
+        self._client.emit(
+            EventKind.ATTEMPT_ENDED,
+            {"cause": judgement.verdict.value, "last_step": history.last_step},
+            attempt=history.last_attempt,
+        )
+        history = History((*history.failures, past_failure(data)), history.last_attempt, history.last_step)
+        if not decision.restart:
+            return Outcome(False, failed=decision.reason, message=decision.message, last_step=history.last_step), history
+        time.sleep(decision.backoff_s)
+        return None, history
+
+    def _history_so_far(self) -> History:
+        self._client.flush(FINAL_FLUSH_S)
+        return read_history(self._run_dir)
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become durable."""
+        self._done.set()
+        if outcome.failed is not None:
+            name, reason = "failed", {"code": outcome.failed.value, "message": outcome.message or ""}
+        elif outcome.stopped is not None:
+            code = ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
+            name, reason = "stopped", {"code": code.value, "message": f"stopped as asked: {outcome.stopped}"}
+        else:
+            name, reason = "succeeded", None
+        self._client.emit(EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step})
+        logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
+        if not self._client.close(FINAL_FLUSH_S):
+            raise RuntimeError(f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the storage writable?")
+
+    @property
+    def _client(self) -> ActorJournalClient:
+        assert self._journal is not None
+        return self._journal
+
+    def _check_newest(self) -> None:
+        newest = max(self._run_dir.submissions(), default=0)
+        if newest > self._submission:
+            raise Replaced(f"submission {newest} of run {self._run_dir.run_id} has taken over from submission {self._submission}")
+
+    def _watch(self) -> None:
+        """Hand the user's stop to the journal, whose replies tell every rank; end this driver once it is replaced."""
+        next_fence = time.monotonic() + FENCE_POLL_S
+        while not self._done.wait(STOP_POLL_S):
+            try:
+                stop: Stop | None = self._run_dir.stop_requested(self._submission)
+                if stop is not None:
+                    self._client.announce_stop(stop)
+                if time.monotonic() >= next_fence:
+                    next_fence = time.monotonic() + FENCE_POLL_S
+                    self._check_newest()
+            except Replaced as exc:
+                logger.error("%s; this driver ends now", exc)
+                os._exit(EXIT_REPLACED)
+            except StorageError as exc:
+                logger.warning("the run directory could not be read, trying again: %s", exc)
+
+
+def _facts() -> dict[str, Any]:
+    context = ray.get_runtime_context()
+    import torch
+
+    return {
+        "ray_job_id": context.get_job_id(),
+        "driver_pid": os.getpid(),
+        "driver_node_id": context.get_node_id(),
+        "versions": {
+            "everstep": importlib.metadata.version("everstep"),
+            "ray": ray.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _use_gpu(spec: RunSpec, cluster: Mapping[str, float]) -> bool:
+    """``auto`` is on where the cluster's GPUs suffice for the smallest group."""
+    if spec.scaling.use_gpu != "auto":
+        return spec.scaling.use_gpu
+    needed = spec.scaling.min_workers * spec.scaling.resources_per_worker.get("GPU", 1.0)
+    return cluster.get("GPU", 0.0) >= max(needed, 1.0) and not math.isclose(needed, 0.0)
+
+
+def _set_environment(env: Any, settings: RecoverySettings) -> None:
+    """What Ray reads in this process. The job carries no runtime_env, since its actors would then find no warm process."""
+    env.update(_ray_train_env(settings))
+
+
+def _ray_train_env(settings: RecoverySettings) -> dict[str, str]:
+    return {
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(settings.poll_s),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(settings.health_timeout_s),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(settings.placement_s),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per attempt; the policy reads drain notices itself
+        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1" if settings.state_tracking else "0",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # Ray's own controller does it
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def _rank_env(spec: RunSpec, settings: RecoverySettings) -> dict[str, str]:
+    """Environment of every rank: Ray's and torch's, and the user's over them."""
+    return {
+        **_ray_train_env(settings),
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # both would take the output that rank_logging keeps
+        **spec.env,
+    }
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """Leave at once and without ``finished``: whoever asked is not the user, and the run is to be submitted again."""
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m train_fn.driver", description="Drive one submission of a run.")
+    parser.add_argument("--storage", required=True, metavar="URI", help="storage that holds the run's directory")
+    parser.add_argument("--run-id", required=True, metavar="ID", help="run to drive")
+    parser.add_argument("--submission", required=True, type=int, metavar="N", help="this submission's number, from 1")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
+    """Run the driver; returns its exit code."""
+    arguments = _arguments(argv)
+    settings = RecoverySettings.from_env(os.environ)
+    run_dir = open_storage(arguments.storage).run_dir(arguments.run_id)
+    driver = Driver(run_dir, arguments.submission, settings, train=train)
+    log = RankLog(run_dir, arguments.submission, 0, None)
+    try:
+        driver._check_newest()
+    except Replaced as exc:
+        print(exc, file=sys.stderr)
+        return EXIT_REPLACED
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _terminate)
+    log.start()
+    try:
+        driver.run()
+        return 0
+    except Replaced as exc:
+        logger.error("%s", exc)
+        return EXIT_REPLACED
+    except SystemExit:
+        logger.warning("the driver was told to end; it leaves without finishing its run")
+        log.close()
+        os._exit(EXIT_TERMINATED)
+    except Exception:
+        logger.exception("the driver failed; its run is to be submitted again")
+        return 1
+    finally:
+        log.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

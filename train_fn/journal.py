@@ -1,0 +1,271 @@
+"""The run's journal as an actor beside the driver, and the clients through which driver, controller and ranks reach it.
+
+Events travel at least once and are written exactly once: a client numbers its events when it seals a batch and sends the batch
+until it is acknowledged; the journal drops what its source has sent before, also after its writer was killed and came back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from everstep.events import EventKind
+from storage.journal import JournalEvent, JournalWriter, read_journal
+from storage.run_dir import RunDir
+from train_fn.context import Stop
+
+NAMESPACE = "everstep"
+READ_BATCH = 5000
+MAX_POINTS = 20_000
+"""Metric points that a client holds while the journal is away; beyond it every second one is let go."""
+MAX_BATCH = 500
+"""Events in one delivery."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceEvent:
+    """One event as its source numbered it; ``at`` in unix seconds by the source's clock."""
+
+    source_n: int
+    at: float
+    kind: EventKind
+    attempt: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the journal tells each of its clients."""
+
+    acknowledged: int
+    """Last ``source_n`` of this source that is durable."""
+    stop: Stop | None
+    last_step: int | None
+    """Most steps done that any event of this submission tells of."""
+    attempt: int
+    """Newest attempt that has started."""
+
+
+class JournalActor:
+    """Single writer of one submission's journal. Its method is called by one client at a time, in any interleaving."""
+
+    def __init__(self, run_dir: RunDir, submission: int) -> None:
+        self._submission = submission
+        self._writer = JournalWriter(run_dir, submission)
+        self._stop: Stop | None = None
+        self._last_step: int | None = None
+        self._attempt = 0
+        if self._writer.last_n:
+            self._read_back(run_dir)
+
+    def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
+        """Write those of ``events`` that are new; durable on return. Raises StorageError: sending them again is then right."""
+        self._stop = stop or self._stop
+        if events:
+            lines = [self._line(source, event) for event in events]
+            self._writer.append(lines)
+            for line in lines:
+                self._note(line)
+        return Reply(self._writer.last_source_n(source), self._stop, self._last_step, self._attempt)
+
+    def _read_back(self, run_dir: RunDir) -> None:
+        """After this actor was killed: what its replies tell is learnt again from the journal."""
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, self._submission, cursor, READ_BATCH)
+            for event in events:
+                self._note(event)
+            if len(events) < READ_BATCH:
+                return
+
+    def _line(self, source: str, event: SourceEvent) -> JournalEvent:
+        return JournalEvent(
+            at=event.at,
+            kind=event.kind,
+            submission=self._submission,
+            attempt=event.attempt,
+            data=event.data,
+            source=source,
+            source_n=event.source_n,
+        )
+
+    def _note(self, event: JournalEvent) -> None:
+        if event.kind is EventKind.ATTEMPT_STARTED:
+            self._attempt = max(self._attempt, event.attempt)
+        step = _step_of(event.kind, event.data)
+        if step is not None:
+            self._last_step = max(self._last_step or 0, step)
+
+
+def _step_of(kind: EventKind, data: dict[str, Any]) -> int | None:
+    """Steps done that an event vouches for."""
+    if kind is EventKind.METRICS:
+        return max((point["step"] for point in data["points"]), default=None)
+    if kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED}:
+        step = data.get("step")
+        return step if isinstance(step, int) else None
+    return None
+
+
+def start_journal(run_dir: RunDir, submission: int, node_id: str) -> Any:
+    """Handle of the submission's journal actor on ``node_id``; killed, it comes back and goes on where it was."""
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(JournalActor)
+    return actor_class.options(
+        name=f"journal-{run_dir.run_id}-s{submission:03d}",
+        namespace=NAMESPACE,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    ).remote(run_dir, submission)
+
+
+class ActorJournalClient:
+    """Hands events to the journal from a background thread, and learns from its replies. Nothing here blocks its caller."""
+
+    def __init__(
+        self,
+        actor: Any,
+        source: str,
+        attempt: int,
+        *,
+        interval_s: float = 0.25,
+        beat_s: float = 0.5,
+        on_superseded: Callable[[], None] | None = None,
+    ) -> None:
+        """``interval_s`` is the longest that an event waits here; without events the client asks every ``beat_s``.
+
+        ``source`` must be new for every process, since numbering begins at 1. ``on_superseded`` is called once, on the
+        background thread, when a newer attempt than this client's has started.
+        """
+        self.attempt = attempt
+        self._actor = actor
+        self._source = source
+        self._interval_s = interval_s
+        self._beat_s = beat_s
+        self._on_superseded = on_superseded
+        self._lock = threading.Condition()
+        self._pending: deque[tuple[float, EventKind, int, dict[str, Any]]] = deque()
+        self._num_points = 0
+        self._sealed: list[SourceEvent] = []
+        self._handed_over = 0
+        self._delivered = 0
+        self._source_n = 0
+        self._announced: Stop | None = None
+        self._reply: Reply | None = None
+        self._hurry = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
+        self._thread.start()
+
+    def emit(self, kind: EventKind, data: dict[str, Any], *, attempt: int | None = None) -> None:
+        """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics travel as one."""
+        number = self.attempt if attempt is None else attempt
+        with self._lock:
+            if kind is EventKind.METRICS:
+                self._num_points += len(data["points"])
+                if self._pending and self._pending[-1][1:3] == (EventKind.METRICS, number):
+                    self._pending[-1][3]["points"].extend(data["points"])
+                    self._thin()
+                    return
+                data = {**data, "points": list(data["points"])}
+            self._pending.append((time.time(), kind, number, data))
+            self._handed_over += 1
+
+    @property
+    def stop_requested(self) -> Stop | None:
+        return self._reply.stop if self._reply else None
+
+    @property
+    def last_step(self) -> int | None:
+        """Most steps done that the journal knows of, as of its last reply."""
+        return self._reply.last_step if self._reply else None
+
+    def ask(self, timeout_s: float) -> None:
+        """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
+        try:
+            self._reply = ray.get(self._actor.deliver.remote(self._source, ()), timeout=timeout_s)
+        except Exception as exc:
+            logger.warning("the journal did not answer, going on with what it said before: %s", exc)
+
+    def announce_stop(self, stop: Stop) -> None:
+        """Tell the journal, and through its replies every client, what the user asked for; sent again with every delivery."""
+        self._announced = stop
+        self._hurry.set()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything handed over so far is durable; False when that took longer than ``timeout_s``."""
+        with self._lock:
+            target = self._handed_over
+            self._hurry.set()
+            return self._lock.wait_for(lambda: self._delivered >= target, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush and end the background thread; False when something may be undelivered."""
+        delivered = self.flush(timeout_s)
+        self._closing = True
+        self._hurry.set()
+        self._thread.join(timeout=1.0)
+        return delivered
+
+    def _thin(self) -> None:
+        """Called with the lock held: keep memory bounded while the journal is away."""
+        points = self._pending[-1][3]["points"]
+        if self._num_points <= MAX_POINTS or len(points) < 3:
+            return
+        logger.warning("the journal does not answer; every second metric point of %d is let go", len(points))
+        kept = points[:-1:2] + points[-1:]
+        self._num_points -= len(points) - len(kept)
+        self._pending[-1][3]["points"] = kept
+
+    def _run(self) -> None:
+        last_call = float("-inf")
+        failures = 0
+        while not self._closing:
+            self._hurry.wait(self._interval_s * min(2**failures, 16))
+            self._hurry.clear()
+            self._seal()
+            if not self._sealed and self._announced is None and time.monotonic() - last_call < self._beat_s:
+                self._count_delivered()
+                continue
+            last_call = time.monotonic()
+            try:
+                self._deliver()
+                failures = 0
+            except Exception as exc:
+                failures += 1
+                if failures in (1, 10):
+                    logger.warning("the journal did not take %d events, sending them again: %s", len(self._sealed), exc)
+
+    def _seal(self) -> None:
+        """Number the next batch. From here on it is fixed, since the journal may have it although no reply came."""
+        with self._lock:
+            while self._pending and len(self._sealed) < MAX_BATCH:
+                at, kind, attempt, data = self._pending.popleft()
+                if kind is EventKind.METRICS:
+                    self._num_points -= len(data["points"])
+                self._source_n += 1
+                self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
+
+    def _deliver(self) -> None:
+        reply: Reply = ray.get(self._actor.deliver.remote(self._source, self._sealed, self._announced), timeout=10)
+        self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
+        self._reply = reply
+        self._count_delivered()
+        if self._pending:
+            self._hurry.set()
+        if reply.attempt > self.attempt and self._on_superseded is not None:
+            superseded, self._on_superseded = self._on_superseded, None
+            superseded()
+
+    def _count_delivered(self) -> None:
+        with self._lock:
+            self._delivered = self._handed_over - len(self._pending) - len(self._sealed)
+            self._lock.notify_all()

@@ -1,0 +1,144 @@
+"""How a rank tells what stopped it: a structured error that survives pickling and any missing module on the other side."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import storage.errors
+from storage.errors import StorageError
+
+TRACEBACK_CHARS = 20_000
+"""Longest traceback that travels; the middle of a longer one is cut out."""
+
+_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ProcessGroupAborted"})
+"""Names of torch.distributed's errors. By name: the controller that reads them need not import torch."""
+
+_COLLECTIVE_WORDS = re.compile(
+    r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL (error|communicator|operation)|Application timeout caused pair closure"
+)
+"""Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that a peer went away."""
+
+_STORAGE_TYPES = frozenset(
+    {"CheckpointFailed"}
+    | {name for name, value in vars(storage.errors).items() if isinstance(value, type) and issubclass(value, StorageError)}
+)
+
+
+class ErrorKind(StrEnum):
+    """What sort of thing stopped a rank; the verdict policy weighs these."""
+
+    USER = "user"
+    """The task, its model or its data raised, or the loss was not finite."""
+    COLLECTIVE = "collective"
+    """A collective failed: the consequence of a peer's end, never its cause."""
+    OUT_OF_MEMORY = "out_of_memory"
+    STORAGE = "storage"
+    """The run's storage could not be read or written."""
+    HANG = "hang"
+    """The rank's own watchdog stopped it."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """One rank's own account of why it stopped. ``at`` is in unix seconds by the rank's clock; ``step`` counts steps done."""
+
+    rank: int
+    kind: ErrorKind
+    type: str
+    message: str
+    traceback: str
+    step: int | None
+    phase: str | None
+    at: float
+    snapshot_step: int | None = None
+    """Step of the state that it left behind on its node, if it did."""
+
+    @property
+    def collateral(self) -> bool:
+        """Whether it only follows from what happened to another rank."""
+        return self.kind is ErrorKind.COLLECTIVE
+
+    @property
+    def signature(self) -> str:
+        """The same for two occurrences of one bug: type, message without numbers and addresses, and the innermost frame."""
+        message = re.sub(r"0x[0-9a-fA-F]+|\d+(\.\d+)?", "#", self.message)
+        frames = re.findall(r'File "([^"]+)", line (\d+)', self.traceback)
+        where = ":".join(frames[-1]) if frames else ""
+        return f"{self.type}|{message}|{where}"
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+class RankFailure(Exception):
+    """Carries a RankError out of the training function to the Train controller."""
+
+    def __init__(self, error: RankError) -> None:
+        super().__init__(f"rank {error.rank} stopped at step {error.step}: {error.summary}")
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankFailure, (self.error,)
+
+
+def describe_error(exc: BaseException, rank: int) -> RankError:
+    """RankError of what a rank's training function raised.
+
+    The loop leaves a broken attempt in order and then raises anew, with text in place of the frames that would keep the process
+    group alive (``errors.StepFailed``); what such an error says of its cause stands for the cause.
+    """
+    type_name = _text(exc, "type_name") or type(exc).__name__
+    message = _text(exc, "message") or str(exc)
+    trace = _text(exc, "traceback_text") or "".join(traceback.format_exception(exc))
+    at = getattr(exc, "at", None)
+    return RankError(
+        rank=rank,
+        kind=_classify_words(type_name, message) if hasattr(exc, "type_name") else classify(exc),
+        type=type_name,
+        message=message[:2000],
+        traceback=_shorten(trace),
+        step=_integer(exc, "step"),
+        phase=_text(exc, "phase"),
+        at=float(at) if isinstance(at, int | float) else time.time(),
+        snapshot_step=_integer(exc, "snapshot_step"),
+    )
+
+
+def classify(exc: BaseException) -> ErrorKind:
+    """Which kind an exception is of; what is not recognised as trouble of the system is the user's."""
+    kinds = [_classify_words(cls.__name__, str(exc) if cls is type(exc) else "") for cls in type(exc).__mro__]
+    return next((kind for kind in kinds if kind is not ErrorKind.USER), ErrorKind.USER)
+
+
+def _classify_words(type_name: str, message: str) -> ErrorKind:
+    if type_name in {"MemoryError", "OutOfMemoryError"}:
+        return ErrorKind.OUT_OF_MEMORY
+    if type_name in _STORAGE_TYPES:
+        return ErrorKind.STORAGE
+    if type_name in _COLLECTIVE_TYPES or (type_name == "RuntimeError" and _COLLECTIVE_WORDS.search(message)):
+        return ErrorKind.COLLECTIVE
+    return ErrorKind.USER
+
+
+def _text(exc: BaseException, name: str) -> str | None:
+    value = getattr(exc, name, None)
+    return value if isinstance(value, str) else None
+
+
+def _integer(exc: BaseException, name: str) -> int | None:
+    value = getattr(exc, name, None)
+    return value if isinstance(value, int) else None
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= TRACEBACK_CHARS:
+        return text
+    half = TRACEBACK_CHARS // 2
+    return f"{text[:half]}\n… {len(text) - TRACEBACK_CHARS} characters left out …\n{text[-half:]}"

@@ -1,0 +1,144 @@
+"""A rank's output in the run's directory: what is printed and what is logged, line by line, kept after its node is gone."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, TextIO, cast
+
+from storage.errors import StorageError
+from storage.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
+
+MAX_LINES = 50_000
+"""Lines held while storage is away; beyond it the oldest are let go."""
+MAX_LINE_CHARS = 8_000
+FLUSH_S = 0.5
+
+
+class RankLog:
+    """Gathers lines from any thread and writes them from a background thread, so that no step waits for storage."""
+
+    def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
+        self._where = (run_dir, submission, attempt, rank)
+        self._interval_s = max(FLUSH_S, run_dir.storage.batch_s)
+        self._lines: deque[LogRecord] = deque(maxlen=MAX_LINES)
+        self._writer: RankLogWriter | None = None
+        self._write_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._handler = _Handler(self)
+        self._streams: tuple[TextIO, TextIO] | None = None
+        self._root_level = logging.WARNING
+        self._thread = threading.Thread(target=self._run, name="rank-log", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take stdout, stderr and logging; they still go where they went."""
+        self._streams = (sys.stdout, sys.stderr)
+        sys.stdout = cast(TextIO, _Tee(sys.stdout, self, "INFO"))
+        sys.stderr = cast(TextIO, _Tee(sys.stderr, self, "WARNING"))
+        root = logging.getLogger()
+        self._root_level = root.level
+        root.addHandler(self._handler)
+        if root.level > logging.INFO or root.level == logging.NOTSET:
+            root.setLevel(logging.INFO)
+        self._thread.start()
+
+    def add(self, level: str, message: str) -> None:
+        """One line, cut where it is unreasonably long."""
+        if len(message) > MAX_LINE_CHARS:
+            message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
+        self._lines.append(LogRecord(at=time.time(), level=level, message=message))
+
+    def flush(self) -> bool:
+        """Write what was gathered; False when storage did not take it, which is tried again later."""
+        with self._write_lock:
+            batch = []
+            while self._lines:
+                batch.append(self._lines.popleft())
+            if not batch:
+                return True
+            try:
+                if self._writer is None:
+                    self._writer = RankLogWriter(*self._where)
+                self._writer.write(batch)
+            except StorageError:
+                # Not logged: the line would come back here. Some of the batch may be written twice, none is lost.
+                self._lines.extendleft(reversed(batch))
+                return False
+            return True
+
+    def close(self) -> None:
+        """Give stdout, stderr and logging back, write the rest, end the thread."""
+        if self._streams is not None:
+            for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
+                tee = getattr(sys, name)
+                if isinstance(tee, _Tee) and tee.belongs_to(self):
+                    tee.flush_partial()
+                    setattr(sys, name, stream)
+            self._streams = None
+        root = logging.getLogger()
+        root.removeHandler(self._handler)
+        root.setLevel(self._root_level)
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self.flush()
+        with self._write_lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self.flush()
+
+
+class _Handler(logging.Handler):
+    def __init__(self, log: RankLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[0] is not None:
+            text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
+        for line in text.splitlines() or [""]:
+            self._log.add(record.levelname, line)
+
+
+class _Tee:
+    """A text stream that also hands every complete line to the log."""
+
+    def __init__(self, stream: TextIO, log: RankLog, level: str) -> None:
+        self._stream = stream
+        self._log = log
+        self._level = level
+        self._partial = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            # A progress bar rewrites its line with carriage returns; only its last state is a line.
+            self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
+        return self._stream.write(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush_partial(self) -> None:
+        with self._lock:
+            partial, self._partial = self._partial, ""
+        if partial:
+            self._log.add(self._level, partial)
+
+    def belongs_to(self, log: RankLog) -> bool:
+        return self._log is log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,285 @@
+"""The Train controller with our policies: what it notices, what it decides, and the events that tell of both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from typing import Any
+
+from everstep.events import EventKind
+from train_fn.context import Stop
+from train_fn.journal import ActorJournalClient
+from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.ray_train.seam import (
+    ControllerError,
+    FailureDecision,
+    FailurePolicy,
+    FinishedState,
+    LoopResult,
+    ReschedulingState,
+    RunningState,
+    ShuttingDownState,
+    TrainController,
+    WorkerGroupError,
+    WorkerGroupStartupTimeoutError,
+)
+from train_fn.ray_train.warm_pool import WarmPool
+from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.history import past_failure
+from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
+from train_fn.verdict import Decision, Evidence, Judgement, RankReport, decide, judge
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_S = 0.3
+"""How long the cluster's view may take to show resources that a failed start gave back."""
+_FLUSH_S = 10.0
+_ASK_S = 1.0
+"""Longest wait for the journal's newest word on steps done."""
+
+
+class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
+    """Ray asks it what to do about an error; the controller's own ``weigh`` answers."""
+
+    def __init__(self, controller: EverstepController, failure_config: Any) -> None:
+        super().__init__(failure_config)
+        self._controller = controller
+
+    def make_decision(self, training_failed_error: Any) -> Any:
+        return self._controller.weigh(training_failed_error)
+
+
+class GroupFactory:
+    """Stands where Ray expects the worker group's class, and gives each group its attempt."""
+
+    def __init__(self, controller: EverstepController) -> None:
+        self._controller = controller
+
+    def create(self, **kwargs: Any) -> EverstepWorkerGroup:
+        group = self._controller.new_group(**kwargs)
+        group._start()
+        return group
+
+
+class EverstepController(TrainController):  # type: ignore[misc]
+    """Runs as an actor beside the driver, without a runtime_env."""
+
+    def __init__(self, *, engine: Engine, train_run_context: Any, **kwargs: Any) -> None:
+        os.environ.update(engine.controller_env)
+        self._engine = engine
+        self._settings = engine.settings
+        self._attempt = engine.history.last_attempt
+        self._past = list(engine.history.failures)
+        self._last_group: EverstepWorkerGroup | None = None  # also one whose start failed
+        self._attempt_open = False
+        self._world_size = 0
+        self._recovery: RecoveryNote | None = None
+        self._verdict: Decision | None = None
+        self._stopped: Stop | None = None
+        self._yield_since: float | None = None
+        self._journal = ActorJournalClient(
+            engine.job.journal,
+            f"controller.{uuid.uuid4().hex[:8]}",
+            self._attempt,
+            interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
+        )
+        self.worker_group_cls = GroupFactory(self)
+        self._sizes = LiveScalingPolicy(train_run_context.scaling_config, self._settings, self._journal, self._held)
+        failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
+        super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
+        self._health_check_interval_s = self._settings.poll_s
+        self._pool = WarmPool(self._settings, self._ranks_by_node)
+        if self._settings.warm_pool:
+            self._pool.start()
+
+    def outcome(self) -> Outcome:
+        """How the run was left; asked once ``run`` has returned."""
+        self._pool.stop()
+        self._journal.flush(_FLUSH_S)
+        given_up = self._verdict if self._verdict is not None and not self._verdict.restart else None
+        return Outcome(
+            finished=isinstance(self.get_state(), FinishedState),
+            stopped=self._stopped,
+            failed=given_up.reason if given_up else None,
+            message=given_up.message if given_up else None,
+            last_step=self._journal.last_step,
+        )
+
+    # -- the control loop --------------------------------------------------------------------------------------------------
+
+    async def _step(self) -> Any:
+        """One turn of Ray's loop, with three things that it lacks: waiting for capacity without spinning a core and without
+        holding resources, a stop that is heard while waiting, and resizes for which ranks save first."""
+        before = self.get_state()
+        waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
+        if waiting and self._journal.stop_requested is not None:
+            self._stopped = self._journal.stop_requested
+            return self._result(before, ShuttingDownState(next_state=FinishedState()))
+        result = await super()._step()
+        if waiting and result.next_state is before:
+            if self._worker_group is not None:
+                self._shutdown_worker_group()
+            await asyncio.sleep(self._settings.poll_s)
+        elif isinstance(before, RunningState):
+            self._see_to_yield()
+        return result
+
+    def _result(self, before: Any, after: Any) -> Any:
+        return LoopResult(run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after)
+
+    def _see_to_yield(self) -> None:
+        """Ask the ranks to leave once the policy wants another size; give up on it when they do not."""
+        if self._sizes.wanted is None:
+            return
+        now = time.monotonic()
+        if self._yield_since is None:
+            logger.info("asking %d ranks to save and leave for a group of %d", self._world_size, self._sizes.wanted)
+            self._yield_since = now
+            self._worker_group.ask_to_yield()
+        elif now - self._yield_since > self._settings.yield_timeout_s:
+            logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
+            self._sizes.wanted = None
+            self._yield_since = None
+
+    def _is_training_succeeded(self, worker_group_status: Any) -> bool:
+        """Ranks that left for a resize have not succeeded: the scaling policy is asked next, and resizes."""
+        if not (worker_group_status.finished and not worker_group_status.errors):
+            return False
+        value = worker_group_status.worker_statuses[0].return_value
+        if value == YIELDED:
+            return False
+        self._stopped = value if value in ("cancel", "pause") else None
+        return True
+
+    # -- groups --------------------------------------------------------------------------------------------------------------
+
+    def new_group(self, **kwargs: Any) -> EverstepWorkerGroup:
+        """The next attempt's group, not yet started."""
+        self._attempt += 1
+        self._journal.attempt = self._attempt
+        self._yield_since = None
+        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
+        self._last_group = EverstepWorkerGroup(launch, self._settings, self._tell_started, **kwargs)
+        return self._last_group
+
+    def _shutdown_worker_group(self) -> None:
+        if self._attempt_open:
+            ending = isinstance(self.get_state(), ShuttingDownState)
+            self._tell_ended(("stopped" if self._stopped else "finished") if ending else "resized")
+            self._recovery = None
+        super()._shutdown_worker_group()
+
+    def _held(self) -> dict[str, int]:
+        return self._worker_group.bundles_by_node() if self._worker_group is not None else {}
+
+    def _ranks_by_node(self) -> dict[str, frozenset[int]]:
+        """Called from the pool's thread: the group may end between two lines."""
+        pids: dict[str, set[int]] = {}
+        group = self._worker_group
+        state = group._worker_group_state if group is not None else None
+        for worker in state.workers if state is not None else ():
+            pids.setdefault(worker.metadata.node_id, set()).add(worker.metadata.pid)
+        return {node_id: frozenset(found) for node_id, found in pids.items()}
+
+    # -- failures --------------------------------------------------------------------------------------------------------------
+
+    def weigh(self, error: Any) -> Any:
+        """Ray's question about an error: gather the evidence, judge, decide, and tell all of it."""
+        try:
+            return self._weigh(error)
+        except Exception:
+            logger.exception("the failure could not be weighed; the run goes on from what survives")
+            return FailureDecision.RETRY
+
+    def _weigh(self, error: Any) -> Any:
+        noticed_at = time.time()
+        if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+            # What was seen free is not: a matter of waiting, not a failure.
+            self._sizes.back_off(_RELEASE_S)
+            return FailureDecision.RETRY
+        running = isinstance(self.get_state(), RunningState)
+        reports = self._reports(running)
+        self._journal.ask(_ASK_S)
+        evidence = Evidence(
+            attempt=self._attempt,
+            noticed_at=noticed_at,
+            ranks=reports,
+            last_step=self._most_steps(reports),
+            control_error=None if isinstance(error, WorkerGroupError) else str(error),
+        )
+        judgement = judge(evidence)
+        self._verdict = decide(
+            judgement,
+            self._past,
+            self._engine.job.spec.recovery,
+            no_progress_limit=self._settings.no_progress_limit,
+            backoff_max_s=self._settings.backoff_max_s,
+        )
+        self._remember(evidence, judgement, self._verdict)
+        self._sizes.back_off(max(self._verdict.backoff_s, 0.0 if running else _RELEASE_S))
+        return FailureDecision.RETRY if self._verdict.restart else FailureDecision.RAISE
+
+    def _reports(self, running: bool) -> tuple[RankReport, ...]:
+        if running and self._worker_group is not None:
+            settled: tuple[RankReport, ...] = self._worker_group.settle()
+            return settled
+        return self._last_group.start_reports if self._last_group is not None else ()
+
+    def _most_steps(self, reports: tuple[RankReport, ...]) -> int | None:
+        known = [report.error.step for report in reports if report.error is not None and report.error.step is not None]
+        known += [
+            step for step in (self._journal.last_step, self._recovery.last_step if self._recovery else None) if step is not None
+        ]
+        return max(known, default=None)
+
+    def _remember(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
+        """Tell the failure and the attempt's end, and note what the next attempt needs to tell of its recovery."""
+        first_error_at = min((r.error.at for r in evidence.ranks if r.error is not None), default=None)
+        detect_s = round(max(0.0, evidence.noticed_at - first_error_at), 3) if first_error_at is not None else None
+        data: dict[str, Any] = {
+            "verdict": judgement.verdict.value,
+            "first_rank": judgement.first_rank,
+            "node_id": judgement.node_id,
+            "step": judgement.step,
+            "exception": judgement.exception,
+            "evidence": judgement.detail,
+            "action": decision.action,
+            "budget": decision.budget,
+            "steps_lost": None,
+            "detect_s": detect_s,
+            "recovery_s": None,
+            "world_size_before": self._world_size or None,
+            "world_size_after": None,
+        }
+        self._past.append(past_failure(data))
+        self._journal.emit(EventKind.FAILURE, data)
+        if self._attempt_open:
+            self._tell_ended(judgement.verdict.value, evidence.last_step)
+        self._recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self._world_size, time.time())
+        logger.warning("attempt %d failed: %s, %s; %s", self._attempt, judgement.verdict, judgement.exception, decision.action)
+
+    # -- events ------------------------------------------------------------------------------------------------------------------
+
+    def _tell_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
+        self._attempt_open = True
+        self._world_size = len(workers)
+        places = [
+            {
+                "rank": worker.distributed_context.world_rank,
+                "node_id": worker.metadata.node_id,
+                "node_ip": worker.metadata.node_ip,
+                "pid": worker.metadata.pid,
+            }
+            for worker in workers
+        ]
+        self._journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places})
+
+    def _tell_ended(self, cause: str, last_step: int | None = None) -> None:
+        self._attempt_open = False
+        if last_step is None:
+            self._journal.ask(_ASK_S)
+            last_step = self._journal.last_step
+        self._journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})

@@ -1,0 +1,158 @@
+"""The run's size, decided from nodes that answer now: the right one at the first try, and growth only after ranks have saved."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.events import EventKind
+from everstep.wire import ReasonCode
+from train_fn.journal import ActorJournalClient
+from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.seam import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.sizing import Fit, NodeView, avoid, fit_workers
+
+logger = logging.getLogger(__name__)
+
+_AUTOSCALER_REFRESH_S = 20.0
+_WAITING_REPEAT_S = 60.0
+
+
+class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
+    """Sizes the group by what is really there; lives in the controller."""
+
+    def __init__(
+        self,
+        scaling_config: Any,
+        settings: RecoverySettings,
+        journal: ActorJournalClient,
+        held: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """``held`` tells this run's own bundles on each node, which count as free."""
+        super().__init__(scaling_config)
+        self._settings = settings
+        self._journal = journal
+        self._held = held
+        self._not_before = 0.0
+        self._waiting_since: float | None = None
+        self._waiting_told = float("-inf")
+        self._looked_at = 0.0
+        self._room_since: float | None = None
+        self.wanted: int | None = None
+        """Size to change to once the ranks have left, None while none is wanted."""
+
+    # -- without a group ---------------------------------------------------------------------------------------------------
+
+    def back_off(self, seconds: float) -> None:
+        """Start no group for so long."""
+        self._not_before = time.monotonic() + seconds
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self.wanted = None
+        self._room_since = None
+        if time.monotonic() < self._not_before:
+            return NoopDecision()
+        fit = self._fit(self._look())
+        if fit.missing:
+            self._tell_waiting(fit)
+            return NoopDecision()
+        self._waiting_since = None
+        return self._resize(fit.num_workers)
+
+    def _fit(self, nodes: tuple[NodeView, ...]) -> Fit:
+        config = self.scaling_config
+        return fit_workers(
+            nodes,
+            self._held(),
+            config._resources_per_worker_not_none,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            strategy=config.placement_strategy,
+        )
+
+    def _tell_waiting(self, fit: Fit) -> None:
+        now = time.monotonic()
+        if self._waiting_since is not None and now - self._waiting_told < _WAITING_REPEAT_S:
+            return
+        self._waiting_since = self._waiting_since or now
+        self._waiting_told = now
+        needs = ", ".join(f"{amount:g} {name}" for name, amount in fit.missing.items())
+        least = self.scaling_config.min_workers
+        message = f"room for {fit.num_workers} of at least {least} workers; {needs} more must become free on live nodes"
+        self._journal.emit(
+            EventKind.WAITING,
+            {"code": ReasonCode.WAITING_FOR_CAPACITY.value, "message": message, "missing": fit.missing},
+        )
+
+    # -- with a group ------------------------------------------------------------------------------------------------------
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> ScalingDecision:
+        """Only notes in ``wanted`` that the group should change; the controller asks its ranks to save and leave first.
+
+        A smaller count while ranks run is left to the failure path, which sees why.
+        """
+        if worker_group_status.finished:
+            return self._resize_after_yield()
+        now = time.monotonic()
+        if now - self._looked_at < self._settings.resize_interval_s:
+            return NoopDecision()
+        self._looked_at = now
+        if now - worker_group_state.start_time < self._settings.growth_cooldown_s:
+            return NoopDecision()
+        fit = self._fit(self._look())
+        if fit.num_workers <= worker_group_state.num_workers:
+            self._room_since = None
+        elif self._room_since is None:
+            self._room_since = now
+        elif now - self._room_since >= self._settings.growth_settle_s:
+            self.wanted = fit.num_workers
+        return NoopDecision()
+
+    def _resize_after_yield(self) -> ScalingDecision:
+        """The ranks have left for a resize: the size is what is there now, not what was there when they were asked."""
+        self.wanted = None
+        self._room_since = None
+        fit = self._fit(self._look())
+        if fit.missing:
+            self._tell_waiting(fit)
+            return NoopDecision()
+        return self._resize(fit.num_workers)
+
+    def _look(self) -> tuple[NodeView, ...]:
+        """Nodes as they are now; none where the GCS does not answer, which is a matter of waiting."""
+        try:
+            return look_at_nodes(self._settings.probe_timeout_s)
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return ()
+
+    def _resize(self, num_workers: int) -> ScalingDecision:
+        return ResizeDecision(num_workers=num_workers, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
+
+    # -- callbacks of the controller -----------------------------------------------------------------------------------------
+
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        return avoid(self._look())
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take seconds to start."""
+        if not self._settings.autoscaler_requests:
+            return
+
+        def request() -> None:
+            try:
+                super(LiveScalingPolicy, self).after_controller_start(train_run_context)
+                while self._coordinator_client is not None:
+                    time.sleep(_AUTOSCALER_REFRESH_S)
+                    self._maybe_send_resource_request()
+            except Exception as exc:
+                logger.warning("the autoscaler was not told of this run: %s", exc)
+
+        threading.Thread(target=request, name="autoscaler-requests", daemon=True).start()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return int(self.scaling_config.max_workers)

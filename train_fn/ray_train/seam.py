@@ -1,0 +1,159 @@
+"""Every name of Ray that is not public, and the proof that it still is what the engine was written against.
+
+Importing this module on another Ray fails with the name of what changed, instead of a run failing in its first recovery.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray._private.state import state as cluster_state
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult as LoopResult
+from ray.train.v2._internal.execution.controller.state import FinishedState, ReschedulingState, RunningState, ShuttingDownState
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
+from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import invoke_context_managers
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+
+__all__ = [
+    "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
+    "RAY_NODE_ID_KEY",
+    "BackendSetupCallback",
+    "ControllerError",
+    "DataParallelTrainer",
+    "DatasetsCallback",
+    "DefaultPlacementGroupHandle",
+    "FailureDecision",
+    "FailurePolicy",
+    "FinishedState",
+    "LoopResult",
+    "NoopDecision",
+    "PlacementGroupCleanerCallback",
+    "RayTrainWorker",
+    "ReschedulingState",
+    "ResizeDecision",
+    "RunningState",
+    "ScalingDecision",
+    "ScalingPolicy",
+    "ShuttingDownState",
+    "TrainController",
+    "TrainingFailedError",
+    "Worker",
+    "WorkerGroup",
+    "WorkerGroupError",
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupStartupTimeoutError",
+    "WorkerGroupStateBuilder",
+    "WorkerHealthCheckFailedError",
+    "WorkerHealthCheckTimeoutError",
+    "cluster_state",
+    "common_pb2",
+    "get_train_context",
+    "init_grpc_channel",
+    "invoke_context_managers",
+    "node_manager_pb2",
+    "node_manager_pb2_grpc",
+    "worker_group_module",
+]
+
+RAY_SERIES = "2.60."
+
+EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "TrainController.__init__": (
+        TrainController.__init__,
+        ("self", "train_fn_ref", "train_run_context", "scaling_policy", "failure_policy", "callbacks", "validation_config"),
+    ),
+    "TrainController._step": (TrainController._step, ("self",)),
+    "TrainController._start_worker_group": (
+        TrainController._start_worker_group,
+        ("self", "num_workers", "resources_per_worker"),
+    ),
+    "TrainController._shutdown_worker_group": (TrainController._shutdown_worker_group, ("self",)),
+    "TrainController._is_training_succeeded": (TrainController._is_training_succeeded, ("worker_group_status",)),
+    "TrainController.get_result": (TrainController.get_result, ("self",)),
+    "WorkerGroup.create": (WorkerGroup.create, ("train_run_context", "worker_group_context", "callbacks")),
+    "WorkerGroup.__init__": (WorkerGroup.__init__, ("self", "train_run_context", "worker_group_context", "callbacks")),
+    "WorkerGroup._start": (WorkerGroup._start, ("self",)),
+    "WorkerGroup._start_impl": (WorkerGroup._start_impl, ("self", "worker_group_state_builder")),
+    "WorkerGroup._create_workers": (
+        WorkerGroup._create_workers,
+        (
+            "self",
+            "num_workers",
+            "placement_group",
+            "resources_per_worker",
+            "placement_group_bundle_indices",
+            "starting_world_rank",
+            "world_size",
+            "replica_group_size",
+        ),
+    ),
+    "WorkerGroup._create_placement_group": (
+        WorkerGroup._create_placement_group,
+        ("self", "scaling_config", "worker_group_context"),
+    ),
+    "WorkerGroup._assign_worker_ranks": (
+        WorkerGroup._assign_worker_ranks,
+        ("workers", "starting_world_rank", "world_size", "replica_group_size"),
+    ),
+    "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
+    "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),
+    "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
+    "RayTrainWorker.get_metadata": (RayTrainWorker.get_metadata, ("self",)),
+    "ScalingPolicy.__init__": (ScalingPolicy.__init__, ("self", "scaling_config")),
+    "ScalingPolicy.make_decision_for_non_running_worker_group": (
+        ScalingPolicy.make_decision_for_non_running_worker_group,
+        ("self",),
+    ),
+    "ScalingPolicy.make_decision_for_running_worker_group": (
+        ScalingPolicy.make_decision_for_running_worker_group,
+        ("self", "worker_group_state", "worker_group_status"),
+    ),
+    "ScalingPolicy._send_resource_request": (ScalingPolicy._send_resource_request, ("self",)),
+    "FailurePolicy.make_decision": (FailurePolicy.make_decision, ("self", "training_failed_error")),
+    "DataParallelTrainer._initialize_and_run_controller": (
+        DataParallelTrainer._initialize_and_run_controller,
+        ("self", "controller_init_kwargs"),
+    ),
+    "DataParallelTrainer._create_default_callbacks": (DataParallelTrainer._create_default_callbacks, ("self",)),
+}
+"""What the engine overrides or calls, with the parameters that it counts on."""
+
+
+def check_ray(version: str, expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> None:
+    """Raise ImportError naming every difference between the installed Ray and the one the engine was written against."""
+    differences = [] if version.startswith(RAY_SERIES) else [f"ray is {version}, not {RAY_SERIES}*"]
+    for name, (function, parameters) in expected.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found != parameters:
+            differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
+    if differences:
+        raise ImportError(
+            "Everstep's recovery engine is written against ray 2.60: " + "; ".join(differences) + ". Install ray==2.60.0."
+        )
+
+
+check_ray(ray.__version__, EXPECTED)

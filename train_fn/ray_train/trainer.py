@@ -1,0 +1,69 @@
+"""A TorchTrainer whose controller is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from everstep.spec import ScalingSpec
+from train_fn.ray_train.controller import EverstepController
+from train_fn.ray_train.seam import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
+from train_fn.recovery.launch import Engine, Outcome
+from train_fn.worker import run_rank
+
+_NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
+"""The driver removes what a dead controller leaves; no Ray Data here. Each would start a process per fit."""
+
+
+class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
+    """``fit`` as Ray's; afterwards ``outcome`` says how it was left, None where the controller itself was lost."""
+
+    def __init__(self, engine: Engine) -> None:
+        job, settings = engine.job, engine.settings
+        super().__init__(
+            run_rank,
+            train_loop_config={"job": job},
+            torch_config=TorchConfig(backend="nccl" if job.use_gpu else "gloo", timeout_s=settings.collective_timeout_s),
+            scaling_config=_scaling_config(job.spec.scaling, job.use_gpu),
+            run_config=ray.train.RunConfig(
+                name=job.run_dir.run_id,
+                storage_path=job.run_dir.parent_uri,
+                failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=-1),
+            ),
+        )
+        self._engine = engine
+        self.outcome: Outcome | None = None
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, _NOT_NEEDED)]
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
+        """Run our controller on the driver's node, without a runtime_env: its children would inherit it, and then no idle
+        process would fit them."""
+        del controller_init_kwargs["scaling_policy"], controller_init_kwargs["failure_policy"]
+        actor_class = ray.remote(num_cpus=0, label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()})(
+            EverstepController
+        )
+        controller = actor_class.remote(engine=self._engine, **controller_init_kwargs)
+        try:
+            ray.get(controller.run.remote())
+            self.outcome = ray.get(controller.outcome.remote())
+            return ray.get(controller.get_result.remote())
+        finally:
+            ray.kill(controller)
+
+
+def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
+    resources = dict(spec.resources_per_worker)
+    if use_gpu:
+        resources.setdefault("GPU", 1.0)
+    return ray.train.ScalingConfig(
+        num_workers=(spec.min_workers, spec.max_workers),
+        use_gpu=use_gpu,
+        resources_per_worker=resources,
+        placement_strategy=spec.placement_strategy,
+        accelerator_type=spec.accelerator_type if use_gpu else None,
+    )

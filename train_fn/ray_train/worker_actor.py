@@ -1,0 +1,49 @@
+"""The actor that a rank lives in: Ray Train's worker with a launch before it and a settled end after it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from train_fn import worker
+from train_fn.ray_train.seam import RayTrainWorker, get_train_context
+from train_fn.recovery.launch import RankLaunch
+
+_LOOK_S = 0.005
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank's training function stands: ``ended`` with the exception it raised, if it did."""
+
+    ended: bool
+    error: BaseException | None
+
+
+class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
+    """Created without a runtime_env, so that an idle, pre-imported process can become it; its environment comes by ``prepare``."""
+
+    def prepare(self, launch: RankLaunch) -> dict[str, str]:
+        """Set the rank's environment before anything reads it; returns the versions that this node runs."""
+        worker.prepare(launch)
+        return {**worker.versions(), "python": platform.python_version()}
+
+    def ask_to_yield(self) -> None:
+        """Ask the training function to save and leave at the next agreed step."""
+        worker.ask_to_yield()
+
+    def wait_for_end(self, bound_s: float) -> RankEnd:
+        """Wait until the training function has ended, at most ``bound_s``.
+
+        Its result queue is drained meanwhile, since a rank that reports would otherwise wait for a controller that no
+        longer takes reports.
+        """
+        runner: Any = get_train_context().execution_context.training_thread_runner
+        deadline = time.monotonic() + bound_s
+        while runner.is_running() and time.monotonic() < deadline:
+            self.clear_result_queue()
+            time.sleep(_LOOK_S)
+        error = runner.get_error()
+        return RankEnd(not runner.is_running(), getattr(error, "_base_exc", error))

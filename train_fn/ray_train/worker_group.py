@@ -1,0 +1,294 @@
+"""A worker group that starts without leaking, ends without losing survivors' state, and says what became of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import placement_group as create_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from train_fn.rank_error import RankFailure, describe_error
+from train_fn.ray_train.leftovers import placement_group_name
+from train_fn.ray_train.nodes import bundles_by_node, look_at_nodes
+from train_fn.ray_train.seam import (
+    BackendSetupCallback,
+    DefaultPlacementGroupHandle,
+    Worker,
+    WorkerGroup,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStateBuilder,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+    invoke_context_managers,
+    worker_group_module,
+)
+from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd
+from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.verdict import RankReport
+
+logger = logging.getLogger(__name__)
+
+_STRAGGLER_S = 2.0
+"""Once one survivor has left its step, others have this long, or three times as long as the first took."""
+_PING_S = 1.0
+"""How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
+
+
+class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """One attempt's ranks."""
+
+    _worker_cls = EverstepTrainWorker
+
+    def __init__(
+        self,
+        launch: RankLaunch,
+        settings: RecoverySettings,
+        on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._launch = launch
+        self._settings = settings
+        self._on_created = on_created
+        self._actors: list[Any] = []
+        self._ranked: list[Any] = []
+        self.start_reports: tuple[RankReport, ...] = ()
+        self._placement_group: PlacementGroup | None = None
+        self._worker_group_start_timeout_s = settings.placement_s
+        self._worker_health_check_timeout_s = settings.health_timeout_s
+
+    # -- start -----------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the group, or leave nothing of it behind.
+
+        Ray's own start leaks the placement group when a rank dies in it, and waits for a hung rank without end: both are
+        cured by killing what was created.
+        """
+        builder = WorkerGroupStateBuilder()
+        overdue = threading.Timer(self._settings.group_start_s, self._give_up_start)
+        overdue.daemon = True
+        overdue.start()
+        try:
+            self._start_impl(builder)
+        except BaseException:
+            self.start_reports = self._look_after_failed_start()
+            if builder.sync_actor is not None:
+                ray.kill(builder.sync_actor)
+            self.kill()
+            raise
+        finally:
+            overdue.cancel()
+
+    def _give_up_start(self) -> None:
+        """On a timer's thread: with its actors dead, the start fails instead of waiting on."""
+        logger.warning("the worker group did not start within %g s; its processes are killed", self._settings.group_start_s)
+        for actor in list(self._actors):
+            ray.kill(actor)
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
+        """As Ray's, for what Everstep uses of it, but with a name that tells whose it is."""
+        self._placement_group = create_placement_group(
+            bundles=[worker_group_context.resources_per_worker] * worker_group_context.num_workers,
+            strategy=worker_group_context.placement_strategy,
+            bundle_label_selector=worker_group_context.label_selector,
+            name=placement_group_name(self._storage_context.experiment_dir_name, self._launch.attempt),
+        )
+        return DefaultPlacementGroupHandle(self._placement_group)
+
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: PlacementGroup,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> list[Any]:
+        """Actors without a runtime_env, prepared in the same breath, with ranks assigned."""
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        options = worker_group_module.bundle_to_remote_args(resources_per_worker)
+        actor_class = ray.remote(**options)(self._worker_cls)
+        self._actors = [
+            actor_class.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement_group, placement_group_bundle_index=index
+                )
+            ).remote()
+            for index in indices
+        ]
+        versions = [actor.prepare.remote(self._launch) for actor in self._actors]
+        metadata = [actor.get_metadata.remote() for actor in self._actors]
+        try:
+            found = ray.get(versions, timeout=self._settings.group_start_s)
+            metas = ray.get(metadata, timeout=self._settings.group_start_s)
+        except RayError as exc:
+            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
+        _check_versions(found, metas)
+        workers = [
+            Worker(actor, meta, resources_per_worker, placement_group_bundle_index=index)
+            for index, actor, meta in zip(indices, self._actors, metas, strict=True)
+        ]
+        self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        self._on_created(self, self._ranked)
+        return self._ranked
+
+    # -- while it runs ---------------------------------------------------------------------------------------------------
+
+    def bundles_by_node(self) -> dict[str, int]:
+        """This group's bundles on each node, by node id."""
+        return dict(bundles_by_node(self._placement_group)) if self._placement_group is not None else {}
+
+    def ask_to_yield(self) -> None:
+        """Ask every rank to save and leave at the next agreed step."""
+        for worker in self.get_workers():
+            worker.actor.ask_to_yield.remote()
+
+    # -- end -------------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> tuple[RankReport, ...]:
+        """Hold the teardown until survivors have left their step and written their snapshots; what became of each rank.
+
+        Bounded by ``hold_s``; a rank whose node does not answer is not waited for.
+        """
+        workers = self.get_workers()
+        state = self.get_worker_group_state()
+        state.sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
+        polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
+        reports = {}
+        waiting: dict[Any, int] = {}
+        nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
+        for rank, worker in enumerate(workers):
+            node = nodes.get(worker.metadata.node_id)
+            report = RankReport(
+                rank=rank,
+                node_id=worker.metadata.node_id,
+                pid=worker.metadata.pid,
+                node_alive=node is not None and node.reachable,
+                node_draining=node is not None and node.draining,
+                still_running=True,
+            )
+            status = polled.get(rank)
+            reports[rank] = _with_error(report, status.error if status else None)
+            if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
+                waiting[worker.actor.wait_for_end.remote(self._settings.hold_s)] = rank
+        self._collect_ends(waiting, reports)
+        return tuple(reports[rank] for rank in sorted(reports))
+
+    def _collect_ends(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
+        """Fill in how the ranks in ``waiting`` ended; ranks that outlast the wait stay ``still_running``."""
+        began = time.monotonic()
+        deadline = began + self._settings.hold_s
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, 0.25))
+            for ref in done:
+                rank = waiting.pop(ref)
+                reports[rank] = _with_end(reports[rank], ref)
+                if not reports[rank].still_running and not reports[rank].died:
+                    deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - began)))
+            if not done:
+                self._drop_lost_nodes(waiting, reports)
+
+    def _drop_lost_nodes(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
+        reachable = {node.node_id for node in look_at_nodes(self._settings.probe_timeout_s) if node.reachable}
+        for ref, rank in list(waiting.items()):
+            if reports[rank].node_id not in reachable:
+                del waiting[ref]
+                reports[rank] = dataclasses.replace(reports[rank], node_alive=False, died=True, still_running=False)
+
+    def shutdown(self) -> None:
+        """End the group at once: its ranks have settled, and a process that ends needs no farewell."""
+        self._assert_active()
+        with invoke_context_managers([callback.on_worker_group_shutdown for callback in self._callbacks]):
+            for callback in self._callbacks:
+                if not isinstance(callback, BackendSetupCallback):  # it would wait for the ranks that are gone
+                    callback.before_worker_group_shutdown(self)
+            sync_actor = self.get_worker_group_state().sync_actor
+            self._clear_state()
+            ray.kill(sync_actor)
+            self.kill()
+            for callback in self._callbacks:
+                callback.after_worker_group_shutdown(self._worker_group_context)
+
+    def kill(self) -> None:
+        """Kill what this group created and give its resources back."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._placement_group is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._placement_group)
+            self._placement_group = None
+
+    def _look_after_failed_start(self) -> tuple[RankReport, ...]:
+        """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
+        if not self._ranked:
+            return ()
+        pings = [worker.actor.get_metadata.remote() for worker in self._ranked]
+        ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
+        nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
+        reports = []
+        for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
+            node = nodes.get(worker.metadata.node_id)
+            report = RankReport(
+                rank=rank,
+                node_id=worker.metadata.node_id,
+                pid=worker.metadata.pid,
+                node_alive=node is not None and node.reachable,
+                node_draining=node is not None and node.draining,
+            )
+            reports.append(report if ping not in ready else _with_answer(report, ping))
+        return tuple(reports)
+
+
+def _check_versions(found: list[dict[str, str]], metas: list[Any]) -> None:
+    for versions, meta in zip(found, metas, strict=True):
+        if versions != found[0]:
+            raise WorkerGroupStartupFailedError(
+                f"node {meta.node_id} runs {versions}, node {metas[0].node_id} runs {found[0]}: install the same on every node"
+            )
+
+
+def _with_end(report: RankReport, ref: Any) -> RankReport:
+    try:
+        end: RankEnd = ray.get(ref)
+    except Exception as exc:
+        return _with_error(report, exc)
+    if end.error is not None:
+        report = _with_error(report, end.error)
+    return dataclasses.replace(report, still_running=not end.ended)
+
+
+def _with_error(report: RankReport, error: BaseException | None) -> RankReport:
+    """``report`` with what an error, as polled or as raised by a call, says of its rank."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        error = error.health_check_failure
+    error = getattr(error, "_base_exc", error)
+    if error is None:
+        return report
+    if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
+        return dataclasses.replace(report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False)
+    if isinstance(error, RayActorError):
+        return dataclasses.replace(report, died=True, death=str(error), preempted=bool(error.preempted), still_running=False)
+    if isinstance(error, RankFailure):
+        return dataclasses.replace(report, error=error.error)
+    return dataclasses.replace(report, error=describe_error(error, report.rank))
+
+
+def _with_answer(report: RankReport, ping: Any) -> RankReport:
+    try:
+        ray.get(ping)
+    except RayActorError as exc:
+        return _with_error(report, exc)
+    return report

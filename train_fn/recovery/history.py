@@ -1,0 +1,62 @@
+"""What the run's journals say of its past: earlier failures for the budgets, and how many attempts there were."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.events import EventKind
+from everstep.wire import Verdict
+from storage.journal import JournalEvent, read_journal
+from storage.run_dir import RunDir
+from train_fn.verdict import PastFailure
+
+READ_BATCH = 5000
+
+
+@dataclass(frozen=True)
+class History:
+    """The past of a run, over all its submissions."""
+
+    failures: tuple[PastFailure, ...] = ()
+    last_attempt: int = 0
+    last_step: int | None = None
+    """Most steps done that any journal tells of."""
+    attempt_open: bool = False
+    """Whether the last attempt began and has not ended."""
+
+    def with_event(self, event: JournalEvent) -> History:
+        """The same with one event more."""
+        changes: dict[str, Any] = {"last_attempt": max(self.last_attempt, event.attempt)}
+        if event.kind is EventKind.FAILURE:
+            changes["failures"] = (*self.failures, past_failure(event.data))
+        elif event.kind is EventKind.ATTEMPT_STARTED:
+            changes["attempt_open"] = True
+        elif event.kind is EventKind.ATTEMPT_ENDED:
+            changes["attempt_open"] = False
+        elif event.kind is EventKind.METRICS and event.data["points"]:
+            changes["last_step"] = max(self.last_step or 0, *(point["step"] for point in event.data["points"]))
+        return dataclasses.replace(self, **changes)
+
+
+def past_failure(data: dict[str, object]) -> PastFailure:
+    """PastFailure from the data of a failure event."""
+    evidence = data.get("evidence")
+    signature = evidence.get("signature") if isinstance(evidence, dict) else None
+    step = data.get("step")
+    return PastFailure(Verdict(str(data["verdict"])), step if isinstance(step, int) else None, signature)
+
+
+def read_history(run_dir: RunDir) -> History:
+    """The run's past from its journals, oldest submission first. Raises StorageError where they cannot be read."""
+    history = History()
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
+            for event in events:
+                history = history.with_event(event)
+            if len(events) < READ_BATCH:
+                break
+    return history

@@ -1,0 +1,79 @@
+"""What travels with an attempt: from the driver to the controller, and from the controller to each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.spec import RunSpec
+from everstep.wire import ReasonCode
+from storage.run_dir import RunDir
+from train_fn.context import Stop
+from train_fn.recovery.history import History
+from train_fn.recovery.settings import RecoverySettings
+
+YIELDED = "yielded"
+"""What a rank returns that left because the group is to be resized or moved."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """The same for every rank of every attempt of a submission."""
+
+    spec: RunSpec
+    run_dir: RunDir
+    submission: int
+    journal: Any
+    """Handle of the journal actor."""
+    use_gpu: bool
+    train: str
+    """``module:function`` of the training loop."""
+
+
+@dataclass(frozen=True)
+class RecoveryNote:
+    """The failure that an attempt recovers from; its first new step completes the story."""
+
+    noticed_at: float
+    """Unix seconds."""
+    detect_s: float | None
+    last_step: int | None
+    """Most steps done before it, as far as any survivor or the journal knows."""
+    world_size_before: int
+    left_at: float
+    """When the last survivor had left its step."""
+
+
+@dataclass(frozen=True)
+class RankLaunch:
+    """What one attempt tells its ranks before their process group exists."""
+
+    attempt: int
+    started_at: float
+    """Unix seconds at which the controller began to start the group."""
+    env: dict[str, str] = field(default_factory=dict)
+    recovery: RecoveryNote | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the controller is given."""
+
+    job: RankJob
+    settings: RecoverySettings
+    history: History
+    rank_env: dict[str, str] = field(default_factory=dict)
+    """Environment of every rank."""
+    controller_env: dict[str, str] = field(default_factory=dict)
+    """Environment of the controller: Ray Train reads its own settings from there."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the controller left its run. Neither ``finished`` nor ``failed``: it broke down, and another may go on."""
+
+    finished: bool
+    stopped: Stop | None = None
+    failed: ReasonCode | None = None
+    message: str | None = None
+    last_step: int | None = None

@@ -1,0 +1,77 @@
+"""What an operator may tune about recovery; read once from the driver's environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "EVERSTEP_RECOVERY_"
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Every knob of the recovery engine. ``EVERSTEP_RECOVERY_POLL_S=0.2`` sets ``poll_s``, and so on for each field."""
+
+    poll_s: float = 0.1
+    """Seconds between two looks of the controller at its ranks: the floor of how fast a failure is noticed."""
+    probe_timeout_s: float = 0.25
+    """Seconds in which a node's raylet must accept a TCP connection; a dead one refuses at once, an unreachable one times out."""
+    hold_s: float = 20.0
+    """Longest wait, before a group is torn down, for survivors to leave the step and write their snapshots."""
+    group_start_s: float = 120.0
+    """Longest start of a worker group, from its actors to the running training function; past it the group is killed."""
+    placement_s: float = 10.0
+    """Longest wait for a placement group: its resources were seen free, so a longer wait means that they are gone."""
+    health_timeout_s: float = 60.0
+    """A rank whose process answers no poll for so long is taken for hung."""
+    collective_timeout_s: int = 1800
+    """Time-out of torch's process group; survivors are freed by the first of them to leave, long before it."""
+    warm_pool: bool = True
+    """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules."""
+    warm_delay_s: float = 1.0
+    """Seconds after a group's start before the pool is refilled, so that the refill does not compete with the first steps."""
+    resize_interval_s: float = 1.0
+    """Seconds between two looks for room to grow."""
+    growth_settle_s: float = 2.0
+    """Seconds that new capacity must stay before the group grows onto it: hysteresis against flapping nodes."""
+    growth_cooldown_s: float = 5.0
+    """Seconds after a group's start before it may grow."""
+    yield_timeout_s: float = 60.0
+    """Longest wait for ranks to save and leave before a planned resize; past it the resize is given up."""
+    no_progress_limit: int = 20
+    """System failures in a row without one new step after which the run is given up."""
+    backoff_max_s: float = 30.0
+    """Longest pause between attempts that make no progress."""
+    autoscaler_requests: bool = True
+    """Tell Ray's autoscaler how many workers the run wants; off saves a process where no autoscaler listens."""
+    state_tracking: bool = False
+    """Ray's own Train state for its dashboard; costs a process on the head."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> RecoverySettings:
+        """Settings with the environment's overrides. Raises ValueError naming a variable that is unknown or not a number."""
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        values: dict[str, object] = {}
+        for name, text in env.items():
+            if not name.startswith(PREFIX):
+                continue
+            field = name.removeprefix(PREFIX).lower()
+            if field not in defaults:
+                raise ValueError(f"{name} is not a recovery setting; known are {', '.join(sorted(defaults))}")
+            values[field] = _parse(name, text, defaults[field])
+        return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
+
+
+def _parse(name: str, text: str, default: object) -> object:
+    if isinstance(default, bool):
+        if text.lower() not in {"0", "1", "true", "false"}:
+            raise ValueError(f"{name} must be 0 or 1, but is {text!r}")
+        return text.lower() in {"1", "true"}
+    try:
+        value = type(default)(text)  # type: ignore[call-arg]
+    except ValueError as exc:
+        raise ValueError(f"{name} must be a number, but is {text!r}") from exc
+    if not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"{name} must not be negative, but is {text!r}")
+    return value

@@ -1,0 +1,82 @@
+"""How many ranks fit on the nodes that are really there: pure arithmetic over a look at the cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+_TINY = 1e-6
+"""Resources are floats in Ray; a third of a GPU three times is a whole one."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node as it is now. ``total`` and ``available`` are Ray resources; available as of the cluster's last report."""
+
+    node_id: str
+    ip: str
+    port: int
+    total: Mapping[str, float]
+    available: Mapping[str, float]
+    is_head: bool = False
+    reachable: bool = True
+    """Its raylet accepted a connection just now; the cluster may still believe in a node that did not."""
+    draining: bool = False
+    cordoned: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return self.reachable and not self.draining and not self.cordoned
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many ranks fit, at most ``max_workers``, and what the run would need beyond that for ``min_workers``."""
+
+    num_workers: int
+    missing: dict[str, float] = field(default_factory=dict)
+
+
+def fit_workers(
+    nodes: Iterable[NodeView],
+    held: Mapping[str, int],
+    per_worker: Mapping[str, float],
+    *,
+    min_workers: int,
+    max_workers: int,
+    strategy: str,
+) -> Fit:
+    """Ranks that fit on usable nodes, counting as free what this run itself holds there.
+
+    ``held`` maps node ids to this run's bundles on them. ``strategy`` is Ray's placement strategy: STRICT_PACK needs one node
+    for all, STRICT_SPREAD one node each.
+    """
+    wanted = {name: amount for name, amount in per_worker.items() if amount > 0}
+    slots = [_slots(node, held.get(node.node_id, 0), wanted, max_workers) for node in nodes if node.usable]
+    if strategy == "STRICT_PACK":
+        count = max(slots, default=0)
+    elif strategy == "STRICT_SPREAD":
+        count = sum(slot > 0 for slot in slots)
+    else:
+        count = sum(slots)
+    count = min(count, max_workers)
+    lacking = max(0, min_workers - count)
+    return Fit(count, {name: amount * lacking for name, amount in wanted.items()} if lacking else {})
+
+
+def _slots(node: NodeView, held: int, wanted: Mapping[str, float], most: int) -> int:
+    if not wanted:
+        return most
+    free = {name: min(node.total.get(name, 0.0), node.available.get(name, 0.0) + held * amount) for name, amount in wanted.items()}
+    return min(most, *(math.floor(free[name] / amount + _TINY) for name, amount in wanted.items()))
+
+
+def avoid(nodes: Iterable[NodeView]) -> dict[str, str] | None:
+    """Label selector that keeps ranks off nodes that the cluster believes in and we do not; None where there are none.
+
+    It names what to avoid: a selector that names the nodes to use would pin the placement group, and its bundles could not
+    move to a new node.
+    """
+    bad = sorted(node.node_id for node in nodes if not node.usable)
+    return {"ray.io/node-id": f"!in({','.join(bad)})"} if bad else None

@@ -1,0 +1,198 @@
+"""One rank: what Ray Train runs on each worker around the training loop."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.train
+import torch
+
+from everstep.events import EventKind
+from train_fn.context import Stop, WorkerContext
+from train_fn.journal import ActorJournalClient
+from train_fn.rank_error import RankFailure, describe_error
+from train_fn.rank_logging import RankLog
+from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+
+FLUSH_S = 10.0
+"""Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
+
+logger = logging.getLogger(__name__)
+
+_launch: RankLaunch | None = None
+_yield_asked = threading.Event()
+
+
+def prepare(launch: RankLaunch) -> None:
+    """Take an attempt's launch: its environment is set before anything of the attempt reads it."""
+    global _launch
+    _launch = launch
+    os.environ.update(launch.env)
+    _yield_asked.clear()
+
+
+def ask_to_yield() -> None:
+    """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank`` knows better."""
+    _yield_asked.set()
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same on every node."""
+    return {"everstep": importlib.metadata.version("everstep"), "ray": ray.__version__, "torch": torch.__version__}
+
+
+class RankJournal:
+    """The loop's way to the journal: adds what a yield asks for, and completes the story of a recovery with its first step."""
+
+    def __init__(self, client: ActorJournalClient, launch: RankLaunch, world_rank: int, world_size: int) -> None:
+        self._client = client
+        self._launch = launch
+        self._world_size = world_size
+        self._recovering = launch.recovery is not None and world_rank == 0
+        self._entered_at = time.time()
+        self._restored_at = self._entered_at
+        self._restored_step: int | None = None
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if kind is EventKind.RESTORED:
+            self._restored_at = time.time()
+            self._restored_step = data.get("step")
+        if kind is EventKind.METRICS and self._recovering and data["points"]:
+            self._recovering = False
+            self._client.emit(EventKind.RECOVERED, self._recovered(float(data["points"][0]["at"])))
+        self._client.emit(kind, data)
+
+    @property
+    def stop_requested(self) -> Stop | None:
+        return self._client.stop_requested or ("pause" if _yield_asked.is_set() else None)
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._client.flush(timeout_s)
+
+    def _recovered(self, first_step_at: float) -> dict[str, Any]:
+        note = self._launch.recovery
+        assert note is not None
+        lost = None
+        if note.last_step is not None and self._restored_step is not None:
+            lost = max(0, note.last_step - self._restored_step)
+        return {
+            "detect_s": note.detect_s,
+            "recovery_s": round(first_step_at - note.noticed_at, 3),
+            "steps_lost": lost,
+            "world_size_before": note.world_size_before,
+            "world_size_after": self._world_size,
+            "phases": {
+                "leave": round(note.left_at - note.noticed_at, 3),
+                "decide": round(self._launch.started_at - note.left_at, 3),
+                "start": round(self._entered_at - self._launch.started_at, 3),
+                "restore": round(self._restored_at - self._entered_at, 3),
+                "first_step": round(first_step_at - self._restored_at, 3),
+            },
+        }
+
+
+def run_rank(config: dict[str, RankJob]) -> str | None:
+    """The training function that Ray Train calls: None when all steps are done, the stop, or ``YIELDED``.
+
+    Raises RankFailure, whatever happened: its content survives pickling, also where an exception's class does not.
+    """
+    job, launch = config["job"], _launch
+    assert launch is not None, "a rank runs without its launch"
+    place = ray.train.get_context()
+    rank = place.get_world_rank()
+    log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
+    log.start()
+    client = ActorJournalClient(
+        job.journal,
+        f"rank-{rank}.a{launch.attempt:03d}",
+        launch.attempt,
+        interval_s=max(0.25, job.run_dir.storage.batch_s),
+        on_superseded=_leave_at_once,
+    )
+    try:
+        stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
+        return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
+    except BaseException as exc:
+        error = describe_error(exc, rank)
+        logger.error("rank %d stopped at step %s (%s): %s\n%s", rank, error.step, error.kind, error.summary, error.traceback)
+        raise RankFailure(error) from None
+    finally:
+        client.close(FLUSH_S)
+        log.close()
+
+
+def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
+    place = ray.train.get_context()
+    _set_threads(job)
+    context = WorkerContext(
+        spec=job.spec,
+        run_dir=job.run_dir,
+        submission=job.submission,
+        attempt=launch.attempt,
+        world_rank=place.get_world_rank(),
+        world_size=place.get_world_size(),
+        local_rank=place.get_local_rank(),
+        local_world_size=place.get_local_world_size(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        device=_device(job.use_gpu),
+        journal=journal,
+        report_checkpoint=_reporter(job),
+    )
+    logger.info(
+        "rank %d of %d, attempt %d, on node %s, device %s",
+        context.world_rank,
+        context.world_size,
+        context.attempt,
+        context.node_id,
+        context.device,
+    )
+    module, _, function = job.train.partition(":")
+    train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
+    return train(context)
+
+
+def _device(use_gpu: bool) -> torch.device:
+    return ray.train.torch.get_device() if use_gpu else torch.device("cpu")
+
+
+def _set_threads(job: RankJob) -> None:
+    """As many torch threads as the rank has CPUs, in every attempt the same.
+
+    A process from the warm pool imported torch before it knew its rank, and would take every core of its node.
+    """
+    if "OMP_NUM_THREADS" in job.spec.env:
+        torch.set_num_threads(int(job.spec.env["OMP_NUM_THREADS"]))
+    else:
+        torch.set_num_threads(max(1, int(job.spec.scaling.resources_per_worker.get("CPU", 1))))
+
+
+def _reporter(job: RankJob) -> Callable[[str, dict[str, float]], None]:
+    def report(name: str, metrics: dict[str, float]) -> None:
+        """The checkpoint lies where Ray Train expects it: nothing is copied, and Ray deletes nothing."""
+        path = "/".join(job.run_dir.checkpoints_path(name).rsplit("/", 2)[-2:])  # from the experiment's directory on
+        storage = ray.train.get_context().get_storage()
+        checkpoint = None
+        if ray.train.get_context().get_world_rank() == 0:
+            checkpoint = ray.train.Checkpoint(storage.build_checkpoint_path_from_name(path), storage.storage_filesystem)
+        ray.train.report(
+            metrics=dict(metrics),
+            checkpoint=checkpoint,
+            checkpoint_dir_name=path,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    return report
+
+
+def _leave_at_once() -> None:
+    """A newer attempt runs: this process was given up, and must not write one byte more into the run."""
+    logger.error("a newer attempt has started without this rank; it ends here")
+    os._exit(1)
