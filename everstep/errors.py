@@ -10,12 +10,15 @@ EverstepError
 ├── CorruptDownload      bytes that arrived are not those that were promised
 ├── RunFailed            a run that was waited for ended FAILED or CANCELLED
 ├── WaitTimeout          a run did not end in time
+├── UsageError           a URL, token, file or option that cannot be used
 └── ServiceError         any other answer of the service
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,6 +100,10 @@ class WaitTimeout(EverstepError):
     code = "wait_timeout"
 
 
+class UsageError(EverstepError):
+    code = "usage"
+
+
 class RunFailed(EverstepError):
     """A run ended FAILED or CANCELLED; ``failure`` is its last recorded failure, where there is one."""
 
@@ -109,14 +116,34 @@ class RunFailed(EverstepError):
         self.failure = failure
 
 
-ERROR_BY_STATUS: dict[int, type[EverstepError]] = {
-    400: ServiceError,
-    401: AuthError,
-    403: AuthError,
-    404: NotFound,
-    409: Conflict,
-    422: InvalidSpec,
-    429: RateLimited,
-    503: Unavailable,
-}
-"""Which error a problem answer becomes; any other status is ServiceError."""
+CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
+    {
+        "invalid_request": (400, ServiceError),
+        "unauthorized": (401, AuthError),
+        "forbidden": (403, AuthError),
+        "not_found": (404, NotFound),
+        "conflict": (409, Conflict),
+        "idempotency_conflict": (409, Conflict),
+        "invalid_transition": (409, Conflict),
+        "invalid_spec": (422, InvalidSpec),
+        "rate_limited": (429, RateLimited),
+        "service_error": (500, ServiceError),
+        "unavailable": (503, Unavailable),
+    }
+)
+"""The one table of a problem's ``code``: the status that it is answered with, and the error that the SDK raises for it."""
+
+ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
+    {**{status: error for status, error in CODES.values()}, 502: Unavailable, 504: Unavailable}
+)
+"""Which error an answer becomes whose code is not in the table: a newer service's, or one that a proxy gave."""
+
+
+def error_from_answer(status: int, code: str | None, message: str, errors: Iterable[FieldError] = ()) -> EverstepError:
+    """The error that an answer of the service means, by its code, else by its status."""
+    _, kind = CODES.get(code or "", (status, ERROR_BY_STATUS.get(status, ServiceError)))
+    if issubclass(kind, InvalidSpec):
+        error: EverstepError = InvalidSpec(tuple(errors) or (FieldError((), message),))
+        error.code, error.status = code or error.code, status
+        return error
+    return kind(message, code=code, status=status)

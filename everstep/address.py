@@ -1,0 +1,87 @@
+"""Where the service is, and the token for it: given, from the environment, or from this machine's home directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from everstep.errors import UsageError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True)
+class Address:
+    """A service's base URL without a trailing slash, the token for it, and where that came from."""
+
+    url: str
+    token: str | None
+    token_source: str
+    """In words, for messages."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the service is on this machine."""
+        return urlsplit(self.url).hostname in _LOOPBACK
+
+
+def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """``EVERSTEP_HOME``, or ``~/.everstep``; absolute."""
+    return Path(environ.get("EVERSTEP_HOME") or "~/.everstep").expanduser().absolute()
+
+
+def find_address(url: str | None = None, token: str | None = None, environ: Mapping[str, str] = os.environ) -> Address:
+    """The service to talk to: arguments first, then EVERSTEP_URL and EVERSTEP_TOKEN, then the files of a service on this machine.
+
+    The token file is an administrator's, so it is sent to this machine only. Raises UsageError for what cannot be a URL or a token.
+    """
+    home = home_directory(environ)
+    noted = _read(home / "url")
+    found = _checked_url(url or environ.get("EVERSTEP_URL") or noted or DEFAULT_URL)
+    if token is not None:
+        return Address(found, _checked_token(token, "the token given to the client"), "the token given to the client")
+    if environ.get("EVERSTEP_TOKEN"):
+        return Address(found, _checked_token(environ["EVERSTEP_TOKEN"], "EVERSTEP_TOKEN"), "EVERSTEP_TOKEN")
+    file = home / "token"
+    host = urlsplit(found).hostname
+    if not (host in _LOOPBACK or host == socket.gethostname() or (noted and found == _checked_url(noted))):
+        return Address(found, None, f"no token: {file} is sent to this machine only; set EVERSTEP_TOKEN")
+    local = _read(file)
+    if local is None:
+        return Address(found, None, f"no token: set EVERSTEP_TOKEN, or start the service, which writes {file}")
+    return Address(found, _checked_token(local, str(file)), f"the token in {file}")
+
+
+def _read(path: Path) -> str | None:
+    """Stripped content; None where there is none, or none that this user may read."""
+    try:
+        return path.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _checked_url(url: str) -> str:
+    """``host:port`` gets http://; raises UsageError for what names no host or another protocol."""
+    whole = url.strip().rstrip("/")
+    if "://" not in whole:
+        whole = f"http://{whole}"
+    try:
+        parts = urlsplit(whole)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UsageError(f"{url!r} is not the URL of a service; write it like {DEFAULT_URL}")
+    return whole
+
+
+def _checked_token(token: str, source: str) -> str:
+    stripped = token.strip()
+    if not stripped or not stripped.isascii() or not stripped.isprintable() or " " in stripped:
+        raise UsageError(f"{source} is not a token: it must be one word of printable ASCII")
+    return stripped
