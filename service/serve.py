@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import FrameType
 
 import structlog
@@ -186,24 +186,30 @@ async def serve(
     async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
         if supervisor is None:
             await reach(ray, settings)
-        runs, events = RunStore(database), EventStore(database)
-        reconciler = Reconciler(runs, events, storage, ray)
-        view = ClusterView(ray, supervisor.note if supervisor else None, runs, events)
+        reconciler = Reconciler(RunStore(database), EventStore(database), storage, ray)
+        view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(database, storage, view, reconciler.lag_s)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         url = base_url(settings, listener)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
-        stopping = asyncio.Event()
-        with stopped_by_signals(server, context, stopping), published_url(settings.url_path, url):
-            background = [asyncio.create_task(reconciler.run(stopping))]
-            if supervisor is not None:
-                background.append(asyncio.create_task(supervisor.run(stopping)))
-            try:
+        with stopped_by_signals(server, context), published_url(settings.url_path, url):
+            async with running(reconciler, supervisor):
                 await server.serve([listener])
-            finally:
-                stopping.set()
-                await asyncio.gather(*background)
     database.close()
+
+
+@contextlib.asynccontextmanager
+async def running(reconciler: Reconciler, supervisor: ClusterSupervisor | None) -> AsyncIterator[None]:
+    """The reconciler, and the watch over the embedded cluster, for as long as the API serves."""
+    stopping = asyncio.Event()
+    tasks = [asyncio.create_task(reconciler.run(stopping), name="reconciler")]
+    if supervisor is not None:
+        tasks.append(asyncio.create_task(supervisor.run(stopping), name="cluster"))
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.gather(*tasks)
 
 
 class ApiServer(uvicorn.Server):
@@ -238,13 +244,12 @@ async def reach(ray: RayJobs, settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def stopped_by_signals(server: uvicorn.Server, context: ApiContext, stopping: asyncio.Event) -> Iterator[None]:
+def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[None]:
     """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would never end by themselves."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         log.info("stopping")
-        stopping.set()
         context.feed.close()
         server.should_exit = True
 
