@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from storage.errors import CorruptCheckpoint, mapped
 from storage.files import Files
@@ -13,16 +13,16 @@ from storage.manifest import MANIFEST, Manifest
 _BLOCK_BYTES = 1 << 20
 
 
-def tar_stream(files: Files, directory: str, manifest: Manifest) -> Iterator[bytes]:
+def tar_stream(manifest: Manifest, blocks: Callable[[str], Iterator[bytes]]) -> Iterator[bytes]:
     """``manifest.json``, then every file, at the archive's root.
 
-    Raises:
-        CorruptCheckpoint: a file is not what the manifest says; the stream then ends before the archive does.
+    Args:
+        blocks: a file's verified bytes, by its relative path. Where it raises, the stream ends before the archive does.
     """
     yield from _member(manifest, MANIFEST, manifest.to_bytes())
     for relpath, entry in sorted(manifest.files.items()):
         yield _header(manifest, relpath, entry.size_bytes)
-        yield from verified_blocks(files, directory, manifest, relpath)
+        yield from blocks(relpath)
         yield _padding(entry.size_bytes)
     yield bytes(2 * tarfile.BLOCKSIZE)
 

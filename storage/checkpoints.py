@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from storage.archive import tar_stream, verified_blocks
 from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
@@ -113,7 +114,7 @@ class CheckpointStore:
         Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint midway for a file.
         """
         manifest = self.manifest(name)
-        return tar_stream(self._files, self._directory(name), manifest)
+        return tar_stream(manifest, partial(self._blocks, manifest))
 
     def path(self, name: str) -> str:
         """The checkpoint's directory as the filesystem names it."""
@@ -143,7 +144,12 @@ class CheckpointStore:
         latest = sorted(lineage, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
         kept = {manifest.name for manifest in latest} | {lineage[-1].name, best}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
-        doomed = [str(name) for name in self._committed() if str(name) not in kept and self._is_past(name, newest)]
+        counted = {manifest.name for manifest in lineage}
+        doomed = [
+            str(name)
+            for name in self._committed()
+            if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
+        ]
         for name in doomed:
             self.delete(name)
         self._sweep(newest)

@@ -86,7 +86,7 @@ class JournalWriter:
 
         Raises:
             StorageError: some of them may be written. Appending the same ones again writes each once.
-            LogTakenOver: another process writes this journal.
+            LogTakenOver: another process has written this journal; the next append goes on after its events.
         """
         log = self._log or self._open()
         state = _Written(self._written.last_n, dict(self._written.sources))
@@ -201,9 +201,18 @@ def _encode(event: JournalEvent) -> bytes:
 
 def _dump(value: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        return _to_json(value)
     except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
+        return _to_json(_finite(value))
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """A number of an array library as a number, all else in words: an event that cannot be written would be sent for ever."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
 
 
 def _finite(value: Any) -> Any:

@@ -24,6 +24,7 @@ _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
 DRIVER_ATTEMPT = 0
+STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 
 @dataclass(frozen=True, order=True)
@@ -119,7 +120,7 @@ class RunDir:
         """Ask a submission's driver to stop. A pause may become a cancel, never the other way round."""
         if stop == "pause" and self.stop_requested(submission) == "cancel":
             return
-        self.files.write(self._stop_path(submission), json.dumps({"stop": stop}).encode())
+        self.files.write(self._stop_path(submission), _stop_request(stop))
 
     def stop_requested(self, submission: int) -> Stop | None:
         """What was asked of a submission's driver."""
@@ -127,11 +128,10 @@ class RunDir:
             data = self.files.read(self._stop_path(submission))
         except StorageNotFound:
             return None
-        try:
-            stop = json.loads(data)["stop"]
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}") from exc
-        return "cancel" if stop == "cancel" else "pause"
+        for stop in STOPS:
+            if data == _stop_request(stop):
+                return stop
+        raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}")
 
     def delete(self) -> None:
         """The whole directory with everything in it."""
@@ -165,3 +165,7 @@ class RunDir:
 
     def _path(self, relpath: str = "") -> str:
         return f"runs/{self.run_id}/{relpath}" if relpath else f"runs/{self.run_id}"
+
+
+def _stop_request(stop: Stop) -> bytes:
+    return json.dumps({"stop": stop}).encode()

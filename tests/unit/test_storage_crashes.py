@@ -1,0 +1,186 @@
+"""Killed at every system call of the commit protocol and of the journal: what is left is always whole or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from storage.filesystem import open_storage
+from storage.journal import JournalEvent, JournalWriter, read_journal
+from storage.manifest import MANIFEST
+from tests.unit.storage_places import event, save
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=["checkpoint", "journal"])
+def wreckage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A directory for each call of the OS at which the scenario was killed."""
+    directory = tmp_path_factory.mktemp("wreckage")
+    subprocess.run(
+        [sys.executable, "-m", "tests.unit.storage_crash", request.param, str(directory)], cwd=ROOT, check=True, timeout=120
+    )
+    return request.param, directory
+
+
+def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:
+    scenario, directory = wreckage
+    places = sorted(path for path in directory.iterdir() if path.suffix == ".said")
+    assert len(places) > 20
+    for said in places:
+        claims = said.read_text().splitlines()
+        (_check_checkpoints if scenario == "checkpoint" else _check_journal)(said.with_suffix(""), claims)
+
+
+def _check_checkpoints(place: Path, claims: list[str]) -> None:
+    run_dir = open_storage(str(place)).run_dir("run_crash")
+    store = run_dir.checkpoints
+    listed = store.list()
+    for manifest in listed:
+        store.verify(manifest.name)
+    steps = {manifest.step for manifest in listed}
+    acknowledged = {int(claim.split()[1]) for claim in claims if claim.startswith("committed")}
+    if "deleting 50" in claims:
+        acknowledged -= {50}
+    if 150 in acknowledged:  # retention was under way
+        acknowledged -= {100}
+    assert acknowledged <= steps, (place.name, claims, steps)
+    newest, rejected = store.newest_valid()
+    assert rejected == [], place.name
+    assert (newest.step if newest else None) == (max(steps) if steps else None)
+
+    # Whoever comes next finds nothing in its way, and retention clears every leaving.
+    save(run_dir, 100, submission=2)
+    save(run_dir, 200, submission=2)
+    store.retain(1, None)
+    checkpoints = Path(store.path("step-000000200.s002")).parent
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000000200.s002"], place.name
+
+
+def _check_journal(place: Path, claims: list[str]) -> None:
+    run_dir = open_storage(str(place)).run_dir("run_crash")
+    durable = max((int(claim.split()[1]) for claim in claims), default=0)
+    before, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in before] == list(range(1, len(before) + 1)), place.name
+    assert len(before) >= durable, (place.name, claims)
+
+    # The next writer is sent everything that was not acknowledged, and a reader that had come this far misses nothing.
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(number) for number in range(durable + 1, 9)])
+    after, _ = read_journal(run_dir, 1, cursor)
+    assert [found.source_n for found in before + after] == list(range(1, 9)), place.name
+
+
+POINTS = ["begun", "inside model.pt", "after model.pt", "inside train_state.pt", "after train_state.pt", "before the manifest"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_sigkill_within_a_save_keeps_the_checkpoint_before(tmp_path: Path, point: str) -> None:
+    """A process of its own, killed from outside while it stands at one point of the protocol."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from storage.filesystem import open_storage
+from storage.local_files import LocalFiles
+from tests.unit.storage_places import save
+
+def stop_at(reached):
+    if reached == {point!r}:
+        print("there", flush=True)
+        time.sleep(60)
+
+run_dir = open_storage({str(tmp_path)!r}).run_dir("run_kill")
+save(run_dir, 50)
+promote = LocalFiles.promote
+LocalFiles.promote = lambda *args: stop_at("before the manifest") or promote(*args)
+save(run_dir, 100, between=stop_at)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+    store = open_storage(str(tmp_path)).run_dir("run_kill").checkpoints
+    assert Path(store.path("step-000000100.s001")).is_dir()
+    assert [manifest.step for manifest in store.list()] == [50]
+    newest, rejected = store.newest_valid()
+    assert newest is not None and newest.step == 50
+    assert rejected == []
+
+
+def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine keeps what was synced: bytes, then names, then the manifest's bytes, its name last."""
+    done: list[tuple[str, str]] = []
+
+    def path_of(target: object) -> str:
+        return str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else str(target)
+
+    real_fsync, real_replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(("fsync", path_of(fd))) or real_fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append(("replace", path_of(b))) or real_replace(a, b))
+    run_dir = open_storage(str(tmp_path)).run_dir("run_order")
+    save(run_dir, 50, files={"model.pt": b"m", "deep/state.pt": b"s"})
+
+    directory = run_dir.checkpoints.path("step-000000050.s001")
+    commit = done.index(("replace", f"{directory}/{MANIFEST}"))
+    before, after = done[:commit], done[commit + 1 :]
+    for synced in (
+        f"{directory}/model.pt",
+        f"{directory}/deep/state.pt",
+        f"{directory}/deep",
+        directory,
+        str(Path(directory).parent),
+    ):
+        assert ("fsync", synced) in before, synced
+    assert before[-1][1].endswith(".tmp"), "the manifest's own bytes come last before its name"
+    assert before.index(("fsync", f"{directory}/model.pt")) < max(
+        i for i, step in enumerate(before) if step == ("fsync", directory)
+    )
+    assert after[0] == ("fsync", directory)
+
+
+def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:
+    """A writer that is killed as it writes, five times over, while a reader follows."""
+    script = f"""
+from storage.filesystem import open_storage
+from storage.journal import JournalWriter
+from tests.unit.storage_places import event
+writer = JournalWriter(open_storage({str(tmp_path)!r}).run_dir("run_kill"), 1)
+print("open", flush=True)
+while True:
+    first = writer.last_source_n("driver") + 1
+    writer.append([event(n, text="x" * (n % 997)) for n in range(first, first + 20)])
+"""
+    run_dir = open_storage(str(tmp_path)).run_dir("run_kill")
+    found: list[JournalEvent] = []
+    cursor: str | None = None
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"open\n"
+            wanted, deadline = len(found) + 200, time.monotonic() + 30
+            while len(found) < wanted:
+                assert time.monotonic() < deadline
+                events, cursor = read_journal(run_dir, 1, cursor, limit=37)
+                found += events
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    while True:
+        events, cursor = read_journal(run_dir, 1, cursor)
+        if not events:
+            break
+        found += events
+    assert [(one.n, one.source_n) for one in found] == [(n, n) for n in range(1, len(found) + 1)]

@@ -1,0 +1,257 @@
+"""Lineage and retention: one committed line of states, whoever was slow to die."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.events import EventKind
+from storage.checkpoints import CheckpointStore
+from storage.filesystem import Storage, open_storage
+from storage.journal import JournalWriter
+from storage.lineage import RestorePoint, in_lineage, restore_point
+from storage.run_dir import CheckpointName, RunDir
+from tests.unit.storage_places import event, memory_run_dir, record_restored, save
+
+pytest_plugins = ["tests.unit.storage_fixtures"]
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def run_dir(any_storage: Storage) -> RunDir:
+    return any_storage.run_dir("run_a")
+
+
+def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple[int, int]]:
+    return [(manifest.step, manifest.submission) for manifest in CheckpointStore(run_dir).lineage(before_submission)]
+
+
+def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh")
+    save(run_dir, 50)
+    save(run_dir, 100)
+    record_restored(run_dir, 2, 100)
+    save(run_dir, 150)  # the old one was slow, not dead
+    assert lineage(run_dir) == [(50, 1), (100, 1)]
+    save(run_dir, 120, submission=2)
+    save(run_dir, 200)
+    assert lineage(run_dir) == [(50, 1), (100, 1), (120, 2)]
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.name == "step-000000120.s002"
+    assert rejected == []
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 100, 120, 150, 200]
+
+
+def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh")
+    save(run_dir, 0)
+    save(run_dir, 50)
+    record_restored(run_dir, 2, 0, "fresh")
+    assert lineage(run_dir) == []
+    save(run_dir, 100)
+    assert lineage(run_dir) == []
+    assert run_dir.checkpoints.newest_valid() == (None, [])
+    save(run_dir, 20, submission=2)
+    assert lineage(run_dir) == [(20, 2)]
+
+
+def test_a_submission_that_has_not_restored_yet_voids_nothing(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    with JournalWriter(run_dir, 2) as journal:
+        journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.WAITING)])
+    store = CheckpointStore(run_dir)
+    assert [manifest.step for manifest in store.lineage()] == [50]
+    with JournalWriter(run_dir, 2) as journal:
+        journal.append([event(3, EventKind.RESTORED, data={"step": 0, "source": "fresh"})])
+    assert store.lineage() == [], "the store did not keep that there was none"
+
+
+def test_the_first_restored_event_is_the_restore_point(run_dir: RunDir) -> None:
+    assert restore_point(run_dir, 1) is None
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append([event(n, EventKind.METRICS, points=[]) for n in range(1, 500)])
+        journal.append([event(500, EventKind.RESTORED, data={"step": 70, "source": "snapshot"})])
+        journal.append([event(501, EventKind.RESTORED, data={"step": 90, "source": "checkpoint"})])
+    assert restore_point(run_dir, 1) == RestorePoint(70, fresh=False)
+
+
+def test_a_snapshot_between_checkpoints_keeps_those_below_it(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    record_restored(run_dir, 2, 73, "snapshot")
+    save(run_dir, 60)  # written by the old one from the very states that the snapshot descends from
+    save(run_dir, 80)
+    assert lineage(run_dir) == [(50, 1), (60, 1)]
+
+
+def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    save(run_dir, 100)
+    record_restored(run_dir, 2, 50)
+    save(run_dir, 75, submission=2)
+    record_restored(run_dir, 3, 0, "fresh")
+    save(run_dir, 10, submission=3)
+    assert lineage(run_dir, before_submission=2) == [(50, 1), (100, 1)]
+    assert lineage(run_dir, before_submission=3) == [(50, 1), (75, 2)]
+    assert lineage(run_dir) == lineage(run_dir, before_submission=4) == [(10, 3)]
+
+
+def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    bad = save(run_dir, 100)
+    run_dir.files.write(f"runs/run_a/checkpoints/{bad.name}/model.pt", b"bad")
+    newest, rejected = run_dir.checkpoints.newest_valid(before_submission=2)
+    assert newest is not None and newest.step == 50
+    assert [one.name for one in rejected] == [bad.name]
+    record_restored(run_dir, 2, 50)
+    save(run_dir, 75, submission=2)
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.step == 75
+    assert rejected == [], "the corrupt one is no longer in the way"
+
+
+# A history: submissions start one after the other, each restoring from what it sees; any that began may commit on.
+STEP = st.one_of(
+    st.tuples(st.just("start"), st.sampled_from(["newest", "any", "snapshot", "fresh"]), st.integers(0, 1000)),
+    st.tuples(st.just("commit"), st.integers(0, 1000), st.integers(1, 30)),
+    st.tuples(st.just("wait")),
+)
+
+
+@given(history=st.lists(STEP, max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
+    """Against a model in which every checkpoint knows the states it descends from."""
+    run_dir, _ = memory_run_dir()
+    reached: dict[int, int] = {}
+    """Steps done by each submission, zombies included."""
+    ancestors: dict[int, list[tuple[int, int]]] = {}
+    """What each submission's states descend from: (step, submission) of checkpoints, its own included."""
+    newest = 0
+
+    for kind, *arguments in history:
+        if kind == "start":
+            how, pick = arguments
+            seen = ancestors.get(newest, [])
+            newest += 1
+            if how == "fresh" or not seen:
+                step, kept = 0, []
+                record_restored(run_dir, newest, 0, "fresh")
+            else:
+                index = len(seen) - 1 if how != "any" else pick % len(seen)
+                # A snapshot lies between the last checkpoint and where the old ranks had come.
+                step = seen[index][0] if how != "snapshot" else max(seen[-1][0], reached[newest - 1])
+                kept = [ancestor for ancestor in seen if ancestor[0] <= step]
+                record_restored(run_dir, newest, step, "snapshot" if how == "snapshot" else "checkpoint")
+            reached[newest], ancestors[newest] = step, kept
+        elif kind == "commit" and newest:
+            who, steps = arguments
+            submission = who % newest + 1
+            reached[submission] += steps
+            save(run_dir, reached[submission], submission)
+            ancestors[submission].append((reached[submission], submission))
+        assert lineage(run_dir) == sorted(ancestors.get(newest, []))
+
+
+NAME = st.builds(CheckpointName, st.integers(0, 20), st.integers(1, 5))
+POINTS = st.dictionaries(st.integers(1, 6), st.builds(RestorePoint, st.integers(0, 20), st.booleans()))
+
+
+@given(names=st.sets(NAME), points=POINTS)
+def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName], points: dict[int, RestorePoint]) -> None:
+    kept = in_lineage(names, points)
+    assert kept == sorted(kept)
+    for name in names:
+        voided = any(
+            name.submission < submission and (point.fresh or name.step > point.step) for submission, point in points.items()
+        )
+        assert (name in kept) == (not voided)
+
+
+# ---------------------------------------------------------------- retention
+
+
+@given(
+    commits=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12, unique=True),
+    restored=st.dictionaries(st.integers(2, 3), st.tuples(st.integers(0, 30), st.booleans())),
+    unfinished=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=3),
+    keep_latest=st.integers(-1, 5),
+    best=st.integers(0, 20),
+    skew_s=st.lists(st.integers(-100, 100), min_size=12, max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_retention_keeps_what_it_must(
+    commits: list[tuple[int, int]],
+    restored: dict[int, tuple[int, bool]],
+    unfinished: list[tuple[int, int]],
+    keep_latest: int,
+    best: int,
+    skew_s: list[int],
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = open_storage(directory).run_dir("run_p")
+        store = run_dir.checkpoints
+        for number, (step, submission) in enumerate(commits):
+            save(run_dir, step, submission, created_at=NOW + timedelta(seconds=number + skew_s[number]))
+        for submission, (step, fresh) in restored.items():
+            record_restored(run_dir, submission, step, "fresh" if fresh else "checkpoint")
+        for step, submission in unfinished:
+            if (step, submission) not in commits:
+                store.begin(step, submission)
+        before, line = store.list(), store.lineage()
+        best_name = before[best % len(before)].name
+
+        deleted = store.retain(keep_latest, best_name)
+
+        after = {manifest.name for manifest in store.list()}
+        assert sorted(deleted) == sorted({manifest.name for manifest in before} - after)
+        assert best_name in after
+        if not line:
+            assert deleted == []
+            return
+        newest = line[-1].name
+        latest = [one.name for one in sorted(line, key=lambda one: one.created_at)][-max(1, keep_latest) :]
+        assert after >= {newest, *latest}
+        kept_line = [manifest.name for manifest in line if manifest.name in after]
+        assert set(kept_line) == {newest, *latest} | ({best_name} & {manifest.name for manifest in line})
+        assert store.newest_valid()[0] == line[-1]
+        # What is left besides can only be what the newest submission has yet to overtake, or never was in the line.
+        for entry in run_dir.files.list("runs/run_p/checkpoints"):
+            name = CheckpointName.parse(entry.name)
+            assert name is not None
+            if entry.name not in after:
+                newest_name = CheckpointName.parse(newest)
+                assert newest_name is not None
+                assert (name.submission, name.step) > (newest_name.submission, newest_name.step)
+        assert store.retain(keep_latest, best_name) == []
+
+
+def test_retention_in_plain_words(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30, 40, 50)]
+    assert run_dir.checkpoints.retain(2, best=names[1]) == [names[0], names[2]]
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[1], names[3], names[4]]
+    assert run_dir.checkpoints.retain(0, best=None) == [names[1], names[3]]
+    assert run_dir.checkpoints.retain(0, best=None) == []
+
+
+def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:
+    bad = save(run_dir, 100).name
+    run_dir.files.write(f"runs/run_a/checkpoints/{bad}/model.pt", b"bad")
+    sound = save(run_dir, 75)  # the attempt that fell back goes on below it
+    assert run_dir.checkpoints.retain(1, best=None) == []
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest == sound
+    assert [one.name for one in rejected] == [bad]
+
+
+def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:
+    for step in (10, 20, 30):
+        save(run_dir, step)
+    record_restored(run_dir, 2, 30)
+    assert run_dir.checkpoints.retain(1, None, submission=1) == []
+    assert len(run_dir.checkpoints.retain(1, None, submission=2)) == 2
