@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.filesystem import Storage, open_storage
-
-BUCKET = "everstep-test"
+from tests.unit.storage_places import BUCKET
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from storage.journal import JournalEvent, JournalWriter
 from storage.manifest import Manifest
 from storage.run_dir import RunDir
 
+BUCKET = "everstep-test"
+
 
 @dataclass
 class MemoryObjects:

@@ -1,0 +1,110 @@
+"""What only an object store shows: requests that are made, uploads that are given up, servers that are not there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import pytest
+
+from storage.errors import StorageError, StorageNotFound
+from storage.filesystem import Storage, open_storage
+from storage.journal import JournalWriter, read_journal
+from storage.rank_logs import LogRecord, RankLogWriter, read_rank_logs
+from tests.unit.storage_places import BUCKET, event, save
+
+pytest_plugins = ["tests.unit.storage_fixtures"]
+
+
+class Requests:
+    """The requests that the server answered since the last look."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO, "werkzeug")
+
+    def take(self) -> list[str]:
+        """``METHOD /path`` of each, oldest first."""
+        lines = [record.getMessage() for record in self._caplog.records if record.name == "werkzeug"]
+        self._caplog.clear()
+        plain = (line.replace("\x1b[35m\x1b[1m", "").replace("\x1b[33m", "") for line in lines)
+        return [line.split('"')[1].rsplit(" ", 1)[0] for line in plain]
+
+
+@pytest.fixture
+def requests(caplog: pytest.LogCaptureFixture) -> Requests:
+    return Requests(caplog)
+
+
+def test_reading_a_journal_asks_for_the_next_name_and_never_lists(s3_storage: Storage, requests: Requests) -> None:
+    run_dir = s3_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        for n in range(1, 4):
+            writer.append([event(n)])
+        written = requests.take()
+        assert not any("list-type" in request for request in written)
+        assert sum(request.startswith("PUT") for request in written) == 3, "each batch is one object, uploaded in one request"
+        events, cursor = read_journal(run_dir, 1, limit=2)
+        more, cursor = read_journal(run_dir, 1, cursor)
+        assert [found.n for found in events + more] == [1, 2, 3]
+        requests.take()
+        assert read_journal(run_dir, 1, cursor) == ([], cursor)
+    idle = requests.take()
+    assert len(idle) <= 2
+    assert {request.split("?")[0].rsplit("/", 1)[1] for request in idle} == {"000004.jsonl"}
+
+
+def test_following_a_log_lists_directories_never_segments(s3_storage: Storage, requests: Requests) -> None:
+    run_dir = s3_storage.run_dir("run_a")
+    with RankLogWriter(run_dir, 1, 1, 0) as writer:
+        for n in range(5):
+            writer.write([LogRecord(float(n), "INFO", str(n))])
+    _, cursor = read_rank_logs(run_dir)
+    requests.take()
+    assert read_rank_logs(run_dir, cursor) == ([], cursor)
+    listed = [request for request in requests.take() if "list-type" in request]
+    assert all("rank-0" not in request for request in listed)
+    assert len(listed) == 2
+
+
+def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> None:
+    run_dir = s3_storage.run_dir("run_a")
+    save(run_dir, 50)
+    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(100, 1) as writer, writer.write_file("model.pt") as file:
+        file.write(bytes(12 << 20))
+        _ = 1 / 0
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50]
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.step == 50
+    assert rejected == []
+
+
+def test_a_large_file_goes_up_in_parts(s3_storage: Storage) -> None:
+    run_dir = s3_storage.run_dir("run_a")
+    data = bytes(range(256)) * (100 << 10)
+    manifest = save(run_dir, 50, files={"model.pt": data})
+    run_dir.checkpoints.verify(manifest.name)
+    assert run_dir.checkpoints.read_file(manifest.name, "model.pt") == data
+
+
+def test_a_bucket_that_is_not_there(s3_endpoint: str) -> None:
+    storage = open_storage(f"s3://no-such-bucket/x?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1")
+    with pytest.raises(StorageNotFound, match="create the bucket"):
+        storage.probe()
+
+
+def test_an_endpoint_with_its_scheme(s3_endpoint: str) -> None:
+    storage = open_storage(f"s3://{BUCKET}/scheme?endpoint_override=http://{s3_endpoint}&region=us-east-1")
+    storage.probe()
+
+
+def test_a_server_that_is_not_there(s3_endpoint: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    storage = open_storage(f"s3://{BUCKET}/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1")
+    started = time.monotonic()
+    with pytest.raises(StorageError, match="check that the storage is mounted and reachable"):
+        storage.probe()
+    assert time.monotonic() - started < 60
