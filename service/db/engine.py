@@ -13,6 +13,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DatabaseError as SqlDatabaseError
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
@@ -120,7 +121,8 @@ def _mapped_errors() -> Iterator[None]:
     except OperationalError as exc:
         raise DatabaseUnavailable(str(exc.orig)) from exc
     except DBAPIError as exc:
-        if exc.connection_invalidated:
+        # The base class itself is what SQLite says of a file that is damaged or of another kind.
+        if exc.connection_invalidated or type(exc) is SqlDatabaseError:
             raise DatabaseUnavailable(str(exc.orig)) from exc
         raise
     except SQLAlchemyError as exc:

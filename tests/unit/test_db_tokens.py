@@ -1,0 +1,77 @@
+"""Tokens are kept as hashes, expire, and are revoked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from service.auth import LOCAL_TOKEN_ID, ensure_local_token
+from service.db.engine import Database
+from service.db.tokens import TokenStore
+from tests.unit.api_service import NOON, ManualClock
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
+    database.migrate()
+    yield database
+    database.close()
+
+
+def test_a_token_is_found_by_its_secret_only(database: Database, tmp_path: Path) -> None:
+    tokens = TokenStore(database)
+    row, secret = tokens.create("ci", "submitter", "vision")
+    assert tokens.find(secret) == row
+    assert (row.role, row.project) == ("submitter", "vision")
+    for wrong in ("", secret[:-1], secret + "x", row.sha256, row.id):
+        assert tokens.find(wrong) is None
+    with database.read() as connection:
+        dump = str(connection.execute(text("SELECT * FROM tokens")).all())
+    assert secret not in dump
+    assert len(secret) == 47 and tokens.create("ci", "submitter", "vision")[1] != secret
+
+
+def test_expired_and_revoked_tokens_are_worthless(database: Database) -> None:
+    clock = ManualClock()
+    tokens = TokenStore(database, clock)
+    _, secret = tokens.create("short", "viewer", None, expires_at=NOON + 10)
+    clock.now += 9.9
+    assert tokens.find(secret) is not None
+    clock.now += 0.1
+    assert tokens.find(secret) is None
+    row, secret = tokens.create("revoked", "viewer", None)
+    with database.write() as connection:
+        connection.execute(text("UPDATE tokens SET revoked_at = 1 WHERE id = :id"), {"id": row.id})
+    assert tokens.find(secret) is None
+
+
+def test_the_local_token_is_made_once_and_kept(database: Database, tmp_path: Path) -> None:
+    tokens, path = TokenStore(database), tmp_path / "home" / "token"
+    ensure_local_token(tokens, path)
+    secret = path.read_text().strip()
+    found = tokens.find(secret)
+    assert found is not None and (found.id, found.role, found.project) == (LOCAL_TOKEN_ID, "admin", None)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    ensure_local_token(tokens, path)
+    assert path.read_text().strip() == secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("content", [None, "", "evs_of-another-database", "\udcff"])
+def test_a_missing_or_foreign_local_token_is_replaced(database: Database, tmp_path: Path, content: str | None) -> None:
+    tokens, path = TokenStore(database), tmp_path / "token"
+    ensure_local_token(tokens, path)
+    old = path.read_text().strip()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content.encode(errors="surrogateescape"))
+    ensure_local_token(tokens, path)
+    assert tokens.find(path.read_text().strip()) is not None
+    assert tokens.find(old) is None, "the lost token must not stay valid"
