@@ -1,0 +1,235 @@
+"""From the SIGKILL of a node or a rank to the next step: Everstep, torchrun elastic and plain Ray Train, on one loop and machine.
+
+    python -m benchmarks recovery --repeats 5 --kill node
+
+Two nodes of one CPU, one rank each; the same model, data and checkpoint interval. Seconds run from the kill to the first new
+step of all ranks that go on; steps lost are those that had been done and are done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.report import summary, write
+from benchmarks.workloads import WORKLOADS
+from tests.service_process import ServiceProcess, free_port, wait_for
+
+SETTLE_STEPS = 120
+"""Steps before the kill: past start-up and two checkpoints."""
+GIVE_UP_S = 240.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    recovery_s: float
+    steps_lost: int
+    world_size: int
+
+
+def kill(pids: list[int]) -> float:
+    """SIGKILL the processes and all below them, as a power cut would; the time of it."""
+    victims = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            victims += [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    killed_at = time.time()
+    for process in victims:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return killed_at
+
+
+# ---------------------------------------------------------------- Everstep
+
+
+def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
+    spec = {**WORKLOADS[workload], "scaling": {"min_workers": 1, "max_workers": 2}}
+    run = service.client().runs.create(spec)
+    wait_for(lambda: run.refresh().step >= SETTLE_STEPS, GIVE_UP_S, f"step {SETTLE_STEPS} of {run.id}")
+    attempt = run.attempts()[-1]
+    victim = attempt.workers[-1]
+    if what == "rank":
+        killed_at = kill([victim.pid])
+    else:
+        [node] = [node for node in service.cluster()["nodes"] if node["node_id"] == victim.node_id]
+        killed_at = kill([node["raylet_pid"]])
+    wait_for(lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING", GIVE_UP_S, "the recovery")
+
+    def after_kill() -> dict[str, Any] | None:
+        points = [
+            point
+            for event in run.events()
+            if event.kind == "metrics" and event.attempt > attempt.attempt
+            for point in event.data["points"]
+        ]
+        return points[0] if points else None
+
+    first = wait_for(after_kill, GIVE_UP_S, "the first new step")
+    failure = run.failures()[0]
+    world_size = run.attempts()[-1].world_size
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+    assert failure.steps_lost is not None
+    return Recovery(first["at"] - killed_at, failure.steps_lost, world_size)
+
+
+# ---------------------------------------------------------------- torchrun elastic and plain Ray Train
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """Every rank's steps; a line that is being written is left out."""
+    texts = [text for path in (directory / "steps").glob("*.jsonl") for text in path.read_text().split("\n")[:-1]]
+    return sorted((json.loads(text) for text in texts), key=lambda line: line["at"])
+
+
+def measure_lines(directory: Path, killed_at: float, dead_pids: set[int]) -> Recovery:
+    """Wait until every rank of a new group has done a step, and compare with what was done before."""
+    before = [line for line in lines(directory) if line["at"] <= killed_at]
+    old_pids = {line["pid"] for line in before} | dead_pids
+
+    def first_steps() -> list[dict[str, Any]] | None:
+        firsts: dict[int, dict[str, Any]] = {}
+        for line in lines(directory):
+            if line["pid"] not in old_pids:
+                firsts.setdefault(line["rank"], line)
+        group = list(firsts.values())
+        return group if group and len(group) == group[0]["world"] else None
+
+    group = wait_for(first_steps, GIVE_UP_S, "the first new step")
+    done = max(line["step"] for line in before)
+    return Recovery(max(line["at"] for line in group) - killed_at, done - (group[0]["step"] - 1), group[0]["world"])
+
+
+def settle(directory: Path) -> list[dict[str, Any]]:
+    """Wait until training is under way; the newest line of each rank."""
+    wait_for(lambda: any(line["step"] >= SETTLE_STEPS for line in lines(directory)), GIVE_UP_S, f"step {SETTLE_STEPS}")
+    newest = {line["rank"]: line for line in lines(directory)}
+    return [newest[rank] for rank in sorted(newest)]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        directory = Path(name)
+        (directory / "steps").mkdir()
+        yield directory
+
+
+@contextmanager
+def process(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a session of its own; end it and everything below it afterwards."""
+    with log.open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, *command], stdout=out, stderr=out, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        )  # fmt: skip
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                kill([child.pid])
+        child.wait()
+
+
+def torchrun(workload: str, what: str) -> Recovery:
+    """Two agents stand for two nodes; the rendezvous is held by the one that lives."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "100"]
+    command += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        "bench",
+        "-m",
+        "benchmarks.elastic_torchrun",
+        workload,
+    ]
+    with (
+        scratch() as directory,
+        process([*command, str(directory)], directory / "a.log") as first,
+        process([*command, str(directory)], directory / "b.log") as second,
+    ):
+        newest = settle(directory)
+        worker_of = {
+            pid: agent
+            for agent in (first, second)
+            for pid in [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
+        }
+        victim = next(line for line in reversed(newest) if worker_of[line["pid"]] is second)
+        killed_at = kill([victim["pid"]] if what == "rank" else [second.pid])
+        result = measure_lines(directory, killed_at, {victim["pid"]})
+        (directory / "stop").touch()
+        first.wait(60)
+    return result
+
+
+def plain_ray(workload: str, what: str) -> Recovery:
+    with (
+        scratch() as directory,
+        process(
+            ["-m", "benchmarks.elastic_ray", workload, str(directory), "2"], directory / "ray.log", {"RAY_AUTH_MODE": "disabled"}
+        ) as driver,
+    ):
+        newest = settle(directory)
+        victim = newest[-1]
+        parent = psutil.Process(victim["pid"]).ppid()
+        killed_at = kill([victim["pid"]] if what == "rank" else [parent])
+        result = measure_lines(directory, killed_at, {victim["pid"]})
+        (directory / "stop").touch()
+        driver.wait(120)
+    return result
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
+    parser.add_argument("--kill", choices=["node", "rank"], action="append")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    for what in options.kill or ["node", "rank"]:
+        sides: dict[str, list[Recovery]] = {}
+        for _ in range(options.repeats):
+            for side in options.only or ["everstep", "torchrun", "ray"]:
+                if side == "everstep":
+                    with ServiceProcess(nodes=2) as service:
+                        recovery = everstep(service, options.workload, what)
+                else:
+                    recovery = {"torchrun": torchrun, "ray": plain_ray}[side](options.workload, what)
+                print(what, side, recovery, flush=True)
+                sides.setdefault(side, []).append(recovery)
+        results[what] = {
+            side: {
+                "recovery_s": summary([recovery.recovery_s for recovery in recoveries]),
+                "steps_lost": [recovery.steps_lost for recovery in recoveries],
+                "world_size_after": [recovery.world_size for recovery in recoveries],
+            }
+            for side, recoveries in sides.items()
+        }
+    write("recovery", results)

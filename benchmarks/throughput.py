@@ -1,0 +1,86 @@
+"""Throughput of Everstep, events and checkpoints on, over a plain torchrun DDP script: same model, data, steps and ranks.
+
+    python -m benchmarks throughput --workload digits --repeats 5
+
+The two run in turn on the same machine; samples/s over the steps after a warm-up, and the ratio pair by pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import summary, write
+from benchmarks.workloads import WORKLOADS
+from everstep import Client
+from tests.service_process import ServiceProcess
+
+
+def samples_per_s(
+    points: list[tuple[int, float]], warmup_steps: int, global_batch_size: int, batches_per_epoch: int, num_samples: int
+) -> float:
+    """Samples per second between the first point after the warm-up and the last; ``points`` are (step, unix seconds).
+
+    An epoch's last global batch may be short, so samples are counted step by step.
+    """
+    measured = [point for point in points if point[0] >= warmup_steps]
+    (first_step, begun), (last_step, ended) = measured[0], measured[-1]
+    last_batch = num_samples - (batches_per_epoch - 1) * global_batch_size
+    samples = sum(
+        last_batch if step % batches_per_epoch == 0 else global_batch_size for step in range(first_step + 1, last_step + 1)
+    )
+    return samples / (ended - begun)
+
+
+def run_torchrun(workload: str, steps: int) -> list[tuple[int, float]]:
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "steps.jsonl"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "benchmarks.torchrun_ddp", "--workload", workload, "--steps", str(steps)]
+        command += ["--out", str(out), "--checkpoint-dir", directory]
+        subprocess.run(
+            command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return [(line["step"], line["at"]) for line in lines]
+
+
+def run_everstep(client: Client, workload: str, steps: int) -> list[tuple[int, float]]:
+    spec: dict[str, Any] = {**WORKLOADS[workload]}
+    spec["train"] = {**spec["train"], "max_steps": steps}
+    run = client.runs.create(spec)
+    run.wait(timeout_s=900)
+    points = [(point["step"], point["at"]) for event in run.events() if event.kind == "metrics" for point in event.data["points"]]
+    return sorted(points)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--warmup-steps", type=int, default=50)
+    options = parser.parse_args(argv)
+    ours, theirs = [], []
+    global_batch_size = WORKLOADS[options.workload]["train"]["global_batch_size"]
+    num_samples = {"digits": 1437, "fashion_mnist": 60_000}[options.workload]
+    shape = (options.warmup_steps, global_batch_size, -(-num_samples // global_batch_size), num_samples)
+    with ServiceProcess(nodes=2) as service:
+        client = service.client()
+        for _ in range(options.repeats):
+            theirs.append(samples_per_s(run_torchrun(options.workload, options.steps), *shape))
+            ours.append(samples_per_s(run_everstep(client, options.workload, options.steps), *shape))
+    write(
+        f"throughput_{options.workload}",
+        {
+            "everstep_samples_per_s": summary(ours),
+            "torchrun_samples_per_s": summary(theirs),
+            "ratio": summary([a / b for a, b in zip(ours, theirs, strict=True)]),
+        },
+    )

@@ -1,0 +1,237 @@
+"""A request travels the whole way: POST, Ray job, DDP ranks, checkpoints, events, API; and survives what is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from everstep import Client, RunFailed
+from everstep.runs import RunHandle
+from tests.service_process import ServiceProcess, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+def digits(name: str, *, epochs: int = 4, workers: tuple[int, int] = (2, 2), **overrides: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "optimizer": {"name": "adamw", "lr": 3e-3},
+        "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32},
+        "scaling": {"min_workers": workers[0], "max_workers": workers[1]},
+        "checkpoint": {"every_steps": 10, "best_metric": "val_accuracy"},
+        **overrides,
+    }
+
+
+def wait_for_step(run: RunHandle, step: int, timeout_s: float = 90) -> None:
+    wait_for(lambda: run.refresh().step >= step, timeout_s, f"step {step} of {run.id} ({run.status})")
+
+
+def assert_every_sample_counted_once(run: RunHandle, epochs: int, samples: int = 1437) -> None:
+    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
+    assert counted == [(epoch, samples, samples, 0, 0) for epoch in range(epochs)]
+
+
+def test_a_post_trains_to_the_end_and_the_model_stands_on_its_own(service: ServiceProcess, tmp_path: Path) -> None:
+    client = service.client()
+    run = client.runs.create(digits("main", epochs=8))
+    run.wait(timeout_s=180)
+
+    assert run.status == "SUCCEEDED" and run.step == run.total_steps == 8 * 12
+    assert run.restarts == 0 and run.steps_lost == 0
+    assert_every_sample_counted_once(run, epochs=8)
+    assert [t.to_status for t in run.transitions] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
+    losses = run.metrics("loss", max_points=1000)["loss"]
+    assert [step for step, _, _ in losses] == list(range(1, 97))
+    kinds = [event.kind for event in run.events()]
+    assert [event.seq for event in run.events()] == list(range(1, len(kinds) + 1))
+    assert kinds[0] == "run_created" and "checkpoint_committed" in kinds
+
+    out = run.download_checkpoint("latest", tmp_path / "latest")
+    command = [sys.executable, str(ROOT / "tests/integration/evaluate_digits.py"), str(out / "model.pt")]
+    accuracy = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert accuracy == pytest.approx(run.run.metrics["val_accuracy"], abs=1e-9)
+    assert accuracy > 0.9
+
+
+def test_ray_dashboard_knows_the_run_and_the_run_links_to_it(service: ServiceProcess) -> None:
+    run = service.client().runs.create(digits("linked name", epochs=1))
+    run.wait(timeout_s=120)
+    assert run.links.ray_job is not None
+    cluster = service.cluster()
+    token = (service.home / "ray_token").read_text().strip()
+    jobs = httpx.get(f"{cluster['dashboard_url']}/api/jobs/", headers={"Authorization": f"Bearer {token}"}).json()
+    [job] = [job for job in jobs if (job.get("metadata") or {}).get("run_id") == run.id]
+    assert job["metadata"]["run_name"] == "linked name"
+    assert job["submission_id"] in run.links.ray_job
+    unauthorized = httpx.get(f"{cluster['dashboard_url']}/api/jobs/")
+    assert unauthorized.status_code in (401, 403)
+
+
+def test_logs_of_every_rank_are_kept(service: ServiceProcess) -> None:
+    run = service.client().runs.create(digits("logs", epochs=1))
+    run.wait(timeout_s=120)
+    ranks = {line.rank for line in run.logs()}
+    assert {None, 0, 1} <= ranks
+    assert all(line.attempt == 1 for line in run.logs(rank=1))
+
+
+def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProcess) -> None:
+    client = service.client()
+    run = client.runs.create(digits("cancelled", epochs=500))
+    wait_for_step(run, 15)
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+    assert run.latest_checkpoint is not None and run.latest_checkpoint.step == run.step >= 15
+    with pytest.raises(RunFailed, match="CANCELLED"):
+        run.wait(timeout_s=5)
+    again = client.runs.create(digits("after the cancelled one", epochs=1, workers=(3, 3)))
+    again.wait(timeout_s=120)
+
+
+def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> None:
+    run = service.client().runs.create(digits("paused", epochs=12))
+    wait_for_step(run, 20)
+    run.pause()
+    wait_for(lambda: run.refresh().status == "PAUSED", 60, "the pause")
+    paused_at = run.step
+    run.resume()
+    run.wait(timeout_s=120)
+    restored = [event.data["step"] for event in run.events() if event.kind == "restored"]
+    assert restored == [0, paused_at]
+    assert run.step == 12 * 12
+    assert_every_sample_counted_once(run, epochs=12)
+
+
+def test_a_killed_rank_costs_nothing_that_counts(service: ServiceProcess) -> None:
+    run = service.client().runs.create(digits("killed rank", epochs=60))
+    wait_for_step(run, 25)
+    [attempt] = run.attempts()
+    psutil.Process(attempt.workers[1].pid).kill()
+    run.wait(timeout_s=180)
+    assert run.restarts >= 1 and run.step == 60 * 12
+    assert_every_sample_counted_once(run, epochs=60)
+    [failure] = run.failures()
+    assert (failure.verdict, failure.first_rank) == ("worker_lost", 1)
+
+
+def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
+    spec = digits("no such data", epochs=1)
+    spec["task"]["data"] = {"name": "image_folder", "args": {"root": "/nowhere/to/be/found"}}
+    run = service.client().runs.create(spec)
+    with pytest.raises(RunFailed, match="user_error"):
+        run.wait(timeout_s=120)
+    assert run.failures()[-1].verdict == "user_error"
+    assert "/nowhere/to/be/found" in (run.failures()[-1].exception or "")
+
+
+def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) -> None:
+    run = service.client().runs.create(digits("too large", workers=(4, 4)))
+    wait_for(lambda: run.refresh().reason is not None, 20, "a reason")
+    assert run.status == "QUEUED" and run.reason is not None and run.reason.code == "infeasible"
+    assert "CPU" in run.reason.message
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 20, "the cancel")
+
+
+def test_sse_client_that_loses_its_connection_sees_every_event_once(service: ServiceProcess) -> None:
+    client = service.client()
+    run = client.runs.create(digits("sse", epochs=30))
+    seen: list[int] = []
+    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=30) as http:
+        while not seen or not _terminal(client, run.id, seen[-1]):
+            headers = {"Accept": "text/event-stream", **({"Last-Event-ID": str(seen[-1])} if seen else {})}
+            with http.stream("GET", f"/v1/runs/{run.id}/events", headers=headers) as response:
+                for line in response.iter_lines():
+                    if line.startswith("id:"):
+                        seen.append(int(line[3:]))
+                        if len(seen) % 7 == 0:
+                            break  # the connection is dropped in the middle
+    assert seen == list(range(1, len(seen) + 1))
+    followed = [event.seq for event in client.runs.get(run.id).events(follow=True)]
+    assert followed == seen
+
+
+def _terminal(client: Client, run_id: str, after: int) -> bool:
+    run = client.runs.get(run_id)
+    return run.status in ("SUCCEEDED", "FAILED") and not list(run.events(after=after))
+
+
+def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProcess) -> None:
+    run = own_service.client().runs.create(digits("killed node", epochs=60, workers=(1, 3)))
+    wait_for_step(run, 25)
+    workers = run.attempts()[-1].workers
+    assert len({worker.node_id for worker in workers}) == 3
+    own_service.kill_node(workers[-1].node_id)
+    run.wait(timeout_s=240)
+    assert run.step == 60 * 12 and run.world_size is not None
+    assert run.attempts()[0].world_size == 3
+    assert run.attempts()[-1].world_size == 2
+    assert_every_sample_counted_once(run, epochs=60)
+    assert run.failures()[0].verdict == "node_lost"
+
+
+def test_training_does_not_notice_that_the_service_was_killed(own_service: ServiceProcess) -> None:
+    run_id = own_service.client().runs.create(digits("killed service", epochs=60)).id
+    run = own_service.client().runs.get(run_id)
+    wait_for_step(run, 25)
+    pids = {worker.pid for worker in run.attempts()[-1].workers}
+    own_service.kill()
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    own_service.start()
+    run = own_service.client().runs.get(run_id)
+    run.wait(timeout_s=180)
+    assert (run.restarts, run.submission, run.step) == (0, 1, 60 * 12)
+    losses = run.metrics("loss", max_points=10_000)["loss"]
+    assert [step for step, _, _ in losses] == list(range(1, 60 * 12 + 1))
+    seqs = [event.seq for event in run.events()]
+    assert seqs == list(range(1, len(seqs) + 1))
+
+
+def test_a_graceful_stop_leaves_no_process(own_service: ServiceProcess) -> None:
+    run = own_service.client().runs.create(digits("left alone", epochs=500))
+    wait_for_step(run, 10)
+    assert len(own_service.processes()) > 5
+    own_service.stop()
+    wait_for(lambda: not own_service.processes(), 20, f"the end of {own_service.processes()}")
+    assert not (own_service.home / "cluster.json").exists()
+
+
+def test_two_services_on_one_home_are_refused(service: ServiceProcess) -> None:
+    command = [sys.executable, "-m", "service.serve", "--port", "0"]
+    second = subprocess.run(command, env={**_environment(service)}, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2
+    assert str(service.process.pid if service.process else "") in second.stderr + second.stdout
+
+
+def _environment(service: ServiceProcess) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "EVERSTEP_HOME": str(service.home)}
+
+
+def test_cli_as_a_user_calls_it(service: ServiceProcess, tmp_path: Path) -> None:
+    def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "everstep"), *arguments]
+        return subprocess.run(command, env={**_environment(service), "EVERSTEP_URL": service.url}, capture_output=True, text=True)
+
+    spec = tmp_path / "digits.yaml"
+    spec.write_text(json.dumps(digits("by hand")))  # JSON is YAML
+    submitted = everstep("submit", str(spec), "--set", "train.epochs=1", "--watch", "--json")
+    assert submitted.returncode == 0, submitted.stderr
+    run_id = json.loads(submitted.stdout.splitlines()[-1])["id"]
+    shown = json.loads(everstep("show", run_id, "--json").stdout)
+    assert shown["status"] == "SUCCEEDED" and shown["total_steps"] == 12
+    wrong = everstep("submit", str(spec), "--set", "train.epoch=1")
+    assert wrong.returncode == 2 and "train.epoch" in wrong.stderr and "epochs" in wrong.stderr
+    assert "by hand" in everstep("runs").stdout
+    assert everstep("download", run_id, "latest", str(tmp_path / "out")).returncode == 0
+    assert (tmp_path / "out" / "model.pt").stat().st_size > 0
