@@ -55,7 +55,7 @@ def scatter_back(flat: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy what ``coalesce(tensors)`` made back into them."""
     with torch.no_grad():
         for source, group in zip(flat, _by_dtype(tensors), strict=True):
-            for part, tensor in zip(source.split([tensor.numel() for tensor in group]), group, strict=True):
+            for part, tensor in zip(torch.split(source, [tensor.numel() for tensor in group]), group, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
 

@@ -39,8 +39,8 @@ class NonFiniteLoss(TrainError):
     def __init__(self, step: int, rank: int | None, value: float) -> None:
         where = f"on rank {rank}" if rank is not None else "on several ranks"
         super().__init__(
-            f"the loss of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, set train.grad_clip_norm, "
-            "or look for samples with non-finite values"
+            f"the loss of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
+            "set train.grad_clip_norm, or look for samples with non-finite values"
         )
         self.step = step
         self.rank = rank

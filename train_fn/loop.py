@@ -201,7 +201,8 @@ class Attempt:
             replica.wrapped = None
         gc.collect()
         end_process_group()
-        step, snapshot_step, problem = 0, None, "the rank had no state yet"
+        problem: str | None = "the rank had no state yet"
+        step, snapshot_step = 0, None
         if replica is not None:
             state, step = replica.state, replica.state.step
             problem = "the rank was between two states"

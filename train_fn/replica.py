@@ -35,7 +35,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         # In a tuple, because torch would register a module, and every parameter would have two names.
-        self._called = (torch.compile(model) if compiled else model,)
+        self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
@@ -105,7 +105,7 @@ class Replica:
         """Gradients are added up over ranks by the last micro-batch of a share only."""
         if last or not isinstance(self.wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
-        return self.wrapped.no_sync()  # type: ignore[no-any-return]
+        return self.wrapped.no_sync()
 
     def keep_buffers(self) -> None:
         """Remember what a forward pass may change, so that a step that fails can be taken back."""
@@ -187,7 +187,7 @@ def _make_deterministic(ctx: WorkerContext) -> None:
     if deterministic and ctx.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
     if ctx.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
 

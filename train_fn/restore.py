@@ -138,7 +138,7 @@ def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[
         if work is not None:
             work.wait()
         if peers.rank != holder:
-            for part, tensor in zip(flat.split([tensor.numel() for tensor in group]), group, strict=True):
+            for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in group]), group, strict=True):
                 tensor.copy_(part.view(tensor.shape))
     received: dict[str, Any] = put_together(skeleton, tensors)
     return received

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -186,7 +186,7 @@ class Saver:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
                 with writer.write_file(name) as file:
-                    torch.save(content, file)
+                    torch.save(content, cast(IO[bytes], file))
             return writer.commit(
                 epoch=save.epoch,
                 attempt=ctx.attempt,

@@ -118,7 +118,8 @@ class TrainState:
             raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads version {VERSION}")
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
-                f"the training data changed since step {state['step']}: it was {state['fingerprint']}, now it is {self.fingerprint}. "
+                f"the training data changed since step {state['step']}: "
+                f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
                 "Put the data back as it was, or start a new run"
             )
         self.complete = False

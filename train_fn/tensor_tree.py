@@ -23,7 +23,7 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     Of CUDA tensors the copies lie in pinned memory, and are complete on return.
     """
     copied = _copied(tree, reuse)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
     return copied
 

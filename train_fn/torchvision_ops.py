@@ -33,9 +33,9 @@ def declare_missing_ops() -> None:
     """Declare the operators that torchvision expects and its own library does not bring."""
     if _kept_alive or _library_loads():
         return
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for schema in _SCHEMAS.values():
-        library.define(schema)
+        library.define(schema)  # type: ignore[no-untyped-call]
     _kept_alive.append(library)
 
 
@@ -47,7 +47,7 @@ def _library_loads() -> bool:
     libraries = list(Path(spec.submodule_search_locations[0]).glob("_C*.so"))
     try:
         for library in libraries:
-            torch.ops.load_library(library)
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError:
         return False
     return bool(libraries)

@@ -13,13 +13,12 @@ Images = NDArray[np.uint8]
 
 
 def shift(images: Images, seed: int, epoch: int, indices: NDArray[np.int64], pixels: int) -> Images:
-    """Move each image by up to ``pixels`` in both directions; what moves in is zero."""
+    """Move each image by up to ``pixels`` in both directions, the full way half as often as any other; what moves in is zero."""
     num, _, height, width = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
     windows = sliding_window_view(padded, (height, width), axis=(2, 3))
-    choices = 2 * pixels + 1
-    rows = (uniform(seed, epoch, indices, "shift-y") * choices).astype(np.intp)
-    columns = (uniform(seed, epoch, indices, "shift-x") * choices).astype(np.intp)
+    rows = np.rint(uniform(seed, epoch, indices, "shift-y") * 2 * pixels).astype(np.intp)
+    columns = np.rint(uniform(seed, epoch, indices, "shift-x") * 2 * pixels).astype(np.intp)
     return windows[np.arange(num), :, rows, columns]
 
 

@@ -9,7 +9,8 @@ from everstep.catalog import MiniResNetArgs
 
 STRIDED_STEM_PIXELS = 16
 """Images larger than this are halved by the stem, which makes them four times cheaper."""
-_GROUP_CHANNELS = 8
+_GROUP_CHANNELS = 16
+"""Channels that are normalised together. Fewer learn more slowly: measured on digits."""
 
 
 class Block(nn.Module):
