@@ -35,6 +35,7 @@ WATCH_INTERVAL_S = 0.2
 STOP_GRACE_S = 1.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
+HEAD_DIR = "head"
 
 log = logging.getLogger("keeper")
 
@@ -124,7 +125,7 @@ class Keeper:
 
     def _start_head(self) -> None:
         params = RayParams(
-            **self._params("head", num_cpus=0),
+            **self._params(HEAD_DIR, num_cpus=0),
             include_dashboard=True,
             dashboard_host=LOOPBACK,
             dashboard_port=0,
@@ -132,6 +133,8 @@ class Keeper:
             ray_client_server_port=None,
         )
         node = Node(params, head=True, shutdown_at_exit=False, spawn_reaper=False)
+        # A job's supervisor looks for "the" cluster of this machine: without this file it may find another one.
+        (Path(self._note.temp_dir) / HEAD_DIR / "ray_current_cluster").write_text(node.gcs_address)
         pids = {name: info[0].process.pid for name, info in node.all_processes.items()}
         self._note = replace(
             self._note,
