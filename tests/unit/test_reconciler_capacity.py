@@ -1,0 +1,110 @@
+"""Admission: who may start on what is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.wire import ReasonCode, RunStatus
+from service.reconciler.capacity import Admission, admit
+from service.reconciler.facts import NodeFacts, RunFacts
+
+
+def run(name: str, **values: Any) -> RunFacts:
+    return RunFacts(**{"id": name, "status": RunStatus.QUEUED, "created_at": 0.0, **values})
+
+
+def nodes(*cpus: float, gpus: float = 0) -> tuple[NodeFacts, ...]:
+    return tuple(NodeFacts(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9}) for i, count in enumerate(cpus))
+
+
+def code(admission: Admission) -> ReasonCode | None:
+    return admission.reason.code if admission.reason else None
+
+
+def test_a_run_starts_when_its_least_fits() -> None:
+    assert admit([run("a", min_workers=2, max_workers=8)], [], nodes(0, 1, 1))[0].starts
+
+
+def test_one_that_can_never_fit_says_what_is_missing() -> None:
+    [admission] = admit([run("a", min_workers=5, max_workers=5, worker={"CPU": 2})], [], nodes(0, 2, 3))
+    assert code(admission) is ReasonCode.INFEASIBLE
+    assert admission.reason is not None
+    assert "room for 2" in admission.reason.message
+    assert "6 CPU more" in admission.reason.message
+
+
+def test_resources_do_not_add_up_over_nodes() -> None:
+    [admission] = admit([run("a", worker={"CPU": 2})], [], nodes(1, 1))
+    assert code(admission) is ReasonCode.INFEASIBLE
+
+
+def test_a_gpu_that_is_asked_for_counts() -> None:
+    [no_gpu] = admit([run("a", use_gpu=True)], [], nodes(4))
+    assert code(no_gpu) is ReasonCode.INFEASIBLE
+    assert no_gpu.reason is not None and "1 GPU" in no_gpu.reason.message
+    assert admit([run("a", use_gpu="auto", max_workers=2, min_workers=2)], [], nodes(4))[0].starts
+    [auto] = admit([run("a", use_gpu="auto", max_workers=3, min_workers=3)], [], nodes(4, gpus=2))
+    assert code(auto) is ReasonCode.INFEASIBLE
+
+
+def test_strict_strategies_bound_the_room() -> None:
+    spread, pack = (run("a", min_workers=3, max_workers=3, placement_strategy=f"STRICT_{word}") for word in ("SPREAD", "PACK"))
+    assert not admit([spread], [], nodes(4, 4))[0].starts
+    assert admit([spread], [], nodes(1, 1, 1))[0].starts
+    assert admit([pack], [], nodes(1, 3))[0].starts
+    assert not admit([pack], [], nodes(2, 2))[0].starts
+
+
+def test_runs_hold_what_they_may_use_until_their_size_is_known() -> None:
+    starting = run("a", status=RunStatus.STARTING, max_workers=3)
+    waiting = run("b")
+    assert code(admit([waiting], [starting], nodes(1, 1, 1))[0]) is ReasonCode.WAITING_FOR_CAPACITY
+    small = run("a", status=RunStatus.RUNNING, max_workers=3, world_size=2)
+    assert admit([waiting], [small], nodes(1, 1, 1))[0].starts
+
+
+def test_priority_goes_before_age_and_nobody_overtakes() -> None:
+    queue = [run("old", created_at=1.0), run("urgent", created_at=2.0, priority=5, min_workers=2, max_workers=2)]
+    holder = run("h", status=RunStatus.RUNNING, world_size=1)
+    first, second = admit(queue, [holder], nodes(1, 1))
+    assert (first.run_id, code(first)) == ("urgent", ReasonCode.WAITING_FOR_CAPACITY)
+    assert (second.run_id, code(second)) == ("old", ReasonCode.WAITING_FOR_CAPACITY)
+    assert second.reason is not None and "urgent" in second.reason.message
+
+
+def test_what_can_never_fit_holds_nobody_back() -> None:
+    queue = [run("big", created_at=1.0, min_workers=9, max_workers=9), run("small", created_at=2.0)]
+    big, small = admit(queue, [], nodes(1))
+    assert code(big) is ReasonCode.INFEASIBLE
+    assert small.starts
+
+
+workers = st.builds(
+    lambda least, more, cpus, priority, at: {
+        "min_workers": least,
+        "max_workers": least + more,
+        "worker": {"CPU": cpus},
+        "priority": priority,
+        "created_at": float(at),
+    },
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.integers(-1, 1),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(workers, max_size=6), st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_what_starts_fits_at_its_least(queue: list[dict[str, Any]], cpus: list[int]) -> None:
+    """However the queue looks: everyone is answered once, and the least sizes of those that start fit together."""
+    queued = [run(f"r{i}", **values) for i, values in enumerate(queue)]
+    admissions = admit(queued, [], nodes(*map(float, cpus)))
+    assert sorted(admission.run_id for admission in admissions) == sorted(one.id for one in queued)
+    started = [one for one in queued if Admission(one.id) in admissions]
+    assert sum(one.min_workers * one.worker["CPU"] for one in started) <= sum(cpus)
+    feasible = [admission for admission in admissions if code(admission) is not ReasonCode.INFEASIBLE]
+    assert not feasible or feasible[0].starts, "an empty cluster starts the first that can ever fit"

@@ -1,0 +1,57 @@
+"""Settings: what an operator may say, and what a wrong word is answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings, SettingsError, dashboard_url, existing_ray_token, home_directory
+
+
+def test_everything_lies_in_the_home_by_default() -> None:
+    settings = Settings(home=Path("/srv/es"))
+    assert settings.database_url == "sqlite:////srv/es/everstep.db"
+    assert settings.storage_uri == "/srv/es/storage"
+    assert settings.embedded
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("head:8265", "http://head:8265"),
+        ("http://head:8265/", "http://head:8265"),
+        ("https://ray.example.org", "https://ray.example.org"),
+        ("http://[::1]:8265", "http://[::1]:8265"),
+    ],
+)
+def test_a_dashboard_address_becomes_a_url(address: str, url: str) -> None:
+    settings = Settings(home=Path("/srv/es"), ray_address=address)
+    assert settings.ray_address == url
+    assert not settings.embedded
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "redis://head:6379", "", "http://", ":8265"])
+def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
+    with pytest.raises(SettingsError, match="http://head:8265"):
+        dashboard_url(address)
+
+
+@pytest.mark.parametrize("values", [{"port": 70_000}, {"port": -1}, {"nodes": 0}, {"cpus_per_node": 0}, {"home": Path("rel")}])
+def test_a_number_that_cannot_be_is_named(values: dict[str, int | Path]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(values))):
+        Settings(**{"home": Path("/srv/es"), **values})  # type: ignore[arg-type]
+
+
+def test_home_comes_from_the_environment() -> None:
+    assert home_directory({"EVERSTEP_HOME": "/srv/es"}) == Path("/srv/es")
+    assert home_directory({"EVERSTEP_HOME": ""}) == Path.home() / ".everstep"
+
+
+def test_an_existing_cluster_s_token_is_found_where_ray_looks(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    assert existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file)}) == "from-file"
+    assert existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": "direct"}) == "direct"
+    with pytest.raises(SettingsError, match="RAY_AUTH_TOKEN_PATH"):
+        existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")})
