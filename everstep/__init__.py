@@ -1,1 +1,75 @@
-"""Everstep: elastic, fault-tolerant PyTorch training over HTTP."""
+"""Everstep: fault-tolerant distributed PyTorch training. Submit a run, wait for it, fetch its checkpoint:
+
+>>> from everstep import Client                                   # doctest: +SKIP
+>>> run = Client().runs.create({"name": "digits", "task": ...})   # doctest: +SKIP
+>>> run.wait(timeout_s=600).download_checkpoint("latest", "out/") # doctest: +SKIP
+"""
+
+from everstep.client import Client
+from everstep.errors import (
+    AuthError,
+    Conflict,
+    CorruptDownload,
+    EverstepError,
+    FieldError,
+    InvalidSpec,
+    NotFound,
+    RateLimited,
+    RunFailed,
+    ServiceError,
+    Unavailable,
+    UsageError,
+    WaitTimeout,
+)
+from everstep.follow import Patience
+from everstep.runs import RunHandle
+from everstep.spec import RunSpec
+from everstep.wire import (
+    Attempt,
+    Checkpoint,
+    ClusterInfo,
+    Event,
+    Failure,
+    Goodput,
+    LogLine,
+    ReasonCode,
+    Run,
+    RunStatus,
+    Samples,
+    Verdict,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attempt",
+    "AuthError",
+    "Checkpoint",
+    "Client",
+    "ClusterInfo",
+    "Conflict",
+    "CorruptDownload",
+    "Event",
+    "EverstepError",
+    "Failure",
+    "FieldError",
+    "Goodput",
+    "InvalidSpec",
+    "LogLine",
+    "NotFound",
+    "Patience",
+    "RateLimited",
+    "ReasonCode",
+    "Run",
+    "RunFailed",
+    "RunHandle",
+    "RunSpec",
+    "RunStatus",
+    "Samples",
+    "ServiceError",
+    "Unavailable",
+    "UsageError",
+    "Verdict",
+    "WaitTimeout",
+    "__version__",
+]

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, Tag, field_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
 
+MAX_INT = 2**31 - 1
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 NonNegativeFiniteFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFiniteFloat = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Frozen(BaseModel):
-    """Base of every wire type: immutable, unknown fields refused, no silent type coercion from strings."""
+    """Base of what a request says: immutable, unknown fields refused, no silent type coercion from strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
 
 
 # ---------------------------------------------------------------- models
@@ -85,7 +90,7 @@ ImageModelSpec = Annotated[
     Discriminator(
         _model_tag,
         custom_error_type="unknown_model",
-        custom_error_message="model.name is not known; GET /v1/catalog lists the models: mini_resnet or a classifier of torchvision.models",
+        custom_error_message="is not a known model; GET /v1/catalog lists them: mini_resnet and torchvision's classifiers",
     ),
 ]
 
@@ -94,7 +99,8 @@ ImageModelSpec = Annotated[
 
 class DigitsArgs(Frozen):
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and evaluates nothing. The split is fixed and stratified."""
+    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and evaluates nothing. The split is
+    fixed and stratified."""
     augment: bool = True
     """Random shifts of up to one pixel, keyed by (seed, epoch, sample index)."""
 
@@ -108,7 +114,7 @@ class DigitsSpec(Frozen):
 
 class FashionMnistArgs(Frozen):
     root: str = "/usr/share/datasets/fashion-mnist"
-    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are missing and the network allows it."""
+    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are missing and the network allows."""
     augment: bool = True
     """Random horizontal flips, keyed by (seed, epoch, sample index)."""
 
@@ -210,6 +216,13 @@ class SgdSpec(_Optimizer):
     nesterov: bool = False
     """Nesterov momentum; needs momentum > 0."""
 
+    @field_validator("nesterov")
+    @classmethod
+    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("momentum") == 0:
+            raise PydanticCustomError("nesterov_without_momentum", "needs momentum > 0, but momentum is 0")
+        return value
+
 
 OptimizerSpec = Annotated[AdamWSpec | AdamSpec | SgdSpec, Field(discriminator="name")]
 
@@ -217,7 +230,7 @@ OptimizerSpec = Annotated[AdamWSpec | AdamSpec | SgdSpec, Field(discriminator="n
 
 
 class _Schedule(Frozen):
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0 to its peak."""
 
 
@@ -279,14 +292,14 @@ class Catalog(Frozen):
 
 def _entry(spec: type[BaseModel], name: str | None = None, *, nested: bool = False) -> CatalogEntry:
     """One entry; ``nested`` specs keep their arguments below ``args``, the others beside ``name``."""
-    arguments = spec.model_fields["args"].annotation if nested else spec
+    arguments: Any = spec.model_fields["args"].annotation if nested else spec
     assert isinstance(arguments, type) and issubclass(arguments, BaseModel)
     schema = arguments.model_json_schema()
     schema.get("properties", {}).pop("name", None)
     schema["required"] = [field for field in schema.get("required", []) if field != "name"]
-    literal = spec.model_fields["name"].annotation
+    literal: Any = spec.model_fields["name"].annotation
     return CatalogEntry(
-        name=name or literal.__args__[0],  # type: ignore[union-attr]
+        name=name or literal.__args__[0],
         description=" ".join((spec.__doc__ or "").split()),
         args_schema=schema,
     )
@@ -303,7 +316,5 @@ def catalog() -> Catalog:
         ),
         data=tuple(_entry(spec, nested=True) for spec in data),
         optimizers=tuple(_entry(spec) for spec in (AdamWSpec, AdamSpec, SgdSpec)),
-        schedules=tuple(
-            _entry(spec) for spec in (ConstantScheduleSpec, CosineScheduleSpec, LinearScheduleSpec, StepScheduleSpec)
-        ),
+        schedules=tuple(_entry(spec) for spec in (ConstantScheduleSpec, CosineScheduleSpec, LinearScheduleSpec, StepScheduleSpec)),
     )

@@ -118,23 +118,37 @@ class RunFailed(EverstepError):
 
 CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
     {
-        "invalid_request": (400, ServiceError),
         "unauthorized": (401, AuthError),
         "forbidden": (403, AuthError),
         "not_found": (404, NotFound),
         "conflict": (409, Conflict),
         "idempotency_conflict": (409, Conflict),
         "invalid_transition": (409, Conflict),
+        "checkpoint_deleted": (409, Conflict),
+        "corrupt_checkpoint": (409, CorruptDownload),
         "invalid_spec": (422, InvalidSpec),
+        "invalid_request": (422, InvalidSpec),
         "rate_limited": (429, RateLimited),
-        "service_error": (500, ServiceError),
+        "internal_error": (500, ServiceError),
         "unavailable": (503, Unavailable),
+        "database_unavailable": (503, Unavailable),
+        "storage_unavailable": (503, Unavailable),
     }
 )
 """The one table of a problem's ``code``: the status that it is answered with, and the error that the SDK raises for it."""
 
 ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
-    {**{status: error for status, error in CODES.values()}, 502: Unavailable, 504: Unavailable}
+    {
+        401: AuthError,
+        403: AuthError,
+        404: NotFound,
+        409: Conflict,
+        422: InvalidSpec,
+        429: RateLimited,
+        502: Unavailable,
+        503: Unavailable,
+        504: Unavailable,
+    }
 )
 """Which error an answer becomes whose code is not in the table: a newer service's, or one that a proxy gave."""
 

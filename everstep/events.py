@@ -43,7 +43,8 @@ class EventKind(StrEnum):
     FAILURE = "failure"
     """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
     RECOVERED = "recovered"
-    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before, world_size_after, phases {name: seconds}."""
+    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before, world_size_after,
+    phases {name: seconds}."""
     ATTEMPT_ENDED = "attempt_ended"
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from everstep.catalog import (
@@ -15,17 +14,30 @@ from everstep.catalog import (
     ConstantScheduleSpec,
     Fraction,
     Frozen,
+    NonNegativeInt,
     OptimizerSpec,
     PositiveFiniteFloat,
+    PositiveInt,
     ScheduleSpec,
     TaskSpec,
 )
-from everstep.errors import FieldError, InvalidSpec
+from everstep.errors import InvalidSpec
+from everstep.field_errors import field_errors
 
 Seconds = PositiveFiniteFloat
+ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "PYTHON")
 MAX_WORKERS = 16_384
+
+
+def _belongs_to_user(name: str) -> str:
+    if name.upper().startswith(REFUSED_ENV_PREFIXES):
+        raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_* and PYTHON* belong to the service")
+    return name
+
+
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_belongs_to_user)]
 
 
 class LoaderSpec(Frozen):
@@ -43,7 +55,8 @@ class TrainSpec(Frozen):
     global_batch_size: PositiveInt = 128
     """Samples in one optimizer step, whatever the world size."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Samples in one forward pass; which rank runs it does not matter. ``auto`` picks one that divides well over likely world sizes."""
+    """Samples in one forward pass; which rank runs it does not matter. ``auto`` picks one that divides well over likely world
+    sizes."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward; fp16 uses a loss scaler."""
     grad_clip_norm: PositiveFiniteFloat | None = None
@@ -79,7 +92,7 @@ class ScalingSpec(Frozen):
     """The run waits below this many ranks."""
     max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
     """Ranks that the run uses where the cluster has room."""
-    resources_per_worker: dict[str, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources of one rank; GPUs are added by ``use_gpu``."""
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU a rank; ``auto`` uses GPUs where the cluster has them. NCCL on GPU, gloo on CPU."""
@@ -124,9 +137,9 @@ class CheckpointSpec(Frozen):
 
 
 class RecoverySpec(Frozen):
-    max_user_errors: Annotated[int, Field(ge=0)] = 1
+    max_user_errors: NonNegativeInt = 1
     """Restarts after an exception of user code; the same error at the same step twice stops at once."""
-    max_system_failures: Annotated[int, Field(ge=0)] = 100
+    max_system_failures: NonNegativeInt = 100
     """Restarts after lost workers, nodes and the like; progress gives the budget back."""
     hang_timeout_s: Seconds | None = None
     """A rank without a step for so long is taken for hung; None learns it: max(60 s, 10 x p99 of its steps)."""
@@ -170,11 +183,9 @@ class RunSpec(Frozen):
     """Budgets and time-outs."""
     resume_from: None = None
     """Start from a checkpoint of another run; not served by this version."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Annotated[str, Field(max_length=4096)]] = Field(
-        default_factory=dict, max_length=256
-    )
+    env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=256)
     """Environment of every rank, set before the process group exists."""
-    secrets: Annotated[dict[str, str], Field(max_length=0)] = Field(default_factory=dict)
+    secrets: dict[str, str] = Field(default_factory=dict)
     """Names of secret files on the nodes; not served by this version."""
     runtime_env: None = None
     """Ray runtime environment; the operator allows none in this version."""
@@ -187,37 +198,39 @@ class RunSpec(Frozen):
                 "not_served", "{field} is not served by this version; leave it out or set it to null", {"field": info.field_name}
             )
 
-    @field_validator("env")
+    @field_validator("secrets")
     @classmethod
-    def _env_is_the_users(cls, value: dict[str, str]) -> dict[str, str]:
-        refused = sorted(key for key in value if key.upper().startswith(REFUSED_ENV_PREFIXES))
-        if refused:
-            raise PydanticCustomError(
-                "env_refused",
-                "{names} may not be set: names that begin with RAY_, EVERSTEP_, LD_ or PYTHON belong to the service",
-                {"names": ", ".join(refused)},
-            )
+    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        if value:
+            raise PydanticCustomError("not_served", "secrets is not served by this version; leave it out or empty")
         return value
 
-    @model_validator(mode="after")
-    def _workers_have_micro_batches(self) -> RunSpec:
-        micro = self.micro_batch_size
-        num_micro = math.ceil(self.train.global_batch_size / micro)
-        if self.scaling.min_workers > num_micro:
+    @field_validator("scaling")
+    @classmethod
+    def _workers_have_micro_batches(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        train: TrainSpec | None = info.data.get("train")
+        if train is None:
+            return value
+        num_micro = math.ceil(train.global_batch_size / _micro_batch_size(train, value))
+        if value.min_workers > num_micro:
             raise PydanticCustomError(
                 "more_workers_than_micro_batches",
-                "scaling.min_workers {workers} ranks would share {num_micro} micro-batches of a global batch; "
-                "lower min_workers or train.micro_batch_size",
-                {"workers": self.scaling.min_workers, "num_micro": num_micro},
+                "min_workers {workers} ranks would share {num_micro} micro-batches of a global batch; "
+                "lower scaling.min_workers or train.micro_batch_size",
+                {"workers": value.min_workers, "num_micro": num_micro},
             )
-        return self
+        return value
 
     @property
     def micro_batch_size(self) -> int:
         """The micro-batch size in samples, with ``auto`` resolved."""
-        if self.train.micro_batch_size != "auto":
-            return self.train.micro_batch_size
-        return auto_micro_batch_size(self.train.global_batch_size, self.scaling.max_workers)
+        return _micro_batch_size(self.train, self.scaling)
+
+
+def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:
+    if train.micro_batch_size != "auto":
+        return train.micro_batch_size
+    return auto_micro_batch_size(train.global_batch_size, scaling.max_workers)
 
 
 def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
@@ -242,23 +255,4 @@ def parse_spec(raw: Any) -> RunSpec:
     try:
         return RunSpec.model_validate(raw)
     except ValidationError as exc:
-        raise InvalidSpec(tuple(_field_error(raw, error) for error in exc.errors(include_url=False))) from exc
-
-
-def _field_error(raw: Any, error: ErrorDetails) -> FieldError:
-    """One fault with the path that the user wrote: tags that pydantic adds at unions are left out."""
-    path: list[str | int] = []
-    node, parts = raw, list(error["loc"])
-    for position, part in enumerate(parts):
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        elif position < len(parts) - 1 or not _is_field(part, error):
-            continue
-        path.append(part)
-    return FieldError(loc=tuple(path), msg=re.sub(r"^Value error, ", "", error["msg"]))
-
-
-def _is_field(part: str | int, error: ErrorDetails) -> bool:
-    return error["type"] == "missing" or isinstance(part, int) or "tag" not in error["type"]
+        raise InvalidSpec(field_errors(RunSpec, raw, exc)) from exc

@@ -43,7 +43,7 @@ def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Complete lines without their ends. Each byte is looked at once, so a message of many megabytes costs no more than its size."""
+    """Complete lines without their ends. Each byte is looked at once, so that a huge message costs no more than its size."""
     pending = list[bytes]()
     after_cr = False
     first = True

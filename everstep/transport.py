@@ -161,7 +161,7 @@ class Transport:
     def stream(
         self, path: str, *, params: Params | None = None, headers: Mapping[str, str] | None = None, silence_s: float | None = None
     ) -> Iterator[httpx.Response]:
-        """A streamed answer; not tried again here. ``silence_s`` is how long it may say nothing before the connection counts as lost.
+        """A streamed answer; not tried again here. ``silence_s``: how long it may say nothing before the connection counts as lost.
         Errors in the ``with`` block are translated too."""
         timeout = httpx.Timeout(self._timeout_s, connect=min(self._timeout_s, 5.0), read=silence_s or self._timeout_s)
         with (
@@ -221,7 +221,5 @@ def retry_after_s(value: str | None, now: float | None = None) -> float | None:
 def _given(params: Params | None) -> dict[str, Any]:
     """Parameters without those that are None; booleans as JSON writes them."""
     return {
-        key: str(value).lower() if isinstance(value, bool) else value
-        for key, value in (params or {}).items()
-        if value is not None
+        key: str(value).lower() if isinstance(value, bool) else value for key, value in (params or {}).items() if value is not None
     }
