@@ -1,4 +1,4 @@
-"""Carries decisions out. Every line may be the last one of this process: what was done is found again, what was not is done again."""
+"""Carries decisions out. Any line may be this process's last: what was done is found again, what was not is done again."""
 
 from __future__ import annotations
 
