@@ -96,7 +96,8 @@ class Journal:
             self.event(EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10),
         ]
 
-    def steps(self, *steps: int, **values: float | None) -> JournalEvent:
+    def steps(self, *steps: int, at: float | None = None, **values: float | None) -> JournalEvent:
+        self.at = self.at if at is None else at
         values = values or {"loss": 0.5}
         return self.event(EventKind.METRICS, points=[{"step": step, "at": self.at, "values": values} for step in steps])
 
@@ -134,7 +135,7 @@ class ApiService:
         self._server = uvicorn.Server(uvicorn.Config(create_app(self.context), log_config=None, lifespan="on"))
         self._serving = asyncio.create_task(self._server.serve([listener]))
         async with asyncio.timeout(10):
-            while not self._server.started:
+            while not self._server.started:  # noqa: ASYNC110  uvicorn has no event for it
                 await asyncio.sleep(0.005)
         self.http = await self.client(self.token("admin"))
         return self

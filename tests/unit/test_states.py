@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_database_allows_exactly_the_table(before: RunStatus, tmp_path: Path
     for after in RunStatus:
         run, _ = store.create(parse_spec(spec()), "tok_test")
         way = path_to(before)
-        for here, there in zip(way, way[1:], strict=False):
+        for here, there in pairwise(way):
             store.transition(run.id, here, there)
         if is_legal(before, after):
             assert store.transition(run.id, before, after).status == after
