@@ -1,0 +1,78 @@
+"""A reconciler with a real database and storage and a fake dashboard; as a program, it makes one tick and may be killed in it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from everstep.events import EventKind
+from everstep.spec import parse_spec
+from service.db.engine import Database
+from service.db.events import EventStore
+from service.db.rows import RunRow
+from service.db.runs import RunStore
+from service.ray_jobs import RayEndpoint, RayJobs
+from service.reconciler.loop import Reconciler
+from storage.filesystem import open_storage
+from storage.journal import JournalEvent, JournalWriter
+from tests.unit.fake_ray import FakeRay
+
+
+class World:
+    """One service's state on disk, with its reconciler."""
+
+    def __init__(self, home: Path, ray: RayJobs) -> None:
+        self.database = Database(f"sqlite:///{home / 'everstep.db'}")
+        self.database.migrate()
+        self.storage = open_storage(str(home / "storage"))
+        self.now = time.time()
+        self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
+        self.reconciler = Reconciler(self.runs, self.events, self.storage, ray, clock=self.clock)
+
+    def clock(self) -> float:
+        return self.now
+
+    def create(self, **values: Any) -> RunRow:
+        task = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+        return self.runs.create(parse_spec({"name": "a", "task": task, **values}), "tok_test")[0]
+
+    def get(self, run_id: str) -> RunRow:
+        row = self.runs.get(run_id)
+        assert row is not None
+        return row
+
+    def write(self, run_id: str, submission: int, *entries: tuple[EventKind, dict[str, Any]], first: int = 1) -> None:
+        """What a driver would put into its journal."""
+        with JournalWriter(self.storage.run_dir(run_id), submission) as journal:
+            journal.append(
+                [
+                    JournalEvent(
+                        kind=kind, at=self.now, submission=submission, attempt=1, data=data, source="driver", source_n=first + index
+                    )
+                    for index, (kind, data) in enumerate(entries)
+                ]
+            )
+
+
+@asynccontextmanager
+async def world(home: Path, url: str) -> AsyncIterator[World]:
+    async with RayJobs(lambda: RayEndpoint(url, FakeRay.token)) as ray:
+        made = World(home, ray)
+        try:
+            yield made
+        finally:
+            made.database.close()
+
+
+async def _one_tick(home: Path, url: str) -> None:
+    async with world(home, url) as made:
+        await made.reconciler.tick()
+
+
+if __name__ == "__main__":
+    asyncio.run(_one_tick(Path(sys.argv[1]), sys.argv[2]))

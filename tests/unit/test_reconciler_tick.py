@@ -1,0 +1,208 @@
+"""tick() on a real database and real storage, with a dashboard that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.events import EventKind
+from everstep.wire import ReasonCode, RunStatus
+from service.reconciler.decide import STOP_GRACE_S
+from tests.unit.fake_ray import FakeRay, serving
+from tests.unit.reconciler_world import World, world
+
+STARTED = (
+    (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
+    (EventKind.RESTORED, {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []}),
+    (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
+)
+METRICS = (EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]})
+SUCCEEDED = (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10})
+
+
+@pytest.fixture(autouse=True)
+def always_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tick asks Ray everything, so that a test knows what the next tick sees."""
+    for interval in ("ASK_INTERVAL_S", "SWEEP_INTERVAL_S"):
+        monkeypatch.setattr(f"service.reconciler.observe.{interval}", 0.0)
+
+
+@pytest.fixture
+def ray() -> Iterator[FakeRay]:
+    with serving(FakeRay()) as made:
+        yield made
+
+
+@pytest.fixture
+async def here(tmp_path: Path, ray: FakeRay) -> AsyncIterator[World]:
+    async with world(tmp_path, ray.url) as made:
+        yield made
+
+
+async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    for _ in range(3):
+        await here.reconciler.tick()
+    job_id = f"{run.id}-s001"
+    assert ray.submissions == [job_id]
+    job = ray.jobs[job_id]
+    assert job["entrypoint"] == f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
+    assert job["metadata"] == {"run_id": run.id, "run_name": "a", "project": "default", "submission": "1"}
+    assert not {"runtime_env", "entrypoint_num_cpus", "entrypoint_resources"} & job.keys()
+    assert here.storage.run_dir(run.id).read_spec().name == "a"
+    row = here.get(run.id)
+    assert (row.status, row.submission, row.ray_job_id) == (RunStatus.STARTING, 1, job_id)
+
+
+@pytest.mark.parametrize("point", ["before_claim", "after_claim", "after_submit", "after_record"])
+async def test_a_kill_at_any_line_of_a_start_leaves_one_job(point: str, tmp_path: Path, ray: FakeRay, here: World) -> None:
+    run = here.create()
+    command = [sys.executable, "-m", "tests.unit.reconciler_world", str(tmp_path), ray.url]
+    killed = await asyncio.create_subprocess_exec(*command, env={**os.environ, "EVERSTEP_CRASH_POINT": point})
+    assert await asyncio.wait_for(killed.wait(), 60) == -signal.SIGKILL
+    for _ in range(3):
+        await here.reconciler.tick()
+    assert list(ray.jobs) == [f"{run.id}-s001"]
+    row = here.get(run.id)
+    assert (row.status, row.submission, row.ray_job_id) == (RunStatus.STARTING, 1, f"{run.id}-s001")
+
+
+async def test_a_journal_becomes_status_metrics_and_end(here: World) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS)
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.step, row.metrics, row.world_size) == (RunStatus.RUNNING, 7, {"loss": 0.5}, 2)
+    here.write(run.id, 1, SUCCEEDED, first=5)
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.SUCCEEDED
+    seqs = [event.seq for event in here.events.after(run.id, 0, 100)]
+    assert seqs == list(range(1, len(seqs) + 1))
+
+
+async def test_a_new_process_reads_on_where_the_last_one_stopped(here: World, tmp_path: Path, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED)
+    await here.reconciler.tick()
+    before = here.events.count(run.id)
+    here.write(run.id, 1, METRICS, SUCCEEDED, first=4)
+    async with world(tmp_path, ray.url) as next_one:
+        await next_one.reconciler.tick()
+        assert next_one.get(run.id).status == RunStatus.SUCCEEDED
+    assert here.events.count(run.id) == before + 3, "two entries of the journal, and the status"
+
+
+async def test_a_lost_driver_is_replaced_after_its_journal_was_read(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS)
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.submission, row.step) == (RunStatus.RECOVERING, 2, 7)
+    assert ray.jobs[f"{run.id}-s002"]["status"] == "RUNNING"
+    here.write(run.id, 1, SUCCEEDED, first=5)
+    here.write(run.id, 2, *STARTED)
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.RUNNING, "what a replaced driver still writes is not taken"
+
+
+async def test_a_job_that_ray_calls_failed_may_have_succeeded(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, SUCCEEDED)
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.SUCCEEDED
+    assert ray.submissions == [f"{run.id}-s001"]
+
+
+async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    ray.jobs.clear()
+    await here.reconciler.tick()
+    assert list(ray.jobs) == [f"{run.id}-s002"]
+
+
+async def test_cancel_reaches_the_driver_and_then_ray(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.runs.request_stop(run.id, "cancel")
+    await here.reconciler.tick()
+    assert here.storage.run_dir(run.id).stop_requested(1) == "cancel"
+    assert ray.stopped == []
+    here.now += STOP_GRACE_S["cancel"] + 1
+    for _ in range(2):
+        await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.reason_code) == (RunStatus.CANCELLED, ReasonCode.CANCELLED_BY_USER)
+    assert ray.stopped == [f"{run.id}-s001"]
+
+
+async def test_ray_away_is_said_and_gets_over(here: World, ray: FakeRay) -> None:
+    ray.broken = True
+    run = here.create()
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.reason_code) == (RunStatus.QUEUED, ReasonCode.WAITING_FOR_CLUSTER)
+    assert here.reconciler.ray_problem is not None
+    ray.broken = False
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.reason_code) == (RunStatus.STARTING, None)
+    assert here.reconciler.ray_problem is None
+
+
+async def test_what_can_never_fit_says_so_and_starts_when_it_can(here: World, ray: FakeRay) -> None:
+    run = here.create(scaling={"min_workers": 3, "max_workers": 3})
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.reason_code) == (RunStatus.QUEUED, ReasonCode.INFEASIBLE)
+    assert "1 CPU more" in (row.reason_message or "")
+    ray.nodes.append(ray.node("n2", {"CPU": 1.0}))
+    await here.reconciler.tick()
+    assert list(ray.jobs) == [f"{run.id}-s001"]
+
+
+async def test_storage_that_cannot_be_written_keeps_the_run_queued(here: World, ray: FakeRay, tmp_path: Path) -> None:
+    (tmp_path / "storage").write_text("a file where the directory should be")
+    run = here.create()
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.submission, row.reason_code) == (RunStatus.QUEUED, 0, ReasonCode.STORAGE_UNAVAILABLE)
+    assert ray.submissions == []
+
+
+async def test_a_deadline_ends_the_run_and_its_job(here: World, ray: FakeRay) -> None:
+    run = here.create(recovery={"deadline_s": 60})
+    await here.reconciler.tick()
+    here.now += 61
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.reason_code) == (RunStatus.FAILED, ReasonCode.DEADLINE_EXCEEDED)
+    assert ray.stopped == [f"{run.id}-s001"]
+
+
+async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    # Ray lost sight of the first driver, which lives; and another service shares the cluster.
+    ray.jobs[f"{run.id}-s001"]["status"] = "RUNNING"
+    other = {"run_id": "run_of_another", "submission": "1"}
+    ray.jobs["run_of_another-s001"] = {**ray.jobs[f"{run.id}-s001"], "submission_id": "run_of_another-s001", "metadata": other}
+    await here.reconciler.tick()
+    assert ray.stopped == [], "it may be ending by itself"
+    monkeypatch.setattr("service.reconciler.decide.STRAY_GRACE_S", 0.0)
+    await here.reconciler.tick()
+    assert ray.stopped == [f"{run.id}-s001"]
