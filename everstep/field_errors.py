@@ -16,14 +16,18 @@ from everstep.errors import FieldError
 
 def fields_of(annotation: Any, value: Any = None) -> dict[str, Any]:
     """Field name -> annotation, of the model that ``annotation`` is; of a union, of those that ``value``'s name chooses."""
-    models = list(_models(annotation))
-    name = value.get("name") if isinstance(value, dict) else None
-    chosen = [model for model in models if name is not None and name in _names(model)]
     found: dict[str, Any] = {}
-    for model in chosen or models:
+    for model in models_of(annotation, value):
         hints = typing.get_type_hints(model, include_extras=True)
         found.update({field: hints[field] for field in model.model_fields if field not in found})
     return found
+
+
+def models_of(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
+    """The models that ``annotation`` may be: of a union, those that ``value``'s name chooses, all where it chooses none."""
+    models = list(_models(annotation))
+    name = value.get("name") if isinstance(value, dict) else None
+    return [model for model in models if name is not None and name in _names(model)] or models
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
