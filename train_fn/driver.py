@@ -29,7 +29,7 @@ from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from train_fn.context import Stop
-from train_fn.journal import NAMESPACE, ActorJournalClient, start_journal
+from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob

@@ -56,6 +56,10 @@ class Reply:
     """Newest attempt that has started."""
 
 
+Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
+"""Hands a source's events, and what the user asked for, to the journal; raises when it is not known to have arrived."""
+
+
 class JournalActor:
     """Single writer of one submission's journal. Its method is called by one client at a time, in any interleaving."""
 
@@ -127,12 +131,22 @@ def start_journal(run_dir: RunDir, submission: int, node_id: str) -> Any:
     ).remote(run_dir, submission)
 
 
+def deliver_to(actor: Any, timeout_s: float = 10.0) -> Deliver:
+    """The way to a journal actor for an ActorJournalClient."""
+
+    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        reply: Reply = ray.get(actor.deliver.remote(source, events, stop), timeout=timeout_s)
+        return reply
+
+    return deliver
+
+
 class ActorJournalClient:
     """Hands events to the journal from a background thread, and learns from its replies. Nothing here blocks its caller."""
 
     def __init__(
         self,
-        actor: Any,
+        deliver: Deliver,
         source: str,
         attempt: int,
         *,
@@ -146,7 +160,7 @@ class ActorJournalClient:
         background thread, when a newer attempt than this client's has started.
         """
         self.attempt = attempt
-        self._actor = actor
+        self._call = deliver
         self._source = source
         self._interval_s = interval_s
         self._beat_s = beat_s
@@ -160,6 +174,8 @@ class ActorJournalClient:
         self._source_n = 0
         self._announced: Stop | None = None
         self._reply: Reply | None = None
+        self._num_replies = 0
+        self._asked = False
         self._hurry = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
@@ -190,10 +206,12 @@ class ActorJournalClient:
 
     def ask(self, timeout_s: float) -> None:
         """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
-        try:
-            self._reply = ray.get(self._actor.deliver.remote(self._source, ()), timeout=timeout_s)
-        except Exception as exc:
-            logger.warning("the journal did not answer, going on with what it said before: %s", exc)
+        with self._lock:
+            before = self._num_replies
+            self._asked = True
+            self._hurry.set()
+            if not self._lock.wait_for(lambda: self._num_replies > before, timeout_s):
+                logger.warning("the journal did not answer within %g s; going on with what it said before", timeout_s)
 
     def announce_stop(self, stop: Stop) -> None:
         """Tell the journal, and through its replies every client, what the user asked for; sent again with every delivery."""
@@ -232,7 +250,8 @@ class ActorJournalClient:
             self._hurry.wait(self._interval_s * min(2**failures, 16))
             self._hurry.clear()
             self._seal()
-            if not self._sealed and self._announced is None and time.monotonic() - last_call < self._beat_s:
+            asked, self._asked = self._asked, False
+            if not asked and not self._sealed and self._announced is None and time.monotonic() - last_call < self._beat_s:
                 self._count_delivered()
                 continue
             last_call = time.monotonic()
@@ -255,9 +274,10 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
-        reply: Reply = ray.get(self._actor.deliver.remote(self._source, self._sealed, self._announced), timeout=10)
+        reply = self._call(self._source, tuple(self._sealed), self._announced)
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
         self._reply = reply
+        self._num_replies += 1
         self._count_delivered()
         if self._pending:
             self._hurry.set()

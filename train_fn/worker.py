@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import logging
@@ -17,7 +18,7 @@ import torch
 
 from everstep.events import EventKind
 from train_fn.context import Stop, WorkerContext
-from train_fn.journal import ActorJournalClient
+from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
@@ -111,7 +112,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
     log.start()
     client = ActorJournalClient(
-        job.journal,
+        deliver_to(job.journal),
         f"rank-{rank}.a{launch.attempt:03d}",
         launch.attempt,
         interval_s=max(0.25, job.run_dir.storage.batch_s),
@@ -156,6 +157,8 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     )
     module, _, function = job.train.partition(":")
     train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
+    # What the imports made stays: leaving a broken step collects garbage, and should not look through all of torch for it.
+    gc.freeze()
     return train(context)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from everstep.events import EventKind
 from train_fn.context import Stop
-from train_fn.journal import ActorJournalClient
+from train_fn.journal import ActorJournalClient, deliver_to
+from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.seam import (
     ControllerError,
@@ -81,13 +82,16 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
         self._journal = ActorJournalClient(
-            engine.job.journal,
+            deliver_to(engine.job.journal),
             f"controller.{uuid.uuid4().hex[:8]}",
             self._attempt,
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
         )
         self.worker_group_cls = GroupFactory(self)
-        self._sizes = LiveScalingPolicy(train_run_context.scaling_config, self._settings, self._journal, self._held)
+        self._placement = Placement(engine.job.run_dir.run_id, engine.job.spec.scaling.max_workers)
+        self._sizes = LiveScalingPolicy(
+            train_run_context.scaling_config, self._settings, self._journal, self._placement.held
+        )
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
@@ -98,6 +102,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
     def outcome(self) -> Outcome:
         """How the run was left; asked once ``run`` has returned."""
         self._pool.stop()
+        self._placement.release()
         self._journal.flush(_FLUSH_S)
         given_up = self._verdict if self._verdict is not None and not self._verdict.restart else None
         return Outcome(
@@ -122,6 +127,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if waiting and result.next_state is before:
             if self._worker_group is not None:
                 self._shutdown_worker_group()
+            if self._sizes.waiting:
+                self._placement.release()  # two runs that each hold half of what both need would wait for ever
             await asyncio.sleep(self._settings.poll_s)
         elif isinstance(before, RunningState):
             self._see_to_yield()
@@ -162,7 +169,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._journal.attempt = self._attempt
         self._yield_since = None
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
-        self._last_group = EverstepWorkerGroup(launch, self._settings, self._tell_started, **kwargs)
+        self._last_group = EverstepWorkerGroup(launch, self._settings, self._placement, self._tell_started, **kwargs)
         return self._last_group
 
     def _shutdown_worker_group(self) -> None:
@@ -171,9 +178,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._tell_ended(("stopped" if self._stopped else "finished") if ending else "resized")
             self._recovery = None
         super()._shutdown_worker_group()
-
-    def _held(self) -> dict[str, int]:
-        return self._worker_group.bundles_by_node() if self._worker_group is not None else {}
 
     def _ranks_by_node(self) -> dict[str, frozenset[int]]:
         """Called from the pool's thread: the group may end between two lines."""

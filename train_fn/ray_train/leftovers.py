@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 _STATES = frozenset({"PENDING", "PREPARED", "CREATED", "RESCHEDULING"})
 
 
-def placement_group_name(run_id: str, attempt: int) -> str:
-    return f"everstep/{run_id}/a{attempt:03d}"
+def placement_group_name(run_id: str, number: int) -> str:
+    return f"everstep/{run_id}/{number}"
 
 
 def remove_placement_groups(run_id: str) -> int:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import ray
-from ray.util.placement_group import placement_group_table
 
 from train_fn.ray_train.seam import cluster_state
 from train_fn.recovery.probe import accepts_connection
@@ -37,9 +33,3 @@ def look_at_nodes(probe_timeout_s: float) -> tuple[NodeView, ...]:
         )
         for node, up in zip(nodes, reachable, strict=True)
     )
-
-
-def bundles_by_node(placement_group: Any) -> Counter[str]:
-    """How many bundles of a placement group lie on each node, by node id; where they lie now, also after the GCS moved them."""
-    table = placement_group_table(placement_group)
-    return Counter(node_id for node_id in table.get("bundles_to_node_id", {}).values() if node_id)

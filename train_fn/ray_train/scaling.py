@@ -51,6 +51,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """Start no group for so long."""
         self._not_before = time.monotonic() + seconds
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the last look found too little for the smallest group."""
+        return self._waiting_since is not None
+
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self.wanted = None
         self._room_since = None

@@ -30,7 +30,7 @@ from ray.train.v2._internal.execution.controller.state import FinishedState, Res
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
@@ -45,13 +45,13 @@ __all__ = [
     "ControllerError",
     "DataParallelTrainer",
     "DatasetsCallback",
-    "DefaultPlacementGroupHandle",
     "FailureDecision",
     "FailurePolicy",
     "FinishedState",
     "LoopResult",
     "NoopDecision",
     "PlacementGroupCleanerCallback",
+    "PlacementGroupHandle",
     "RayTrainWorker",
     "ReschedulingState",
     "ResizeDecision",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -12,16 +11,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.placement_group import placement_group as create_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from train_fn.rank_error import RankFailure, describe_error
-from train_fn.ray_train.leftovers import placement_group_name
-from train_fn.ray_train.nodes import bundles_by_node, look_at_nodes
+from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.placement import Placement, Slot, Wanted
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
-    DefaultPlacementGroupHandle,
+    PlacementGroupHandle,
     Worker,
     WorkerGroup,
     WorkerGroupStartupFailedError,
@@ -44,6 +42,24 @@ _PING_S = 1.0
 """How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
 
 
+class _Reservation(PlacementGroupHandle):  # type: ignore[misc]
+    """What Ray takes for the group's own placement group."""
+
+    placement_group = None
+
+    def __init__(self, group: EverstepWorkerGroup) -> None:
+        self._group = group
+
+    def ready(self) -> Any:
+        raise NotImplementedError("Ray Train waits by wait() only")
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return self._group.reserve(timeout_seconds)
+
+    def shutdown(self) -> None:
+        """The bundles stay with the run."""
+
+
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """One attempt's ranks."""
 
@@ -53,17 +69,19 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self,
         launch: RankLaunch,
         settings: RecoverySettings,
+        placement: Placement,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._launch = launch
         self._settings = settings
+        self._placement = placement
         self._on_created = on_created
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
         self.start_reports: tuple[RankReport, ...] = ()
-        self._placement_group: PlacementGroup | None = None
+        self._slots: list[Slot] = []
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
@@ -97,36 +115,43 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ray.kill(actor)
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
-        """As Ray's, for what Everstep uses of it, but with a name that tells whose it is."""
-        self._placement_group = create_placement_group(
-            bundles=[worker_group_context.resources_per_worker] * worker_group_context.num_workers,
-            strategy=worker_group_context.placement_strategy,
-            bundle_label_selector=worker_group_context.label_selector,
-            name=placement_group_name(self._storage_context.experiment_dir_name, self._launch.attempt),
+        """Nothing is created here: the handle reserves bundles of the run's placement when Ray waits for it."""
+        return _Reservation(self)
+
+    def reserve(self, timeout_s: float) -> bool:
+        """Take the group's bundles; False when the cluster did not give them in time."""
+        context = self._worker_group_context
+        wanted = Wanted(
+            num_workers=context.num_workers,
+            per_worker=context.resources_per_worker,
+            strategy=context.placement_strategy,
+            usable_nodes={node.node_id for node in look_at_nodes(self._settings.probe_timeout_s) if node.usable},
+            selector=context.label_selector[0] if context.label_selector else None,
         )
-        return DefaultPlacementGroupHandle(self._placement_group)
+        slots = self._placement.reserve(wanted, timeout_s)
+        self._slots = slots or []
+        return slots is not None
 
     def _create_workers(
         self,
         num_workers: int,
-        placement_group: PlacementGroup,
+        placement_group: PlacementGroup | None,
         resources_per_worker: dict[str, float],
         placement_group_bundle_indices: list[int] | None = None,
         starting_world_rank: int = 0,
         world_size: int | None = None,
         replica_group_size: int | None = None,
     ) -> list[Any]:
-        """Actors without a runtime_env, prepared in the same breath, with ranks assigned."""
-        indices = placement_group_bundle_indices or list(range(num_workers))
+        """Actors without a runtime_env in the reserved bundles, prepared in the same breath, with ranks assigned."""
         options = worker_group_module.bundle_to_remote_args(resources_per_worker)
         actor_class = ray.remote(**options)(self._worker_cls)
         self._actors = [
             actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placement_group, placement_group_bundle_index=index
+                    placement_group=slot.group, placement_group_bundle_index=slot.index
                 )
             ).remote()
-            for index in indices
+            for slot in self._slots
         ]
         versions = [actor.prepare.remote(self._launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
@@ -137,18 +162,14 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
         _check_versions(found, metas)
         workers = [
-            Worker(actor, meta, resources_per_worker, placement_group_bundle_index=index)
-            for index, actor, meta in zip(indices, self._actors, metas, strict=True)
+            Worker(actor, meta, resources_per_worker, placement_group_bundle_index=slot.index)
+            for slot, actor, meta in zip(self._slots, self._actors, metas, strict=True)
         ]
         self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         self._on_created(self, self._ranked)
         return self._ranked
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
-
-    def bundles_by_node(self) -> dict[str, int]:
-        """This group's bundles on each node, by node id."""
-        return dict(bundles_by_node(self._placement_group)) if self._placement_group is not None else {}
 
     def ask_to_yield(self) -> None:
         """Ask every rank to save and leave at the next agreed step."""
@@ -179,6 +200,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 node_draining=node is not None and node.draining,
                 still_running=True,
             )
+            if not report.node_alive:
+                report = dataclasses.replace(report, died=True, still_running=False)
             status = polled.get(rank)
             reports[rank] = _with_error(report, status.error if status else None)
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
@@ -222,14 +245,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 callback.after_worker_group_shutdown(self._worker_group_context)
 
     def kill(self) -> None:
-        """Kill what this group created and give its resources back."""
+        """Kill what this group created; its bundles stay with the run."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        if self._placement_group is not None:
-            with contextlib.suppress(RayError):
-                remove_placement_group(self._placement_group)
-            self._placement_group = None
 
     def _look_after_failed_start(self) -> tuple[RankReport, ...]:
         """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
