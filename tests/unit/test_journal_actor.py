@@ -1,0 +1,148 @@
+"""The journal's client and actor without a cluster: what is delivered, how often, and what the client keeps while it is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from everstep.events import EventKind
+from storage.errors import StorageUnavailable
+from storage.filesystem import open_storage
+from storage.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn import journal
+from train_fn.context import Stop
+from train_fn.journal import ActorJournalClient, JournalActor, Reply, SourceEvent
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return open_storage(str(tmp_path)).run_dir("run_j")
+
+
+def event(source_n: int, kind: EventKind = EventKind.EVALUATED, attempt: int = 1, **data: object) -> SourceEvent:
+    return SourceEvent(source_n, 5.0, kind, attempt, data)
+
+
+def written(run_dir: RunDir) -> list[tuple[int, str, int]]:
+    return [(line.n, line.source, line.source_n) for line in read_journal(run_dir, 1)[0]]
+
+
+def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir: RunDir) -> None:
+    first = JournalActor(run_dir, 1)
+    first.deliver("rank-0.a001", [event(1), event(2)])
+    first.deliver("driver", [event(1)])
+    first.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=4)])
+    first._writer.close()  # as its process ends
+    again = JournalActor(run_dir, 1)
+    reply = again.deliver("rank-0.a001", [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])])
+    assert reply == Reply(acknowledged=3, stop=None, last_step=9, attempt=4)
+    assert written(run_dir) == [
+        (1, "rank-0.a001", 1),
+        (2, "rank-0.a001", 2),
+        (3, "driver", 1),
+        (4, "controller", 1),
+        (5, "rank-0.a001", 3),
+    ]
+
+
+def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    actor.deliver("driver", [], "pause")
+    assert actor.deliver("rank-0.a001", []).stop == "pause"
+    actor.deliver("driver", [], "cancel")
+    assert actor.deliver("rank-1.a001", []).stop == "cancel"
+
+
+class Faulty:
+    """The way to a real actor that loses calls and replies on order."""
+
+    def __init__(self, actor: JournalActor) -> None:
+        self.actor = actor
+        self.lose_calls = 0
+        self.lose_replies = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        with self.lock:
+            if self.lose_calls:
+                self.lose_calls -= 1
+                raise StorageUnavailable("away")
+            reply = self.actor.deliver(source, events, stop)
+            if self.lose_replies:
+                self.lose_replies -= 1
+                raise ConnectionError("the reply was lost")
+            return reply
+
+
+@pytest.mark.parametrize(("lose_calls", "lose_replies"), [(0, 0), (3, 0), (0, 3), (2, 2)])
+def test_every_event_arrives_once_and_in_order(run_dir: RunDir, lose_calls: int, lose_replies: int) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    way.lose_calls, way.lose_replies = lose_calls, lose_replies
+    client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+    for step in range(50):
+        client.emit(EventKind.EVALUATED, {"step": step})
+    assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(50))
+
+
+def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+        client.emit(EventKind.EVALUATED, {"step": 0})
+        for step in (1, 2, 3):
+            client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
+        client.emit(EventKind.EVALUATED, {"step": 3})
+    assert client.close(timeout_s=20)
+    lines = read_journal(run_dir, 1)[0]
+    assert [line.kind.value for line in lines if line.kind is not EventKind.METRICS] == ["evaluated", "evaluated"]
+    assert [point["step"] for line in lines if line.kind is EventKind.METRICS for point in line.data["points"]] == [1, 2, 3]
+
+
+def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_POINTS", 100)
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+        client.emit(EventKind.EVALUATED, {"step": 0})
+        assert not client.flush(timeout_s=0.05), "the journal is away"
+        for step in range(1, 1001):
+            client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
+    assert client.close(timeout_s=20)
+    steps = [point["step"] for line in read_journal(run_dir, 1)[0] if line.kind is EventKind.METRICS for point in line.data["points"]]
+    assert len(steps) <= 100
+    assert steps == sorted(steps)
+    assert steps[-1] == 1000, "the newest is kept"
+
+
+def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
+    client = ActorJournalClient(JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005)
+    data = {"points": [{"step": 1, "at": 1.0, "values": {}}]}
+    client.emit(EventKind.METRICS, data)
+    client.emit(EventKind.METRICS, {"points": [{"step": 2, "at": 1.0, "values": {}}]})
+    assert client.close(timeout_s=20)
+    assert len(data["points"]) == 1
+
+
+def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    superseded = threading.Event()
+    old = ActorJournalClient(actor.deliver, "rank-0.a001", 1, interval_s=0.005, on_superseded=superseded.set)
+    old.emit(EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {}}]})
+    assert old.flush(timeout_s=20)
+    assert not superseded.is_set()
+    controller = ActorJournalClient(actor.deliver, "controller", 1, interval_s=0.005)
+    controller.announce_stop("cancel")
+    controller.emit(EventKind.ATTEMPT_STARTED, {}, attempt=2)
+    assert controller.flush(timeout_s=20)
+    controller.ask(timeout_s=20)
+    assert controller.last_step == 7
+    assert superseded.wait(timeout=20)
+    old.ask(timeout_s=20)
+    assert old.stop_requested == "cancel"
+    assert old.close(timeout_s=20)
+    assert controller.close(timeout_s=20)
