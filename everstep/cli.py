@@ -1,0 +1,62 @@
+"""The command line: `everstep COMMAND`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from everstep import __version__, cli_runs, cli_service
+from everstep.cli_terminal import JsonOption, UrlOption, begin
+
+app = typer.Typer(
+    name="everstep",
+    help="Fault-tolerant distributed PyTorch training. Exit codes: 0 done or SUCCEEDED, 1 FAILED or CANCELLED, 2 bad usage or an "
+    "invalid spec, 3 the service cannot be reached.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"everstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    json_: JsonOption = False,
+    url: UrlOption = None,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")] = False,
+) -> None:
+    """Options of every command; they may also stand behind its name."""
+    begin(json_, url)
+
+
+app.command()(cli_service.serve)
+app.command()(cli_runs.submit)
+app.command()(cli_runs.runs)
+app.command()(cli_runs.show)
+app.command()(cli_runs.watch)
+app.command()(cli_runs.logs)
+app.command()(cli_runs.why)
+app.command()(cli_runs.metrics)
+app.command()(cli_runs.samples)
+app.command()(cli_runs.checkpoints)
+app.command()(cli_runs.download)
+app.command()(cli_runs.cancel)
+app.command()(cli_runs.pause)
+app.command()(cli_runs.resume)
+app.command()(cli_service.cluster)
+app.command()(cli_service.demo)
+
+
+def main() -> None:
+    """Entry point of the ``everstep`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Runs, events and failures in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.events import EventKind
+from everstep.wire import Event, Failure, Run, RunStatus
+
+STATUS_STYLES: Mapping[RunStatus, str] = {
+    RunStatus.QUEUED: "cyan",
+    RunStatus.STARTING: "cyan",
+    RunStatus.RUNNING: "bold green",
+    RunStatus.RECOVERING: "bold yellow",
+    RunStatus.STOPPING: "yellow",
+    RunStatus.PAUSED: "magenta",
+    RunStatus.SUCCEEDED: "green",
+    RunStatus.FAILED: "bold red",
+    RunStatus.CANCELLED: "red",
+}
+
+
+def size(num_bytes: float) -> str:
+    """``3.4 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """``1.3 s``, ``4 min 5 s``, ``3 h 12 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def ago(at: datetime | None, now: datetime | None = None) -> str | None:
+    """``5.0 s ago``."""
+    return None if at is None else f"{duration(max(0.0, ((now or datetime.now(UTC)) - at).total_seconds()))} ago"
+
+
+def number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def numbers(values: Mapping[str, Any]) -> str:
+    """``loss 0.1234, val_accuracy 0.98``."""
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())
+
+
+def count(amount: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{amount} {noun}{'' if amount == 1 else 's'}"
+
+
+def progress(run: Run) -> str:
+    return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
+
+
+def summary(run: Run) -> str:
+    """How a run ended, in one line."""
+    parts = [f"{run.status} at step {progress(run)}"]
+    if run.finished_at is not None:
+        parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")
+    text = " ".join(parts)
+    validation = {name: value for name, value in run.metrics.items() if name.startswith("val_")}
+    if validation:
+        text += f": {numbers(validation)}"
+    text += f"; {count(run.restarts, 'restart')}, {count(run.steps_lost, 'step')} lost"
+    if run.reason is not None:
+        text += f"\n{run.reason.code}: {run.reason.message}"
+    return text
+
+
+def failure(fault: Failure) -> str:
+    """One failure as a person would tell it."""
+    who = "a worker" if fault.first_rank is None else f"rank {fault.first_rank}"
+    place = f" on node {fault.node_id[:8]}" if fault.node_id else ""
+    when = f" at step {fault.step}" if fault.step is not None else ""
+    what = {
+        "user_error": f"the run's own code failed in {who}{place}{when}",
+        "worker_lost": f"{who}{place} died{when}",
+        "node_lost": f"the node{place.removeprefix(' on node')} with {who} was lost{when}",
+        "out_of_memory": f"{who}{place} ran out of memory{when}",
+        "preemption": f"the node{place.removeprefix(' on node')} was told to leave{when}",
+        "hang": f"{who}{place} stopped making progress{when}",
+        "storage": f"storage failed for {who}{place}{when}",
+        "control_plane": f"the driver or the Ray head was lost{when}",
+    }.get(fault.verdict, f"{who}{place} failed{when}, for a reason that the evidence does not tell")
+    lines = [f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"]
+    if fault.exception:
+        lines.append(f"  cause: {fault.exception.strip().splitlines()[-1]}")
+    lines.append(f"  then: {_outcome(fault)}")
+    return "\n".join(lines)
+
+
+def _outcome(fault: Failure) -> str:
+    parts = [fault.action or "nothing was done"]
+    if fault.world_size_before is not None and fault.world_size_after is not None:
+        parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
+    if fault.steps_lost is not None:
+        parts.append(f"{count(fault.steps_lost, 'step')} lost")
+    if fault.detect_s is not None:
+        parts.append(f"noticed after {duration(fault.detect_s)}")
+    if fault.recovery_s is not None:
+        parts.append(f"training again after {duration(fault.recovery_s)}")
+    if fault.budget:
+        parts.append(f"counted on {fault.budget}")
+    return ", ".join(parts)
+
+
+def event(item: Event) -> str | None:
+    """An event in one line; None for what is too frequent or too small to be told."""
+    data = item.data
+    match item.kind:
+        case EventKind.STATUS:
+            reason = data.get("reason") or {}
+            return f"{data.get('to')}{': ' + str(reason.get('message')) if reason else ''}"
+        case EventKind.WAITING:
+            return f"waiting: {data.get('message') or data.get('code')}"
+        case EventKind.ATTEMPT_STARTED:
+            workers = ", ".join(
+                f"rank {worker.get('rank')} on {str(worker.get('node_id'))[:8]}" for worker in data.get("workers") or ()
+            )
+            return f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: {workers}"
+        case EventKind.RESTORED if data.get("source") != "fresh":
+            rejected = "".join(f"; rejected {bad.get('name')}: {bad.get('problem')}" for bad in data.get("rejected") or ())
+            return f"goes on from step {data.get('step')} ({data.get('checkpoint') or data.get('source')}){rejected}"
+        case EventKind.TRAINING_STARTED:
+            return f"training on {data.get('device')} over {data.get('backend')}: {data.get('total_steps')} steps"
+        case EventKind.EVALUATED:
+            return f"step {data.get('step')}, epoch {data.get('epoch')}: {numbers(data.get('metrics') or {})}"
+        case EventKind.CHECKPOINT_COMMITTED:
+            return f"checkpoint of step {data.get('step')}, {size(data.get('size_bytes') or 0)}"
+        case EventKind.CHECKPOINT_FAILED:
+            return f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training goes on"
+        case EventKind.FAILURE:
+            return _failure_line(item)
+        case EventKind.RECOVERED:
+            return (
+                f"recovered in {duration(data.get('recovery_s') or 0)}: {data.get('world_size_before')} -> "
+                f"{count(data.get('world_size_after') or 0, 'rank')}, {count(data.get('steps_lost') or 0, 'step')} lost"
+            )
+        case EventKind.STOP_REQUESTED:
+            return f"asked to {data.get('stop')}"
+        case _:
+            return None
+
+
+def _failure_line(item: Event) -> str:
+    rank = item.data.get("first_rank")
+    last = str(item.data.get("exception") or "").strip().splitlines()[-1:] or [""]
+    return (
+        f"failure: {item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if last[0] else ''}{last[0][:300]}"
+    )
