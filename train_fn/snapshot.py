@@ -96,10 +96,8 @@ class SnapshotStore:
                 self._remove(label)
 
     def remove_all(self) -> None:
-        """Remove the run's snapshots from this node."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        with suppress(OSError):
-            self.directory.parent.rmdir()  # stays where another node of this machine still has some
+        """The run ended: remove its snapshots from this machine, also those of other nodes that shared it."""
+        shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def free_bytes(self) -> int:
         """What snapshots may still take of the node's shared memory."""
