@@ -1,23 +1,26 @@
 """Positions in the merged log of a run: every line gets a ``seq`` when it is first read, and keeps it.
 
 Storage merges the logs of ranks that still write, so the order in which lines are found depends on when one looks. A view
-therefore numbers lines once for all readers of this service: the newest stay in memory, and for older ones it remembers
-storage's cursors, from which they are read again.
+therefore numbers lines once for all readers of this service: the newest stay in memory, and of older ones it remembers which log
+each is from and storage's cursors, from which they are read again in the same order. A service that starts anew numbers anew; the
+order is then that of storage, and differs only where ranks logged at one time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from everstep.wire import LogLine
 from service.api.answers import to_time
+from storage.errors import StorageNotFound
 from storage.rank_logs import LoggedLine, read_rank_logs
 
 if TYPE_CHECKING:
@@ -39,6 +42,15 @@ class ViewKey:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """The log that a line is from."""
+
+    submission: int
+    attempt: int
+    rank: int | None
+
+
+@dataclass(frozen=True)
 class _Mark:
     """Storage's cursor behind line ``seq``."""
 
@@ -55,48 +67,82 @@ class LogView:
         self._monotonic = monotonic
         self._marks = [_Mark(0, {})]
         self._ring: deque[LogLine] = deque(maxlen=_RING_LINES)
-        self._head = 0
+        self._sources: list[_Source] = []
+        self._order = array("I")  # of every line, the index of its source
         self._looked_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def read(self, after: int, limit: int) -> list[LogLine]:
-        """Lines behind ``after`` in order, at most ``limit``; none where there are none yet. Raises StorageError."""
+    @property
+    def _head(self) -> int:
+        """Last line that has a number."""
+        return len(self._order)
+
+    async def read(self, after: int, limit: int, *, fresh: bool = True) -> list[LogLine]:
+        """Lines behind ``after`` in order, at most ``limit``; none where there are none yet.
+
+        Args:
+            after: Position of the last line that is known.
+            limit: Most lines.
+            fresh: False looks at storage only where nobody did for POLL_S, so that many followers cost no more than one.
+
+        Raises:
+            StorageError: The logs cannot be read now.
+        """
         async with self._lock:
-            while self._head <= after and await self._extend():
-                pass
+            if fresh or self._monotonic() - self._looked_at >= POLL_S:
+                while self._head <= after + limit and await self._extend():
+                    pass
+                self._looked_at = self._monotonic()
             if self._head <= after:
                 return []
-            first = self._head - len(self._ring) + 1
-            if after + 1 >= first:
-                return list(islice(self._ring, after + 1 - first, after + 1 - first + limit))
+            in_memory = self._head - len(self._ring)
+            if after >= in_memory:
+                return list(islice(self._ring, after - in_memory, after - in_memory + limit))
             return await self._read_again(after, limit)
 
+    def holds_more(self, lines: Sequence[LogLine]) -> bool:
+        """Whether there are lines already behind these."""
+        return bool(lines) and lines[-1].seq < self._head
+
     async def _extend(self) -> bool:
-        """Number what is new; whether anything was. Many followers look at storage no more often than one."""
-        if self._monotonic() - self._looked_at < POLL_S:
-            return False
-        lines, cursor = await self._fetch(self._marks[-1].cursor, _BATCH_LINES)
-        if len(lines) < _BATCH_LINES:
-            self._looked_at = self._monotonic()
-        if not lines:
-            return False
-        self._ring.extend(_answer(self._head + offset, line) for offset, line in enumerate(lines, start=1))
-        self._head += len(lines)
-        self._marks.append(_Mark(self._head, cursor))
-        return True
+        """Number what is new; whether anything was."""
+        lines, cursor = await self._fetch(self._marks[-1].cursor)
+        for line in lines:
+            self._order.append(self._index(_Source(line.submission, line.attempt, line.rank)))
+            self._ring.append(_answer(self._head, line))
+        if lines:
+            self._marks.append(_Mark(self._head, cursor))
+        return bool(lines)
+
+    def _index(self, source: _Source) -> int:
+        if source not in self._sources:
+            self._sources.append(source)
+        return self._sources.index(source)
 
     async def _read_again(self, after: int, limit: int) -> list[LogLine]:
-        """Old lines, from the mark before them."""
-        mark = self._marks[bisect_right(self._marks, after, key=lambda item: item.seq) - 1]
-        # Not beyond the next marks: what was numbered there may have been found in another order.
-        wanted = min(after + limit, self._head) - mark.seq
-        lines, _ = await self._fetch(mark.cursor, wanted)
-        numbered = (_answer(mark.seq + offset, line) for offset, line in enumerate(lines, start=1))
-        return [line for line in numbered if line.seq > after]
+        """Old lines, to the next mark: from the mark before them every log is read as far as it was read then, and its lines are
+        put where they were put then."""
+        position = bisect_right(self._marks, after, key=lambda mark: mark.seq)
+        mark, end = self._marks[position - 1], self._marks[position].seq
+        order = [self._sources[index] for index in self._order[mark.seq : end]]
+        missing = Counter(order)
+        found: dict[_Source, deque[LoggedLine]] = {source: deque() for source in missing}
+        cursor = mark.cursor
+        while missing.total() > 0:
+            lines, cursor = await self._fetch(cursor)
+            if not lines:
+                raise StorageNotFound(f"log lines of run {self._key.run_id} that were there are gone; ask again from the start")
+            for line in lines:
+                source = _Source(line.submission, line.attempt, line.rank)
+                if missing[source] > 0:
+                    missing[source] -= 1
+                    found[source].append(line)
+        again = [_answer(seq, found[source].popleft()) for seq, source in enumerate(order, start=mark.seq + 1)]
+        return again[after - mark.seq : after - mark.seq + limit]
 
-    async def _fetch(self, cursor: dict[str, str], limit: int) -> tuple[list[LoggedLine], dict[str, str]]:
+    async def _fetch(self, cursor: dict[str, str]) -> tuple[list[LoggedLine], dict[str, str]]:
         run_dir = self._context.storage.run_dir(self._key.run_id)
-        return await self._context.storage_call(read_rank_logs, run_dir, cursor, self._key.rank, self._key.attempt, limit)
+        return await self._context.storage_call(read_rank_logs, run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES)
 
 
 class LogViews:

@@ -51,7 +51,7 @@ async def get_logs(
         start = sse.resume_after(request, position(cursor, after))
         return sse.response(_follow(context, run.id, view, start, until_ended=follow))
     lines = await view.read(position(cursor, after), limit)
-    return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if len(lines) == limit else None)
+    return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if view.holds_more(lines) else None)
 
 
 async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool) -> AsyncIterator[bytes]:
@@ -62,7 +62,7 @@ async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *
         run = await context.database_call(context.runs.get, run_id)
         ended = run is None or run.status.terminal or not until_ended
         try:
-            lines = await view.read(after, _STREAM_LINES)
+            lines = await view.read(after, _STREAM_LINES, fresh=ended)
         except StorageError:
             return  # the answer has begun: end it, and let the client come back with its Last-Event-ID
         if lines:

@@ -63,6 +63,17 @@ def problem_answers(*statuses: int) -> Responses:
     }
 
 
+def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
+    """FastAPI's own shape of a 422, which it adds where a route declares none; this service never answers so."""
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            content = operation["responses"].get("422", {}).get("content", {})
+            if "HTTPValidationError" in str(content.get("application/json", "")):
+                del operation["responses"]["422"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+
+
 def install(app: FastAPI) -> None:
     """Make ``app.openapi`` complete."""
 
@@ -72,8 +83,7 @@ def install(app: FastAPI) -> None:
             _, definitions = models_json_schema([(RunSpec, "validation"), (Problem, "serialization")], ref_template=_REF)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
-            schemas.pop("HTTPValidationError", None)
-            schemas.pop("ValidationError", None)
+            _drop_default_validation_errors(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -1,0 +1,144 @@
+"""Checkpoints over HTTP, with real checkpoints in storage."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from everstep.events import EventKind
+from everstep.wire import Checkpoint
+from storage.manifest import Manifest
+from tests.unit.api_service import ApiService, Journal
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+def save(api: ApiService, run_id: str, journal: Journal, step: int, **metrics: float) -> Manifest:
+    """A checkpoint in storage, and its event."""
+    writer = api.storage.run_dir(run_id).checkpoints.begin(step, journal.submission)
+    for name, content in (("model.pt", b"weights" * 100_000), ("train_state.pt", b"state")):
+        with writer.write_file(name) as stream:
+            stream.write(content)
+    manifest = writer.commit(epoch=0, attempt=journal.attempt, parent=None, world_size=2, sample_digest="s", metrics=dict(metrics))
+    event = journal.event(
+        EventKind.CHECKPOINT_COMMITTED,
+        step=step,
+        epoch=0,
+        name=manifest.name,
+        size_bytes=manifest.size_bytes,
+        digest=manifest.digest,
+        metrics=dict(metrics),
+        stall_s=0.0,
+        write_s=0.1,
+    )
+    api.apply(run_id, [event])
+    return manifest
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["code"]
+
+
+async def test_checkpoints_are_listed_and_found(api: ApiService) -> None:
+    run_id, journal = await api.running(checkpoint={"best_metric": "accuracy"})
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/latest")) == (404, "not_found")
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/best")) == (404, "not_found")
+    manifests = [save(api, run_id, journal, step, accuracy=accuracy) for step, accuracy in ((10, 0.8), (20, 0.9), (30, 0.7))]
+    items = [Checkpoint.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]]
+    assert [(item.step, item.state, item.digest, item.size_bytes) for item in items] == [
+        (manifest.step, "committed", manifest.digest, manifest.size_bytes) for manifest in manifests
+    ]
+    for which, step in (("latest", 30), ("best", 20), ("10", 10), ("0010", 10)):
+        assert (await api.get(f"/v1/runs/{run_id}/checkpoints/{which}"))["step"] == step
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/11")) == (404, "not_found")
+    assert (await api.get(f"/v1/runs/{run_id}"))["latest_checkpoint"]["step"] == 30
+
+
+async def test_best_without_a_metric_says_what_to_do(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    save(api, run_id, journal, 10)
+    answer = await api.http.get(f"/v1/runs/{run_id}/checkpoints/best")
+    assert code(answer) == (404, "not_found")
+    assert "checkpoint.best_metric" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("which", ["newest", "-1", "1.5", "9" * 20, "%E0%A5%A7", "step-000000010.s001"])
+async def test_what_names_no_checkpoint(api: ApiService, which: str) -> None:
+    run_id = await api.create()
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/{which}")) == (422, "invalid_request")
+
+
+async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    manifest = save(api, run_id, journal, 10)
+    answer = await api.http.get(f"/v1/runs/{run_id}/checkpoints/latest/archive")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/x-tar"
+    assert answer.headers["x-everstep-digest"] == f"sha256:{manifest.digest}"
+    assert answer.headers["content-disposition"] == f'attachment; filename="{run_id}-step-000000010.s001.tar"'
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
+        for name, entry in manifest.files.items():
+            stream = archive.extractfile(name)
+            assert stream is not None and hashlib.sha256(stream.read()).hexdigest() == entry.sha256
+        stream = archive.extractfile("manifest.json")
+        assert stream is not None and json.loads(stream.read())["digest"] == manifest.digest
+
+
+async def test_an_archive_of_what_is_gone(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    manifest = save(api, run_id, journal, 10)
+    api.storage.run_dir(run_id).checkpoints.delete(manifest.name)
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (404, "not_found")
+    api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name=manifest.name)])
+    answer = await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")
+    assert code(answer) == (404, "not_found") and "deleted" in answer.json()["detail"]
+    assert (await api.get(f"/v1/runs/{run_id}/checkpoints/10"))["state"] == "deleted"
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/latest")) == (404, "not_found")
+    assert code(await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")) == (409, "checkpoint_deleted")
+
+
+async def test_a_corrupt_archive_breaks_off(api: ApiService, tmp_path: Path) -> None:
+    run_id, journal = await api.running()
+    manifest = save(api, run_id, journal, 10)
+    path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / manifest.name / "model.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+    with pytest.raises(httpx.RemoteProtocolError):
+        await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")
+    (path.parent / "manifest.json").write_text("{}")
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (409, "corrupt_checkpoint")
+
+
+async def test_verifying(api: ApiService, tmp_path: Path) -> None:
+    run_id, journal = await api.running()
+    manifest = save(api, run_id, journal, 10)
+    api.clock.now += 5
+    assert (await api.get(f"/v1/runs/{run_id}/checkpoints/10"))["verified_at"] is None
+    sound = await api.http.post(f"/v1/runs/{run_id}/checkpoints/latest/verify")
+    assert sound.status_code == 200
+    assert (sound.json()["state"], sound.json()["problem"], sound.json()["verified_at"]) == (
+        "committed",
+        None,
+        "2026-05-28T20:26:45.000Z",
+    )
+    path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / manifest.name / "model.pt"
+    path.write_bytes(b"short")
+    broken = await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")
+    assert broken.status_code == 200
+    assert broken.json()["state"] == "corrupt" and "model.pt" in broken.json()["problem"]
+    assert (await api.get(f"/v1/runs/{run_id}/checkpoints/10"))["state"] == "corrupt"
+    path.unlink()
+    assert "model.pt" in (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["problem"]
+    path.write_bytes(b"weights" * 100_000)
+    assert (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["state"] == "committed"
