@@ -166,7 +166,7 @@ def why(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -
     run = out.client().runs.get(run_id)
     failures = run.failures()
     if out.as_json:
-        out.json({"status": run.status, "reason": run.reason and run.reason.model_dump(mode="json"), "failures": _dumped(failures)})
+        out.json({"status": run.status, "reason": run.reason, "failures": failures})
         return
     out.line(words.summary(run.run).splitlines()[0])
     if run.reason is not None:
@@ -179,10 +179,6 @@ def why(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -
         out.note("no failure was recorded")
 
 
-def _dumped(items: list[words.Failure]) -> list[object]:
-    return [item.model_dump(mode="json") for item in items]
-
-
 @command
 def metrics(
     run_id: RunArgument,
@@ -191,12 +187,12 @@ def metrics(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Show the run's metrics; with --json every point as [step, unix seconds, value]."""
+    """Show the run's metrics; with --json every point: step, unix seconds, value."""
     series = terminal().client().runs.get(run_id).metrics(*(names or []), max_points=max_points)
     if terminal().as_json:
         terminal().json({"series": series})
         return
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name, points in sorted(series.items()):
         finite = [(value, step) for step, _, value in points if value is not None]
         if not points:
@@ -265,7 +261,7 @@ def download(
     target = directory or Path(f"{run_id}-{checkpoint.step}")
     _download(out, run, checkpoint, target)
     if out.as_json:
-        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint.model_dump(mode="json")})
+        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
     else:
         out.line(str(target))
         out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified")

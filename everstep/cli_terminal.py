@@ -132,6 +132,8 @@ def printable_lines(text: str) -> list[str]:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

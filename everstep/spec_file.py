@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from pathlib import Path
@@ -81,9 +82,9 @@ def _text(path: str, source: str) -> str:
     except UnicodeDecodeError as exc:
         raise UsageError(f"{source} is not UTF-8 text (byte {exc.start})") from exc
     except FileNotFoundError as exc:
-        near = sorted(entry.name for entry in Path(path).expanduser().parent.glob("*.y*ml"))[:5]
-        hint = f"; beside it lie {', '.join(near)}" if near else ""
-        raise UsageError(f"{source} does not exist{hint}") from exc
+        wanted = Path(path).expanduser()
+        near = difflib.get_close_matches(wanted.name, [entry.name for entry in wanted.parent.glob("*.*")], n=1)
+        raise UsageError(f"{source} does not exist{f'; did you mean {wanted.with_name(near[0])}?' if near else ''}") from exc
     except OSError as exc:
         raise UsageError(f"{source} cannot be read: {exc.strerror or exc}") from exc
 
