@@ -8,6 +8,7 @@ every global batch in order, and a run of r ranks cuts each into micro-batches o
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,7 @@ def main(order_path, initial_path, losses_path):
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.002, momentum=0.5)
     losses = []
-    with open(order_path) as file:
-        batches = json.load(file)
+    batches = json.loads(Path(order_path).read_text())
     for batch in batches:
         cuts = [batch[start : start + MICRO_BATCH] for start in range(0, len(batch), MICRO_BATCH)]
         sizes = [len(cuts) // world_size + (r < len(cuts) % world_size) for r in range(world_size)]
@@ -82,8 +82,7 @@ def main(order_path, initial_path, losses_path):
         dist.all_reduce(total)
         losses.append(total.item() / len(batch))
     if rank == 0:
-        with open(losses_path, "w") as file:
-            json.dump(losses, file)
+        Path(losses_path).write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def write_inputs(directory: Path) -> None:
     """The data order, and the weights that a run with this seed starts from."""
     sampler = Sampler(NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED)
     batches = [sampler.global_batch(epoch, k).tolist() for epoch in range(EPOCHS) for k in range(sampler.steps_per_epoch)]
-    assert [sorted(sum(batches[:15], [])), sorted(sum(batches[15:], []))] == [list(range(NUM_SAMPLES))] * 2
+    for epoch in (batches[:15], batches[15:]):
+        assert sorted(chain.from_iterable(epoch)) == list(range(NUM_SAMPLES))
     (directory / "order.json").write_text(json.dumps(batches))
     torch.manual_seed(key(SEED, 6))
     torch.save(MiniResNet(SPEC.task.model.args, 1, 10, 8).state_dict(), directory / "initial.pt")
