@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +39,8 @@ class EmbeddedCluster:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._child: int | None = None
+        """Keeper that this process started, until it was reaped."""
 
     def note(self) -> ClusterNote | None:
         """What the keeper last wrote."""
@@ -48,8 +48,7 @@ class EmbeddedCluster:
 
     def is_running(self) -> bool:
         """Whether the keeper lives and the cluster is ready. Cheap: one file and one process."""
-        if self._keeper is not None and self._keeper.poll() is not None:
-            return False
+        self._reap()
         note = self.note()
         return note is not None and note.state == "ready" and lives(note.keeper_pid, note.temp_dir)
 
@@ -73,8 +72,7 @@ class EmbeddedCluster:
                 keeper = psutil.Process(note.keeper_pid)
                 keeper.send_signal(signal.SIGTERM)
                 keeper.wait(STOP_TIMEOUT_S)
-        if self._keeper is not None:
-            self._keeper.poll()
+        self._reap()
         self._clear_remnants()
 
     def token(self) -> str:
@@ -124,11 +122,27 @@ class EmbeddedCluster:
         )
         size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
         command = [sys.executable, "-m", "service.embedded.keeper", str(settings.home), "--temp-dir", temp_dir, *size, *flags]
-        with settings.cluster_log_path.open("ab") as output:
-            self._keeper = subprocess.Popen(
-                command, env=env, cwd=temp_dir, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-        return self._keeper.pid
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._child = os.posix_spawn(
+            sys.executable,
+            command,
+            env,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(settings.cluster_log_path), append, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
+        return self._child
+
+    def _reap(self) -> None:
+        """Collect the exit state of an ended keeper, which would stay as a zombie."""
+        if self._child is not None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._child, os.WNOHANG)[0] == 0:
+                    return
+            self._child = None
 
     def _await_ready(self, keeper_pid: int) -> ClusterNote:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -136,8 +150,8 @@ class EmbeddedCluster:
             note = self.note()
             if note is not None and note.keeper_pid == keeper_pid and note.state == "ready":
                 return note
-            child_ended = self._keeper is not None and self._keeper.pid == keeper_pid and self._keeper.poll() is not None
-            if child_ended or not psutil.pid_exists(keeper_pid):
+            self._reap()
+            if not psutil.pid_exists(keeper_pid):
                 raise ClusterError(
                     f"the embedded Ray cluster did not start; see {self._settings.cluster_log_path}:\n{self._log_tail()}"
                 )

@@ -242,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     note_path: Path = args.home / "cluster.json"
+    # Drivers start where their node was started: not in a directory whose modules could shadow ours.
+    os.chdir(args.temp_dir)
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
     note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)

@@ -1,0 +1,122 @@
+"""The embedded cluster with real raylets: started, adopted, broken, and gone without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.note import ClusterNote
+from service.embedded.processes import lives, members
+from service.settings import Settings
+from tests.service_process import wait_for
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    made = Settings(home=tmp_path, nodes=2)
+    yield made
+    EmbeddedCluster(made).stop()
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired, ChildProcessError):
+        psutil.Process(pid).wait(5)
+
+
+def node_ids(cluster: EmbeddedCluster) -> list[str]:
+    note = cluster.note()
+    return [node.node_id for node in note.nodes] if note else []
+
+
+def alive_nodes(cluster: EmbeddedCluster, note: ClusterNote) -> dict[str, dict[str, float]]:
+    """Resources of live nodes as the dashboard tells."""
+    answer = httpx.get(
+        f"{note.dashboard_url}/api/v0/nodes?detail=1", headers={"Authorization": f"Bearer {cluster.token()}"}, timeout=10
+    )
+    nodes = answer.raise_for_status().json()["data"]["result"]["result"]
+    return {node["node_id"]: node["resources_total"] for node in nodes if node["state"] == "ALIVE"}
+
+
+def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Settings) -> None:
+    cluster = EmbeddedCluster(settings)
+    note = cluster.ensure_running()
+    assert [node.is_head for node in note.nodes] == [True, False, False]
+    resources = alive_nodes(cluster, note)
+    assert sorted(nodes.get("CPU", 0.0) for nodes in resources.values()) == [0.0, 1.0, 1.0], "the head trains nothing"
+
+    # Ray's own authentication is on, and the token is the owner's.
+    assert httpx.get(f"{note.dashboard_url}/api/v0/nodes", timeout=10).status_code == 401
+    assert stat.S_IMODE(settings.ray_token_path.stat().st_mode) == 0o600
+
+    # Everything listens on loopback only.
+    pids = {process.pid for process in members(note.temp_dir)}
+    assert {pid for node in note.nodes for pid in node.pids} <= pids
+    listening = [c for pid in pids for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert listening and {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+    # A service that comes later finds it as it is.
+    successor = EmbeddedCluster(settings)
+    assert successor.ensure_running() == note
+
+    # A node dies: it is gone from the note; the next service to come replaces it.
+    killed = note.nodes[1]
+    kill(killed.raylet_pid)
+    wait_for(lambda: len(node_ids(cluster)) == 2, 10, "the note without the dead node")
+    assert killed.node_id not in node_ids(cluster)
+    assert not any(lives(pid, note.temp_dir) for pid in killed.pids)
+    successor.ensure_running()
+    wait_for(lambda: len(node_ids(cluster)) == 3, 30, "a new node in its place")
+
+    # The keeper dies: the nodes do not notice, and a new keeper takes over.
+    before = node_ids(cluster)
+    kill(note.keeper_pid)
+    assert not cluster.is_running()
+    taken_over = EmbeddedCluster(settings).ensure_running()
+    assert taken_over.keeper_pid != note.keeper_pid
+    assert (taken_over.address, node_ids(cluster)) == (note.address, before)
+    assert sorted(alive_nodes(cluster, taken_over)) == sorted(before)
+
+    EmbeddedCluster(settings).stop()
+    assert list(members(note.temp_dir)) == []
+    assert not Path(note.temp_dir).exists()
+    assert not settings.cluster_path.exists()
+
+
+def test_a_lost_head_ends_the_cluster_and_remnants_are_cleared(settings: Settings) -> None:
+    cluster = EmbeddedCluster(settings)
+    first = cluster.ensure_running()
+    kill(first.gcs_pid)
+    wait_for(lambda: not lives(first.keeper_pid, first.temp_dir), 15, "the keeper's end")
+    assert not settings.cluster_path.exists()
+    assert list(members(first.temp_dir)) == []
+    assert not cluster.is_running()
+
+    # Keeper and head die at once: nobody is left to clear up but the next service. A lost note does not hide what is left.
+    second = cluster.ensure_running()
+    assert second.address != first.address or second.temp_dir != first.temp_dir
+    kill(second.keeper_pid)
+    kill(second.gcs_pid)
+    settings.cluster_path.unlink()
+    third = EmbeddedCluster(settings).ensure_running()
+    assert list(members(second.temp_dir)) == []
+    assert not Path(second.temp_dir).exists()
+    assert third.state == "ready"
+
+
+def test_a_cluster_that_cannot_start_says_where_to_look(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "not a number")
+    with pytest.raises(ClusterError, match=r"cluster\.log") as caught:
+        EmbeddedCluster(settings).ensure_running()
+    assert "not a number" in str(caught.value)
+    assert not settings.cluster_path.exists()

@@ -1,0 +1,209 @@
+"""The service as an operator treats it: killed, stopped, started twice, started wrongly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from service.embedded.processes import members
+from tests.service_process import ServiceProcess, free_port, wait_for
+
+SPEC = {
+    "name": "digits",
+    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "train": {"epochs": 12, "global_batch_size": 128, "micro_batch_size": 64},
+    "scaling": {"min_workers": 1, "max_workers": 1},
+    "checkpoint": {"every_steps": 20},
+}
+
+
+@pytest.fixture
+def one_node() -> Iterator[ServiceProcess]:
+    with ServiceProcess(nodes=1) as process:
+        yield process
+
+
+def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """``serve`` that is expected to end by itself."""
+    command = [sys.executable, "-m", "service.serve", *args]
+    environ = {**os.environ, "EVERSTEP_HOME": str(home), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="es-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def ray_jobs(service: ServiceProcess) -> dict[str, str]:
+    """Status of every Ray job by id, as Ray itself tells."""
+    headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text()}"}
+    answer = httpx.get(f"{service.cluster()['dashboard_url']}/api/jobs/", headers=headers, timeout=30)
+    return {job["submission_id"]: job["status"] for job in answer.raise_for_status().json() if job["submission_id"]}
+
+
+def journal(service: ServiceProcess, run_id: str) -> bytes:
+    path = service.home / "storage" / "runs" / run_id / "events" / "s001.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def api(service: ServiceProcess, method: str, path: str, **kwargs: Any) -> Any:
+    headers = {"Authorization": f"Bearer {service.token}"}
+    return httpx.request(method, f"{service.url}{path}", headers=headers, timeout=30, **kwargs).raise_for_status().json()
+
+
+def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_node: ServiceProcess) -> None:
+    run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5, 120, "step 5")
+    cluster = one_node.cluster()
+    one_node.kill()
+    size = len(journal(one_node, run_id))
+    wait_for(lambda: len(journal(one_node, run_id)) > size + 500, 60, "training that goes on without a service")
+
+    one_node.start()
+    assert one_node.cluster()["address"] == cluster["address"]
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 180, "the run's end")
+    run = api(one_node, "GET", f"/v1/runs/{run_id}")
+    assert (run["submission"], run["restarts"], run["step"]) == (1, 0, run["total_steps"])
+    assert list(ray_jobs(one_node)) == [f"{run_id}-s001"]
+    events = api(one_node, "GET", f"/v1/runs/{run_id}/events?limit=1000")["items"]
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    [series] = api(one_node, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")["series"].values()
+    assert [point[0] for point in series] == list(range(1, run["total_steps"] + 1)), "every step once, over both services"
+
+
+@pytest.mark.parametrize("point", ["after_claim", "after_submit"])
+def test_a_kill_between_row_and_job_makes_one_job(point: str, one_node: ServiceProcess) -> None:
+    one_node.kill()
+    one_node.launch(env={"EVERSTEP_CRASH_POINT": point})
+    assert one_node.process is not None
+    wait_for(lambda: _answers(one_node), 60, "the API")
+    run_id = api(one_node, "POST", "/v1/runs", json={**SPEC, "train": {"max_steps": 3}})["id"]
+    assert one_node.process.wait(60) == -signal.SIGKILL
+
+    one_node.start()
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 120, "the run's end")
+    assert list(ray_jobs(one_node)) == [f"{run_id}-s001"]
+    assert api(one_node, "GET", f"/v1/runs/{run_id}")["submission"] == 1
+
+
+def _answers(service: ServiceProcess) -> bool:
+    try:
+        return httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(one_node: ServiceProcess) -> None:
+    run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"], 120, "a checkpoint")
+    temp_dir = one_node.cluster()["temp_dir"]
+    token = one_node.token
+    assert len(list(members(temp_dir))) > 5
+    process = one_node.process
+    assert process is not None
+    # Somebody follows events: the stop does not wait for them.
+    headers = {"Authorization": f"Bearer {token}", "Accept": "text/event-stream"}
+    with httpx.stream("GET", f"{one_node.url}/v1/runs/{run_id}/events", headers=headers, timeout=60) as stream:
+        follower = stream.iter_lines()
+        assert next(follower).startswith("id:")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        for _ in follower:
+            pass
+    assert process.wait(60) == 0
+    assert time.monotonic() - began < 30
+    assert list(members(temp_dir)) == []
+    assert one_node.processes() == []
+    assert not Path(temp_dir).exists()
+    assert not (one_node.home / "cluster.json").exists() and not (one_node.home / "url").exists()
+
+    one_node.start()
+    assert one_node.token == token
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 180, "the run's end")
+    run = api(one_node, "GET", f"/v1/runs/{run_id}")
+    assert run["submission"] == 2
+    assert run["step"] == run["total_steps"]
+
+
+def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
+    command = [sys.executable, "-m", "service.serve", "--port", str(free_port()), "--nodes", "1"]
+    process = subprocess.Popen(command, env={**os.environ, "EVERSTEP_HOME": str(home)}, stderr=subprocess.DEVNULL)
+    wait_for((home / "cluster.json").exists, 60, "the cluster's start")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert not (home / "cluster.json").exists()
+    found = [p for p in psutil.process_iter() if _home_of(p) == str(home)]
+    assert found == []
+
+
+def _home_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("EVERSTEP_HOME")
+    except psutil.Error:
+        return None
+
+
+def test_a_second_service_on_one_home_names_the_first(service: ServiceProcess) -> None:
+    assert service.process is not None
+    refused = serve(service.home, "--port", str(free_port()))
+    assert refused.returncode == 2
+    assert str(service.process.pid) in refused.stderr and "EVERSTEP_HOME" in refused.stderr
+    assert httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
+
+
+def test_the_url_is_told_to_clients_of_this_machine(service: ServiceProcess) -> None:
+    assert (service.home / "url").read_text().strip() == service.url
+
+
+def test_a_port_in_use_is_named(home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = serve(home, "--port", str(port))
+    assert refused.returncode == 2
+    assert str(port) in refused.stderr and "--port" in refused.stderr
+    assert not (home / "cluster.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--ray-address", "http://127.0.0.1:9"), "--ray-address"),
+        (("--ray-address", "ray://head:10001"), "http://head:8265"),
+        (("--storage", "/proc/nowhere"), "--storage"),
+        (("--storage", "ftp://host/dir"), "ftp"),
+        (("--database", "sqlite:////proc/nowhere/db"), "--database"),
+        (("--nodes", "0"), "nodes"),
+        (("--port", "99999"), "port"),
+        (("--unknown",), "--unknown"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out(home: Path, args: tuple[str, ...], said: str) -> None:
+    refused = serve(home, *(() if "--port" in args else ("--port", str(free_port()))), *args)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (home / "cluster.json").exists()
+
+
+def test_a_home_that_cannot_be_written_is_refused() -> None:
+    refused = serve(Path("/proc/nowhere"), "--port", str(free_port()))
+    assert refused.returncode == 2
+    assert "EVERSTEP_HOME" in refused.stderr

@@ -1,0 +1,33 @@
+"""What the adapter makes of answers that a real dashboard gives seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.ray_jobs import JobRejected, RayEndpoint, RayJobs, RayRefused, RayUnavailable
+from tests.unit.fake_ray import FakeRay, serving
+
+
+async def test_answers_become_errors_that_say_what_happened() -> None:
+    with serving(FakeRay()) as fake:
+        endpoint = RayEndpoint(fake.url, fake.token)
+        async with RayJobs(lambda: endpoint) as ray:
+            with pytest.raises(JobRejected, match="entrypoint must not be empty"):
+                await ray.submit("run_a-s001", "", {})
+            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001"
+            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001", "exists already: fetched"
+            fake.broken = True
+            for call in (ray.version(), ray.jobs(), ray.job("run_a-s001"), ray.submit("run_b-s001", "true", {}), ray.nodes()):
+                with pytest.raises(RayUnavailable, match=r"500 .*something broke"):
+                    await call
+            fake.broken, fake.token = False, "another"
+            with pytest.raises(RayRefused):
+                await ray.version()
+
+
+async def test_nodes_carry_hostnames_and_drains() -> None:
+    with serving(FakeRay()) as fake:
+        fake.nodes.append(fake.node("n2", {"CPU": 1.0}, state="DEAD"))
+        async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
+            found = {node.node_id: (node.state, node.hostname, node.is_head) for node in await ray.nodes()}
+    assert found == {"head": ("ALIVE", "10.0.0.1", True), "n1": ("DRAINING", "host-a", False), "n2": ("DEAD", "10.0.0.1", False)}
