@@ -257,6 +257,8 @@ def _read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
         except StorageNotFound:
             break
         if not data.endswith(b"\n"):
+            if lines:
+                break  # what comes before it first
             raise CorruptFile(f"{files.path(_segment(stem, number))} does not end in a newline: it is not as it was written")
         offset = skip_bytes
         for line in data[skip_bytes:].split(b"\n")[:-1][: limit - len(lines)]:

@@ -156,27 +156,31 @@ def read_journal(run_dir: RunDir, submission: int, cursor: str | None = None, li
     Never returns a line that is still being written. A journal that does not exist (yet) has no events.
 
     Raises:
-        CorruptFile: a complete line is not an event.
+        CorruptFile: the line at the cursor is complete and not an event; what comes before it was returned first.
         InvalidStorage: the cursor was not made here.
     """
     position = LogCursor.parse(cursor)
     files, stem = run_dir.files, run_dir.journal_stem(submission)
     events: list[JournalEvent] = []
     retried = False
-    while len(events) < limit and (lines := read_log(files, stem, position, limit - len(events))):
-        for line in lines:
-            try:
-                event = _decode(line)
-            except CorruptFile:
-                # A block boundary in a torn line, which a new writer cut off and wrote over between our two reads, looks
-                # like this; it is gone when read again.
-                if retried:
-                    raise
-                retried = True
+    while len(events) < limit:
+        try:
+            lines = read_log(files, stem, position, limit - len(events))
+            if not lines:
                 break
-            position = line.end
-            if event is not None:
-                events.append(event)
+            for line in lines:
+                event = _decode(line)
+                position = line.end
+                if event is not None:
+                    events.append(event)
+        except CorruptFile:
+            if events:
+                break  # what comes before it first
+            # A block boundary in a torn line, which a new writer cut off and wrote over between our two reads, looks like
+            # this; it is gone when read again.
+            if retried:
+                raise
+            retried = True
     return events, str(position)
 
 

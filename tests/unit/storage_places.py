@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -86,6 +88,11 @@ class MemoryObjects:
 
     def delete_dir(self, relpath: str) -> None:
         self.objects = {name: data for name, data in self.objects.items() if not name.startswith(f"{relpath}/")}
+
+
+def quick_directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory whose fsync costs nothing, for tests that write thousands of files: in memory, where there is such a place."""
+    return tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 def memory_run_dir() -> tuple[RunDir, MemoryObjects]:

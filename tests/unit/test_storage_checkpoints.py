@@ -161,6 +161,9 @@ def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, d
         store.verify(name)
     assert (caught.value.name, caught.value.path) == (name, relpath)
     assert caught.value.expected != caught.value.found
+    if relpath != MANIFEST and damage in ("truncated", "emptied"):
+        found = len(data) - 1 if damage == "truncated" else 0
+        assert (caught.value.expected, caught.value.found) == (f"{len(data)} bytes", f"{found} bytes")
     assert rejected == [Rejected(name, str(caught.value))]
     assert relpath in rejected[0].problem
     if relpath != MANIFEST:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,19 @@ import pytest
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, JournalWriter, read_journal
 from storage.manifest import MANIFEST
-from tests.unit.storage_places import event, save
+from tests.unit.storage_places import event, quick_directory, save
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=["checkpoint", "journal"])
-def wreckage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def wreckage(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
     """A directory for each call of the OS at which the scenario was killed."""
-    directory = tmp_path_factory.mktemp("wreckage")
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit.storage_crash", request.param, str(directory)], cwd=ROOT, check=True, timeout=120
-    )
-    return request.param, directory
+    with quick_directory() as directory:
+        subprocess.run(
+            [sys.executable, "-m", "tests.unit.storage_crash", request.param, directory], cwd=ROOT, check=True, timeout=120
+        )
+        yield request.param, Path(directory)
 
 
 def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:

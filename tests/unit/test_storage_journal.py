@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from storage.append_log import LogCursor, SegmentedLog, open_log, read_log
 from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageError, StorageFull
 from storage.filesystem import Storage, open_storage
 from storage.journal import JournalEvent, JournalWriter, read_journal
+from storage.local_files import LocalFiles
 from storage.run_dir import RunDir
-from tests.unit.storage_places import MemoryObjects, event, memory_run_dir
+from tests.unit.storage_places import MemoryObjects, event, memory_run_dir, quick_directory
 
 pytest_plugins = ["tests.unit.storage_fixtures"]
 
@@ -110,11 +111,46 @@ def test_a_last_line_that_a_crash_spoilt_is_cut_off(local_storage: Storage) -> N
     path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0" * 100 + b"\n" + whole)
+    events, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in events] == [1], "what comes before it is not held back"
     with pytest.raises(CorruptFile, match="journal line 2"):
-        drain(run_dir)
+        read_journal(run_dir, 1, cursor)
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(2)])
     assert [found.n for found in drain(run_dir)[0]] == [1, 2]
+
+
+def test_a_line_that_is_written_over_while_it_is_read(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has half of a torn line when a new writer cuts it off and writes another in its place."""
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1)])
+    _, cursor = read_journal(run_dir, 1)
+    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
+    with path.open("ab") as file:
+        file.write(b'{"n":2,"torn":"' + b"x" * 100)
+    monkeypatch.setattr(append_log, "_BLOCK_BYTES", 64)
+    taken_over = False
+
+    class Stream(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal taken_over
+            block = super().read(size)
+            if not taken_over and size == 64:
+                taken_over = True
+                with JournalWriter(run_dir, 1) as writer:
+                    writer.append([event(2, text="y" * 200)])
+            return block or b""
+
+    def open_read(self: LocalFiles, relpath: str, offset: int = 0) -> Stream:
+        stream = Stream(self.path(relpath))
+        stream.seek(offset)
+        return stream
+
+    monkeypatch.setattr(LocalFiles, "open_read", open_read)
+    events, _ = read_journal(run_dir, 1, cursor)
+    assert taken_over
+    assert [(found.n, found.data) for found in events] == [(2, {"text": "y" * 200})]
 
 
 def test_a_reader_ahead_of_a_log_that_a_crash_shortened_goes_on(local_storage: Storage) -> None:
@@ -204,10 +240,13 @@ def test_a_segment_that_is_not_as_it_was_written() -> None:
     run_dir, files = memory_run_dir()
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1)])
-    (name,) = files.objects
+        writer.append([event(2)])
+    name = max(files.objects)
     files.objects[name] = files.objects[name][:-2]
-    with pytest.raises(CorruptFile, match=r"000001\.jsonl does not end in a newline"):
-        read_journal(run_dir, 1)
+    events, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in events] == [1]
+    with pytest.raises(CorruptFile, match=r"000002\.jsonl does not end in a newline"):
+        read_journal(run_dir, 1, cursor)
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1:2", "1:2:3:4", "1:-2:3", "٣:0:0"])
@@ -248,11 +287,11 @@ def test_appending_a_batch_takes_a_few_milliseconds(local_storage: Storage, monk
     durations: list[float] = []
     with JournalWriter(local_storage.run_dir("run_a"), 1) as writer:
         for first in range(1, 1001, 20):
-            started = time.perf_counter()
+            started = time.thread_time()
             writer.append([event(n, EventKind.METRICS, points=points) for n in range(first, first + 20)])
-            durations.append(time.perf_counter() - started)
+            durations.append(time.thread_time() - started)
     assert syncs == 50, "one for each batch"
-    assert sorted(durations)[25] < 0.020
+    assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
 
 
 # What may happen to a journal, in any order. A source sends its next few events, perhaps with some that it sent before.
@@ -327,7 +366,7 @@ class Trial:
 @given(operations=st.lists(OPERATION, max_size=30))
 @settings(max_examples=120, deadline=None)
 def test_a_reader_sees_each_event_exactly_once_in_order(where: str, operations: list[tuple[Any, ...]]) -> None:
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+    with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
         # A mark every few events, so that recovery meets every arrangement of them.
         patch.setattr(append_log.AppendedLog, "mark_every_bytes", 700)
         patch.setattr(append_log, "_BLOCK_BYTES", 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ from storage.filesystem import Storage, open_storage
 from storage.journal import JournalWriter
 from storage.lineage import RestorePoint, in_lineage, restore_point
 from storage.run_dir import CheckpointName, RunDir
-from tests.unit.storage_places import event, memory_run_dir, record_restored, save
+from tests.unit.storage_places import event, memory_run_dir, quick_directory, record_restored, save
 
 pytest_plugins = ["tests.unit.storage_fixtures"]
 
@@ -193,7 +192,7 @@ def test_retention_keeps_what_it_must(
     best: int,
     skew_s: list[int],
 ) -> None:
-    with tempfile.TemporaryDirectory() as directory:
+    with quick_directory() as directory:
         run_dir = open_storage(directory).run_dir("run_p")
         store = run_dir.checkpoints
         for number, (step, submission) in enumerate(commits):

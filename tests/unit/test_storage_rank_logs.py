@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from storage.errors import CorruptFile, StorageFull
 from storage.filesystem import Storage, open_storage
 from storage.rank_logs import LoggedLine, LogRecord, RankLogWriter, read_rank_logs
 from storage.run_dir import RunDir
-from tests.unit.storage_places import memory_run_dir
+from tests.unit.storage_places import memory_run_dir, quick_directory
 
 pytest_plugins = ["tests.unit.storage_fixtures"]
 
@@ -110,7 +109,7 @@ READ = st.tuples(st.just("read"), st.integers(1, 5))
 @given(operations=st.lists(st.one_of(WRITE, READ), max_size=25))
 @settings(max_examples=80, deadline=None)
 def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations: list[tuple[Any, ...]]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
+    with quick_directory() as directory:
         run_dir = memory_run_dir()[0] if where == "objects" else open_storage(directory).run_dir("run_p")
         written: list[tuple[tuple[int, int, int | None], int]] = []
         found: list[LoggedLine] = []
