@@ -29,6 +29,14 @@ def torchvision_models() -> ModuleType:
     return models  # type: ignore[no-any-return]
 
 
+def torchvision_datasets() -> ModuleType:
+    """``torchvision.datasets``, likewise."""
+    declare_missing_ops()
+    from torchvision import datasets
+
+    return datasets  # type: ignore[no-any-return]
+
+
 def declare_missing_ops() -> None:
     """Declare the operators that torchvision expects and its own library does not bring."""
     if _kept_alive or _library_loads():

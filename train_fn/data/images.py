@@ -55,7 +55,8 @@ class InMemoryImages(Dataset[ImageBatch]):
 
     def __init__(self, images: Images, labels: NDArray[np.int64], pixels: Pixels, fingerprint: str) -> None:
         assert images.ndim == 4 and len(images) == len(labels)
-        self.images, self.labels, self.pixels, self.fingerprint = images, labels, pixels, fingerprint
+        self.images, self.labels = np.asarray(images), np.asarray(labels)  # of a memory map, a plain view: cheaper to index
+        self.pixels, self.fingerprint = pixels, fingerprint
 
     def __len__(self) -> int:
         return len(self.images)

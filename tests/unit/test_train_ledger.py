@@ -1,0 +1,95 @@
+"""The ledger tells what the loaders yielded: exactly, in any order of ranks, and not what they should have."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_fn.collectives import Peers
+from train_fn.ledger import Count, Ledger, count
+from train_fn.step_totals import StepSum
+
+ALONE = Peers(0, 1, torch.device("cpu"))
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60), st.integers(0, 59))
+def test_how_ranks_share_a_batch_does_not_show(values: list[int], cut: int) -> None:
+    whole = count(0, 3, indices(*values), indices(*values))
+    parts = count(0, 3, indices(*values[:cut]), indices(*values[:cut])) + count(
+        0, 3, indices(*values[cut:]), indices(*values[cut:])
+    )
+    assert whole == parts
+    assert whole.num_samples == len(values)
+
+
+def test_a_sample_that_is_not_the_expected_one_is_told() -> None:
+    skipped = count(0, 0, indices(1, 2, 3), indices(1, 2))
+    assert (skipped.num_unexpected, skipped.num_missing) == (0, 1)
+    repeated = count(0, 0, indices(1, 2, 3), indices(1, 2, 2))
+    assert (repeated.num_unexpected, repeated.num_missing) == (1, 1)
+    other = count(0, 0, indices(1, 2, 3), indices(1, 2, 3, 9))
+    assert (other.num_unexpected, other.num_missing) == (1, 0)
+    swapped = count(0, 0, indices(1, 2, 3), indices(3, 2, 1))
+    assert swapped == count(0, 0, indices(1, 2, 3), indices(1, 2, 3))
+
+
+def test_the_hash_depends_on_sample_epoch_and_step() -> None:
+    hashes = {
+        count(epoch, step, indices(index), indices(index)).sample_hash for epoch in (0, 1) for step in (0, 1) for index in (0, 1)
+    }
+    assert len(hashes) == 8
+
+
+def test_an_epoch_is_closed_with_its_counts() -> None:
+    ledger = Ledger()
+    ledger.commit(0, Count(3, 0, 0, 17))
+    ledger.commit(1, Count(3, 1, 1, 18))
+    closed = ledger.close_epoch()
+    assert {name: closed[name] for name in ("samples", "used_once", "duplicates", "missing")} == {
+        "samples": 6,
+        "used_once": 5,
+        "duplicates": 1,
+        "missing": 1,
+    }
+    chain = ledger.chain
+    ledger.commit(2, Count(3, 0, 0, 17))
+    assert ledger.samples == 3
+    assert ledger.chain != chain
+    assert ledger.close_epoch()["digest"] != closed["digest"]
+
+
+def test_the_chain_depends_on_order_and_resumes() -> None:
+    first, second, resumed = Ledger(), Ledger(), Ledger()
+    for ledger, hashes in ((first, (1, 2)), (second, (2, 1))):
+        for step, sample_hash in enumerate(hashes):
+            ledger.commit(step, Count(1, 0, 0, sample_hash))
+    assert first.chain != second.chain
+    halfway = Ledger()
+    halfway.commit(0, Count(1, 0, 0, 1))
+    resumed.load_state_dict(halfway.state_dict())
+    resumed.commit(1, Count(1, 0, 0, 2))
+    assert resumed == first
+
+
+@given(st.integers(0, 2**64 - 1), st.floats(-1e6, 1e6))
+def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
+    total = StepSum(ALONE)
+    total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
+    total.start("pause", 40)
+    found = total.wait()
+    assert found.count == Count(5, 1, 2, sample_hash)
+    assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (loss, 5, "pause", 40)
+    assert found.num_nonfinite == 0
+
+
+def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
+    total = StepSum(ALONE)
+    total.add(torch.tensor(float("inf")), torch.tensor(3), Count())
+    total.start(None, 0)
+    assert (total.wait().num_nonfinite, total.wait().nonfinite_rank, total.wait().weight) == (1, 0, 3)

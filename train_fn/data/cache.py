@@ -1,0 +1,40 @@
+"""Decoded data, once a node: the first process decodes under a lock, all others map the result into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train_fn.node_dir import cache_root, node_lock
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays]) -> Arrays:
+    """What ``decode`` returns, memory-mapped from this node's cache; called only where the cache does not have it.
+
+    Args:
+        name: of the data set.
+        sources: files that are decoded; when one of them changes (size or time), it is decoded anew.
+    """
+    stamps = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources]
+    directory = cache_root() / "data" / f"{name}-{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
+    if not directory.is_dir():
+        with node_lock(directory.with_suffix(".lock")):
+            if not directory.is_dir():
+                _write(directory, decode())
+    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(directory.glob("*.npy"))}
+
+
+def _write(directory: Path, arrays: Arrays) -> None:
+    """Publish all arrays at once, by a rename: a process that dies meanwhile leaves nothing that looks whole."""
+    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    for name, array in arrays.items():
+        np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+    temporary.rename(directory)
