@@ -75,9 +75,8 @@ class Driver:
         _set_environment(os.environ, self._settings)
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         actor = start_journal(self._run_dir, self._submission, ray.get_runtime_context().get_node_id())
-        self._journal = ActorJournalClient(
-            actor, "driver", history.last_attempt, interval_s=max(0.1, self._run_dir.storage.batch_s)
-        )
+        interval_s = max(0.1, self._run_dir.storage.batch_s)
+        self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         job = RankJob(
