@@ -67,9 +67,7 @@ def _read(path: Path) -> str | None:
 
 def _checked_url(url: str) -> str:
     """``host:port`` gets http://; raises UsageError for what names no host or another protocol."""
-    whole = url.strip().rstrip("/")
-    if "://" not in whole:
-        whole = f"http://{whole}"
+    whole = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(whole)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -77,7 +75,7 @@ def _checked_url(url: str) -> str:
         usable = False
     if not usable:
         raise UsageError(f"{url!r} is not the URL of a service; write it like {DEFAULT_URL}")
-    return whole
+    return whole.rstrip("/")
 
 
 def _checked_token(token: str, source: str) -> str:

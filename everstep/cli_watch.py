@@ -35,6 +35,7 @@ class Watcher:
         self._terminal = terminal
         self._status = RunStatus.QUEUED
         self._step = 0
+        self._restored_step = -1
         self._total: int | None = None
         self._metrics: dict[str, float | None] = {}
         self._said_at = time.monotonic()
@@ -70,7 +71,7 @@ class Watcher:
             self._terminal.json(event)
             return
         self._take(event)
-        line = words.event(event)
+        line = None if self._is_old(event) else words.event(event)
         if line is not None:
             self.say(line, event)
         if self._progress is not None:
@@ -86,6 +87,10 @@ class Watcher:
         stamp = event.at.astimezone().strftime("%H:%M:%S  ") if event is not None else ""
         self._terminal.line(stamp + line, style="bold yellow" if event and event.kind in _ALARMS else None)
 
+    def _is_old(self, event: Event) -> bool:
+        """Whether it tells anew what came before a restart: ranks repeat evaluations that may not have been heard."""
+        return event.kind == EventKind.EVALUATED and event.data.get("step", 0) <= self._restored_step
+
     def _take(self, event: Event) -> None:
         data: dict[str, Any] = event.data
         match event.kind:
@@ -95,7 +100,7 @@ class Watcher:
             case EventKind.TRAINING_STARTED:
                 self._total = data.get("total_steps") or self._total
             case EventKind.RESTORED:
-                self._step = data.get("step") or 0
+                self._step = self._restored_step = data.get("step") or 0
             case EventKind.METRICS:
                 for point in data.get("points") or ():
                     self._step = point["step"]

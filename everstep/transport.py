@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import json
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class Transport:
                 # A proxy of the environment has no business between two processes of one machine.
                 trust_env=not address.is_local,
             )
+        # Clients are often left to the garbage collector; their connections then close without a warning about them.
+        weakref.finalize(self, self._http.close)
 
     def close(self) -> None:
         self._http.close()
