@@ -92,7 +92,7 @@ class MemoryObjects:
 
 def quick_directory() -> tempfile.TemporaryDirectory[str]:
     """A directory whose fsync costs nothing, for tests that write thousands of files: in memory, where there is such a place."""
-    return tempfile.TemporaryDirectory(prefix="everstep-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    return tempfile.TemporaryDirectory(prefix="storage-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 def memory_run_dir() -> tuple[RunDir, MemoryObjects]:
