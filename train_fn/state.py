@@ -126,6 +126,7 @@ class TrainState:
         self.model.load_state_dict(state["model"])
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        _match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -139,6 +140,14 @@ class TrainState:
         self.parent = state["parent"]
         self.tail = deque(state["tail"], maxlen=TAIL_LENGTH)
         self.complete = True
+
+
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out an optimizer's tensors in memory as their parameters are: fused kernels walk both as plain memory."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def digest(state: dict[str, Any]) -> str:

@@ -23,9 +23,11 @@ class ImageClassification:
         self._resize_to = torchvision.args.image_size if torchvision else None
 
     def build_model(self) -> nn.Module:
-        return build_image_model(
+        model = build_image_model(
             self.spec.model, in_channels=self._channels, num_classes=self.data.num_classes, image_size=self.data.image_size
         )
+        # Channels innermost: convolutions are about a fifth faster on CPUs, more in half precision on GPUs.
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def build_datasets(self) -> dict[str, ImageSet | None]:
         return {"train": self.data.train, "val": self.data.val}
@@ -49,4 +51,4 @@ class ImageClassification:
             images = images.expand(-1, self._channels, -1, -1)
         if self._resize_to is not None and images.shape[-1] != self._resize_to:
             images = F.interpolate(images, size=self._resize_to, mode="bilinear", antialias=True)
-        return images
+        return images.contiguous(memory_format=torch.channels_last)
