@@ -11,6 +11,7 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable
@@ -98,6 +99,8 @@ def as_problem(exc: Exception) -> ProblemError:
         case HTTPException():
             code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
             return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
+        case ClientDisconnect():
+            return ProblemError(400, "client_disconnected", "the client went away before its request was complete")
         case _:
             return ProblemError(500, "internal_error", "the service failed; its log says how")
 
@@ -111,6 +114,7 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
     StorageError,
     RequestValidationError,
     HTTPException,
+    ClientDisconnect,
     Exception,
 )
 

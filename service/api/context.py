@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
 from service.api.log_views import LogViews
+from service.api.readiness import ReadinessCheck
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
@@ -61,6 +62,7 @@ class ApiContext:
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self.feed = EventFeed(self)
         self.logs = LogViews(self)
+        self.readiness = ReadinessCheck(self)
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method in a thread."""

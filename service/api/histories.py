@@ -29,7 +29,13 @@ After = Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind
     responses={200: STREAM, **problem_answers(404, 422)},
 )
 async def get_events(
-    request: Request, run: VisibleRun, context: Context, after: After = 0, limit: EventLimit = 200, cursor: Cursor = None
+    request: Request,
+    run: VisibleRun,
+    context: Context,
+    after: After = 0,
+    limit: EventLimit = 200,
+    cursor: Cursor = None,
+    last_event_id: sse.LastEventId = None,
 ) -> Page[Event] | Response:
     """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already.
 
@@ -37,7 +43,7 @@ async def get_events(
     honours `Last-Event-ID`, and ends after the event that ends the run.
     """
     if sse.wanted(request):
-        return sse.response(context.feed.follow(run.id, sse.resume_after(request, after)))
+        return sse.response(context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
     found = await context.database_call(context.events.after, run.id, position(cursor, after), limit + 1)
     items = tuple(event_answer(row) for row in found[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)

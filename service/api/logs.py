@@ -40,6 +40,7 @@ async def get_logs(
     follow: Annotated[bool, Query(description="Stream, and wait for more until the run has ended.")] = False,
     limit: Annotated[int, Query(ge=1, le=5000, description="Most lines of one page; a stream has no limit.")] = 1000,
     cursor: Cursor = None,
+    last_event_id: sse.LastEventId = None,
 ) -> Page[LogLine] | Response:
     """Lines of every rank and of the driver over all attempts, by attempt and time; kept after their node is gone.
 
@@ -48,7 +49,7 @@ async def get_logs(
     """
     view = context.logs.view(run.id, rank, attempt)
     if follow or sse.wanted(request):
-        start = sse.resume_after(request, position(cursor, after))
+        start = sse.resume_after(last_event_id, position(cursor, after))
         return sse.response(_follow(context, run.id, view, start, until_ended=follow))
     lines = await view.read(position(cursor, after), limit)
     return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if view.holds_more(lines) else None)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Annotated, Final
 
-from fastapi import Request
+from fastapi import Header, Request
 from fastapi.responses import StreamingResponse
 
 from service.problems import invalid_request
 
 MEDIA_TYPE: Final = "text/event-stream"
 HEARTBEAT_S: Final = 5.0
+LastEventId = Annotated[
+    str | None, Header(alias="Last-Event-ID", description="`id` of the last event that a client that reconnects has seen.")
+]
 HEARTBEAT: Final = b": heartbeat\n\n"
 """A comment: proxies and clients see that the stream lives, and a client that went away is noticed."""
 
@@ -26,14 +29,13 @@ def wanted(request: Request) -> bool:
     return MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def resume_after(request: Request, after: int) -> int:
-    """Position to go on from: ``Last-Event-ID`` of a client that reconnects, else ``after``. Raises 422."""
-    header = request.headers.get("last-event-id", "").strip()
-    if not header:
+def resume_after(last_event_id: str | None, after: int) -> int:
+    """Position to go on from: that of a client that reconnects, else ``after``. Raises 422."""
+    if not last_event_id:
         return after
-    if not (header.isascii() and header.isdigit() and len(header) <= 18):
-        raise invalid_request("Last-Event-ID", msg=f"{header[:40]!r} is not the id of an event of this stream")
-    return int(header)
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 18):
+        raise invalid_request("Last-Event-ID", msg=f"{last_event_id[:40]!r} is not the id of an event of this stream")
+    return int(last_event_id)
 
 
 def response(frames: AsyncIterator[bytes]) -> StreamingResponse:

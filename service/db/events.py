@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import structlog
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from service.db.engine import Database, DatabaseError
 from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
@@ -121,11 +121,6 @@ class EventStore:
             if connection.execute(checkpoint_checks.update().where(*key).values(values)).rowcount == 0:
                 connection.execute(checkpoint_checks.insert().values(run_id=run_id, name=name, **values))
         return check
-
-    def count(self, run_id: str) -> int:
-        with self._database.read() as connection:
-            query = select(func.count()).select_from(events).where(events.c.run_id == run_id)
-            return int(connection.execute(query).scalar_one())
 
 
 def _apply(writer: RunWriter, event: JournalEvent) -> None:

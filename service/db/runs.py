@@ -88,7 +88,7 @@ class RunStore:
 
     def _insert(self, connection: Connection, spec: dict[str, Any], created_by: str, idempotency: IdempotencyKey | None) -> RunRow:
         now = self._clock()
-        writer = RunWriter(connection, _new_row(new_run_id(now), spec, created_by, now), now, new=True)
+        writer = RunWriter(connection, new_row(new_run_id(now), spec, created_by, now), now, new=True)
         writer.begin()
         run = writer.save()
         if run.tags:
@@ -301,7 +301,8 @@ def _filtered(where: RunFilter) -> Select[Any]:
     return query
 
 
-def _new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> RunRow:
+def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> RunRow:
+    """A run as it is before anything happened to it."""
     return RunRow(
         id=run_id,
         name=spec["name"],

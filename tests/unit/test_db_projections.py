@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
-from service.db.runs import _new_row
+from service.db.runs import new_row
 from service.projections import attempts, checkpoints, failures, samples
 from service.projections.changes import project
 from service.projections.downsampling import MIN_POINTS, downsample
@@ -21,7 +22,7 @@ from tests.unit.api_service import NOON, spec
 
 def run_row(status: RunStatus = RunStatus.RUNNING, **fields: Any) -> RunRow:
     wanted = parse_spec(spec(checkpoint={"best_metric": "accuracy"}, train={"epochs": 3})).model_dump(mode="json")
-    return replace(_new_row("run_000000000001", wanted, "tok", NOON), status=status, submission=1, **fields)
+    return replace(new_row("run_000000000001", wanted, "tok", NOON), status=status, submission=1, **fields)
 
 
 def event(kind: str, seq: int = 1, *, at: float = NOON, submission: int = 1, attempt: int = 1, **data: Any) -> EventRow:
@@ -284,7 +285,7 @@ def test_checks_and_rejections_show() -> None:
     assert (found.state, found.problem, found.verified_at) == (
         "committed",
         None,
-        checkpoints.datetime.fromtimestamp(NOON + 9, checkpoints.UTC),
+        datetime.fromtimestamp(NOON + 9, UTC),
     )
     broken = CheckpointCheck("step-000000010.s001", NOON + 1, "digest")
     [found] = checkpoints.checkpoints([committed(10)], {broken.name: broken})

@@ -184,7 +184,7 @@ def test_a_failed_transition_writes_nothing(runs: RunStore, events: EventStore) 
     with pytest.raises(TransitionConflict):
         runs.transition(run.id, RunStatus.QUEUED, RunStatus.RUNNING, columns={"priority": 9})
     assert runs.get(run.id) == run
-    assert events.count(run.id) == 2
+    assert len(events.after(run.id, 0, 100)) == 2
 
 
 def test_one_of_many_claims_wins(runs: RunStore) -> None:
@@ -274,7 +274,7 @@ def test_only_what_has_ended_is_deleted(runs: RunStore, events: EventStore, data
     runs.request_stop(run.id, "cancel")
     runs.delete(run.id)
     assert runs.get(run.id) is None
-    assert events.count(run.id) == 0 and events.count(other.id) == 2
+    assert len(events.after(run.id, 0, 100)) == 0 and len(events.after(other.id, 0, 100)) == 2
     with database.read() as connection:
         for table in ("run_tags", "transitions"):
             assert connection.execute(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run.id}).scalar_one() == 0
@@ -356,4 +356,4 @@ def test_threads_that_write_never_see_a_locked_database(runs: RunStore, events: 
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-    assert events.count(run.id) == 2
+    assert len(events.after(run.id, 0, 100)) == 2
