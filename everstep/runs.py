@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from everstep.archive import receive_checkpoint
-from everstep.errors import RunFailed, Unavailable, WaitTimeout
+from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable, WaitTimeout
 from everstep.follow import Follower, Patience
 from everstep.spec import RunSpec
 from everstep.transport import Transport
@@ -241,9 +242,17 @@ class RunHandle:
                 return target
             except Unavailable:
                 if tries == MAX_DOWNLOADS:
+                    self._raise_if_corrupt(checkpoint)
                     raise
                 self._transport.timing.sleep(self._transport.timing.backoff_s(tries))
         raise AssertionError("unreachable")
+
+    def _raise_if_corrupt(self, checkpoint: Checkpoint) -> None:
+        """The service breaks a download off where a file is not what the manifest says; ask it whether that was the reason."""
+        with contextlib.suppress(EverstepError):
+            checkpoint = self.verify(checkpoint.step)
+        if checkpoint.state == "corrupt":
+            raise CorruptDownload(f"checkpoint {checkpoint.name} of run {self.id} is damaged in storage: {checkpoint.problem}")
 
     # ------------------------------------------------------------ actions
 
