@@ -34,7 +34,9 @@ def spec(*, workers: tuple[int, int] = (1, 2), **sections: Any) -> RunSpec:
 class DrivenRun:
     """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop."""
 
-    def __init__(self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False, run_id: str = "run_driven") -> None:
+    def __init__(
+        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False, run_id: str = "run_driven"
+    ) -> None:
         self.run_dir: RunDir = open_storage(str(storage)).run_dir(run_id)
         self.run_dir.write_spec(run_spec)
         self.events: list[JournalEvent] = []
@@ -71,7 +73,9 @@ class DrivenRun:
 
     def wait_for_step(self, step: int, *, attempt: int = 0) -> None:
         """Until that many steps are done, by an attempt later than ``attempt``."""
-        self.wait_for(lambda: any(n >= step for n, number in self.steps() if number > attempt), f"step {step} after attempt {attempt}")
+        self.wait_for(
+            lambda: any(n >= step for n, number in self.steps() if number > attempt), f"step {step} after attempt {attempt}"
+        )
 
     def wait_for_end(self) -> int:
         """The driver's exit code."""

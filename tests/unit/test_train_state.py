@@ -1,0 +1,192 @@
+"""TrainState holds everything, copies what it loads, and its digest tells any difference; snapshots keep it whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from train_fn import snapshot as snapshot_module
+from train_fn.ema import Ema
+from train_fn.errors import DataChanged
+from train_fn.ledger import Count
+from train_fn.snapshot import Label, SnapshotStore
+from train_fn.state import Best, TrainState, digest
+from train_fn.tensor_tree import copy_to_cpu, put_together, size_bytes, take_apart
+
+
+def make_state(seed: int = 0, *, fingerprint: str = "data", num_steps: int = 0) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    state = TrainState(model, optimizer, scaler, Ema(model, 0.9), steps_per_epoch=4, fingerprint=fingerprint)
+    for _ in range(num_steps):
+        take_step(state)
+    state.complete = True
+    return state
+
+
+def take_step(state: TrainState) -> None:
+    torch.manual_seed(state.step)
+    state.scaler.scale(state.model(torch.randn(5, 3, 6, 6)).square().mean()).backward()
+    with state.committing():
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        assert state.ema is not None
+        state.ema.update(state.step + 1)
+        state.ledger.commit(state.step, Count(5, 0, 0, state.step))
+    state.optimizer.zero_grad()
+
+
+def through_a_file(tree: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_restored_state_goes_on_as_the_original_would() -> None:
+    original, restored = make_state(num_steps=3), make_state(seed=1)
+    original.best = Best("val_accuracy", 0.5, 3, "step-000000003.s001")
+    restored.load_state_dict(through_a_file(original.state_dict()))
+    assert (restored.step, restored.epoch, restored.k, restored.best) == (3, 0, 3, original.best)
+    for state in (original, restored):
+        take_step(state)
+        take_step(state)
+    assert digest(original.state_dict()) == digest(restored.state_dict())
+    assert (restored.epoch, restored.k) == (1, 1)
+
+
+def test_what_was_loaded_is_not_shared() -> None:
+    original, restored = make_state(num_steps=2), make_state(seed=1)
+    saved = original.state_dict()
+    before = copy.deepcopy(saved)
+    restored.load_state_dict(saved)
+    take_step(restored)
+    assert digest(saved) == digest(before)
+
+
+def test_the_layout_of_moments_follows_their_parameters() -> None:
+    original, restored = make_state(num_steps=2), make_state(seed=1)
+    plain = through_a_file(original.state_dict())
+    moments = plain["optimizer"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"].contiguous()
+    restored.load_state_dict(plain)
+    weight = restored.model[0].weight  # type: ignore[index]
+    assert restored.optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "ema", "ledger", "step"])
+def test_the_digest_tells_one_flipped_bit(part: str) -> None:
+    state = copy_to_cpu(make_state(num_steps=1).state_dict())
+    before = digest(state)
+    assert digest(copy.deepcopy(state)) == before
+    if part == "ledger":
+        state["ledger"]["chain"] = "0" * 64
+    elif part == "step":
+        state["step"] += 1
+    else:
+        tensors: list[torch.Tensor] = []
+        take_apart(state[part], tensors)
+        words = (
+            max(tensors, key=torch.Tensor.numel).view(-1).view(torch.int32)
+            if part != "model"
+            else tensors[-2].view(-1).view(torch.int32)
+        )
+        words[-1] ^= 1
+    assert digest(state) != before
+
+
+def test_other_data_is_refused() -> None:
+    with pytest.raises(DataChanged, match="changed since step 2"):
+        make_state(fingerprint="other").load_state_dict(make_state(num_steps=2).state_dict())
+
+
+def test_an_exception_inside_the_commit_leaves_the_state_torn() -> None:
+    state = make_state()
+    with pytest.raises(KeyError), state.committing():
+        raise KeyError
+    assert not state.complete
+    assert state.step == 0
+
+
+def test_copies_reuse_their_memory_and_trees_survive_the_wire() -> None:
+    state = make_state(num_steps=1)
+    first = copy_to_cpu(state.state_dict())
+    pointer = first["model"]["0.weight"].data_ptr()
+    take_step(state)
+    second = copy_to_cpu(state.state_dict(), first)
+    assert second["model"]["0.weight"].data_ptr() == pointer
+    assert digest(second) == digest(state.state_dict())
+    tensors: list[torch.Tensor] = []
+    assert digest(put_together(take_apart(second, tensors), tensors)) == digest(second)
+    assert size_bytes(second) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_averages_follow_the_weights_and_stand_in_for_them() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    ema = Ema(model, 0.9)
+    nn.init.constant_(model.weight, 2.0)
+    ema.update(step=1000)
+    assert ema.state_dict()["weight"].item() == pytest.approx(1.1)
+    with pytest.raises(ZeroDivisionError), ema.in_place():
+        assert model.weight.item() == pytest.approx(1.1)
+        raise ZeroDivisionError
+    assert model.weight.item() == 2.0
+    assert ema.state_dict()["weight"].item() == pytest.approx(1.1)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def make_label(state: dict[str, Any], **changes: Any) -> Label:
+    fields = {"submission": 1, "attempt": 1, "step": state["step"], "rank": 0, "digest": digest(state), "problem": None}
+    return Label(**{**fields, **changes})
+
+
+def test_a_snapshot_is_read_back_whole(tmp_path: Path) -> None:
+    store, state = SnapshotStore(tmp_path / "run" / "node", 1), copy_to_cpu(make_state(num_steps=2).state_dict())
+    store.write(make_label(state), state)
+    [label] = store.labels()
+    assert digest(store.read(label)) == digest(state)
+    store.remove_all()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_snapshot_that_differs_from_its_label_is_refused(tmp_path: Path) -> None:
+    store, state = SnapshotStore(tmp_path, 1), copy_to_cpu(make_state(num_steps=2).state_dict())
+    label = make_label(state, digest="0" * 64)
+    store.write(label, state)
+    with pytest.raises(ValueError, match="does not have the digest"):
+        store.read(label)
+
+
+def test_newer_snapshots_replace_older_ones_and_other_submissions_do_not_show(tmp_path: Path) -> None:
+    store, later = SnapshotStore(tmp_path, 1), SnapshotStore(tmp_path, 2)
+    first, second = (copy_to_cpu(make_state(num_steps=steps).state_dict()) for steps in (1, 2))
+    store.write(make_label(first), first)
+    store.write(make_label(second), second)
+    assert [label.step for label in store.labels()] == [2]
+    assert later.labels() == []
+    store.remove_after(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, state = SnapshotStore(tmp_path, 1), copy_to_cpu(make_state(num_steps=1).state_dict())
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_module.torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        store.write(make_label(state), state)
+    assert store.labels() == []
+    assert list(tmp_path.iterdir()) == []
