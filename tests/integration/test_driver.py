@@ -1,0 +1,200 @@
+"""The driver on a real cluster of one-CPU nodes: the way to the end, and what is killed on that way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.rank_logs import read_rank_logs
+from tests.integration.driven_run import DrivenRun, spec
+from tests.integration.ray_cluster import RayCluster, ray_cluster
+
+pytestmark = pytest.mark.timeout(600)
+
+Begin = Callable[..., DrivenRun]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes. A test that kills one puts another in its place."""
+    with ray_cluster(2) as running:
+        yield running
+
+
+@pytest.fixture
+def begin(cluster: RayCluster, tmp_path: Path) -> Iterator[Begin]:
+    """Start the driver of a run, ended with the test."""
+    runs = []
+
+    def start(run_spec: RunSpec, *, small: bool = False, **env: str) -> DrivenRun:
+        run = DrivenRun(cluster, tmp_path, run_spec, small=small)
+        runs.append(run)
+        run.start(**env)
+        return run
+
+    yield start
+    for run in runs:
+        run.stop()
+
+
+def small_spec(steps: int, step_ms: int = 25, workers: tuple[int, int] = (1, 2), **tags: str) -> RunSpec:
+    """For the small training function."""
+    return spec(workers=workers, tags={"steps": str(steps), "step_ms": str(step_ms), **tags})
+
+
+def check_lossless(run: DrivenRun, total_steps: int) -> None:
+    """Every step was reported, and none was lost or taken back by a recovery."""
+    assert {step for step, _ in run.steps()} == set(range(1, total_steps + 1))
+    assert [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)] == [0] * len(run.of(EventKind.FAILURE))
+    for epoch in run.of(EventKind.EPOCH_COMPLETED):
+        assert (epoch.data["duplicates"], epoch.data["missing"]) == (0, 0)
+        assert epoch.data["used_once"] == epoch.data["samples"]
+
+
+def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
+    run = begin(spec(train={"epochs": 3, "global_batch_size": 128}, env={"MY_SETTING": "1"}))
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    kinds = [event.kind for event in run.events]
+    assert kinds[0] is EventKind.SUBMISSION_STARTED
+    assert kinds[-1] is EventKind.FINISHED
+    assert run.last(EventKind.FINISHED).data == {"outcome": "succeeded", "reason": None, "step": 36}
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["finished"]
+    started = run.last(EventKind.ATTEMPT_STARTED)
+    assert started.data["world_size"] == 2
+    assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
+    check_lossless(run, 36)
+    assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
+    lines, _ = read_rank_logs(run.run_dir)
+    assert {line.rank for line in lines} == {None, 0, 1}
+    assert {line.attempt for line in lines if line.rank == 0} == {1}
+    assert any("rank 1 of 2" in line.message for line in lines if line.rank == 1)
+
+
+def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
+    run = begin(spec(train={"epochs": 12, "global_batch_size": 64}))
+    run.wait_for_step(30)
+    victim = run.worker(1)
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    failures = run.of(EventKind.FAILURE)
+    assert [(event.data["verdict"], event.data["first_rank"], event.attempt) for event in failures] == [("worker_lost", 1, 1)]
+    assert failures[0].data["node_id"] == victim["node_id"]
+    assert failures[0].data["evidence"]["pid"] == victim["pid"]
+    check_lossless(run, 12 * 23)
+    recovered = run.last(EventKind.RECOVERED).data
+    assert (recovered["world_size_before"], recovered["world_size_after"]) == (2, 2)
+    assert recovered["recovery_s"] == pytest.approx(sum(recovered["phases"].values()), abs=0.05)
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["worker_lost", "finished"]
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, cluster: RayCluster) -> None:
+    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
+    run.wait_for_step(30)
+    lost = run.worker(1)["node_id"]
+    cluster.kill_node(lost)
+    run.wait_for(lambda: run.of(EventKind.RECOVERED), "recovery")
+    shrunk = run.last(EventKind.ATTEMPT_STARTED)
+    assert shrunk.data["world_size"] == 1
+    assert shrunk.data["workers"][0]["node_id"] != lost
+    new = cluster.add_node()
+    run.wait_for(lambda: run.last(EventKind.ATTEMPT_STARTED).data["world_size"] == 2, "growth")
+    assert new in {worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]}
+    grown = run.last(EventKind.ATTEMPT_STARTED).attempt
+    run.wait_for(lambda: any(attempt == grown for _, attempt in run.steps()), "a step at full size")
+    run.run_dir.request_stop(1, "cancel")
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert [(event.data["verdict"], event.data["node_id"]) for event in run.of(EventKind.FAILURE)] == [("node_lost", lost)]
+    steps = run.steps()
+    check_lossless(run, max(step for step, _ in steps))
+    first_of_attempt = {attempt: min(step for step, number in steps if number == attempt) for _, attempt in steps}
+    last_of_attempt = {attempt: max(step for step, number in steps if number == attempt) for _, attempt in steps}
+    for earlier, later in pairwise(sorted(first_of_attempt)):
+        assert first_of_attempt[later] <= last_of_attempt[earlier] + 1, "no step is skipped"
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["node_lost", "resized", "stopped"]
+
+
+def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:
+    run = begin(small_spec(400, 10), small=True)
+    run.wait_for_step(50)
+    os.kill(run.actor_pid("JournalActor"), signal.SIGKILL)
+    run.wait_for_step(150)
+    os.kill(run.actor_pid("JournalActor"), signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert [step for step, _ in run.steps()] == list(range(1, 401))
+    assert run.of(EventKind.FAILURE) == []
+    assert run.events[-1].kind is EventKind.FINISHED
+
+
+def test_a_killed_controller_is_replaced(begin: Begin) -> None:
+    run = begin(small_spec(200), small=True)
+    run.wait_for_step(30)
+    os.kill(run.actor_pid("EverstepController"), signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["control_plane"]
+    assert [event.attempt for event in run.of(EventKind.ATTEMPT_STARTED)] == [1, 2]
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["control_plane", "finished"]
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) -> None:
+    run = begin(small_spec(100, 5, raise_at="40"), small=True)
+    assert run.wait_for_end() == 0, run.describe()
+    failures = run.of(EventKind.FAILURE)
+    assert [(event.data["verdict"], event.data["first_rank"], event.data["step"]) for event in failures] == [
+        ("user_error", 0, 40),
+        ("user_error", 0, 40),
+    ]
+    assert failures[0].data["exception"] == "ValueError: the data of step 40 is spoilt"
+    assert "raise ValueError" in failures[0].data["evidence"]["traceback"]
+    assert {line["state"] for line in failures[0].data["evidence"]["ranks"]} == {"raised", "collateral"}
+    finished = run.last(EventKind.FINISHED).data
+    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
+    assert "step 40 twice" in finished["reason"]["message"]
+
+
+def test_a_pause_is_heard_while_the_run_waits_for_capacity(begin: Begin) -> None:
+    run = begin(small_spec(100, workers=(3, 3)), small=True)
+    waiting = run.wait_for(lambda: run.of(EventKind.WAITING), "waiting")[0]
+    assert waiting.data["code"] == "waiting_for_capacity"
+    assert waiting.data["missing"] == {"CPU": 1.0}
+    run.run_dir.request_stop(1, "pause")
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.of(EventKind.ATTEMPT_STARTED) == []
+    finished = run.last(EventKind.FINISHED).data
+    assert (finished["outcome"], finished["reason"]["code"]) == ("stopped", "paused_by_user")
+
+
+def test_a_terminated_driver_leaves_its_run_unfinished_and_the_next_goes_on(begin: Begin) -> None:
+    run = begin(small_spec(120), small=True)
+    run.wait_for_step(30)
+    assert run.driver is not None
+    run.driver.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.wait_for_end() not in (0, 3)
+    assert time.monotonic() - began < 10
+    assert run.of(EventKind.FINISHED) == []
+    last_attempt = run.last(EventKind.ATTEMPT_STARTED).attempt
+
+    run.events.clear()
+    run.start(submission=2)
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.of(EventKind.ATTEMPT_STARTED)[0].attempt == last_attempt + 1, "attempts are counted over the run"
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+    run.events.clear()
+    run.start(submission=1)
+    assert run.wait_for_end() == 3, "a newer submission has taken over"
