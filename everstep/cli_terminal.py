@@ -56,14 +56,25 @@ def exit_code_of_status(status: RunStatus) -> Exit:
     return Exit.FAILED if status in (RunStatus.FAILED, RunStatus.CANCELLED) else Exit.SUCCEEDED
 
 
+class _Console(Console):
+    """Rich's console, which leaves a broken pipe to whoever wrote into it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
 @dataclass
 class Terminal:
     """Standard output and error of one command."""
 
     as_json: bool = False
     url: str | None = None
-    out: Console = field(default_factory=lambda: Console(highlight=False, markup=False, emoji=False, soft_wrap=True))
-    err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True))
+    out: Console = field(default_factory=_console)
+    err: Console = field(default_factory=lambda: _console(stderr=True))
 
     def client(self) -> Client:
         return Client(self.url, max_tries=CLI_TRIES)

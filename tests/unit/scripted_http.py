@@ -204,8 +204,13 @@ def streamed(*parts: bytes, complete: bool = True) -> Answer:
     return answer
 
 
-def silent(handler: Handler) -> None:
-    """A stream that says nothing for as long as the test runs."""
-    handler.begin_stream()
-    handler.wfile.flush()
-    handler.server.released.wait(30)
+def silent_after(*parts: bytes) -> Answer:
+    """A stream of these chunks that then says nothing more."""
+
+    def answer(handler: Handler) -> None:
+        handler.begin_stream()
+        for part in parts:
+            handler.chunk(part)
+        handler.server.released.wait(30)
+
+    return answer

@@ -21,7 +21,7 @@ from tests.unit.scripted_http import (
     reply,
     run_answer,
     scripted,
-    silent,
+    silent_after,
     streamed,
 )
 
@@ -122,7 +122,7 @@ def test_what_waiting_cannot_cure_is_raised_at_once(server: ScriptedServer) -> N
 
 
 def test_a_silent_connection_is_left_for_a_new_one(server: ScriptedServer) -> None:
-    server.script[EVENTS] = [silent, streamed(frame(ended(1)))]
+    server.script[EVENTS] = [silent_after(), streamed(frame(ended(1)))]
     assert seqs(run_of(server, patience=Patience(silence_s=0.2))) == [1]
     assert len(server.to(EVENTS)) == 2
 
