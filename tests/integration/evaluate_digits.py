@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 
 def norm(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
     weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
-    return F.group_norm(x, len(weight) // 8, weight, bias)
+    return F.group_norm(x, len(weight) // 16, weight, bias)
 
 
 def mini_resnet(state: State, x: torch.Tensor) -> torch.Tensor:
