@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import importlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from everstep.spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from train_fn.context import Stop
+from train_fn.node_dir import shared_memory_root
 
 DEADLINE_S = 120.0
 
@@ -91,7 +95,10 @@ class ListJournal:
 
 
 def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
-    return open_storage(str(tmp_path / "storage")).run_dir(name)
+    """A run of its own; what a failed one leaves in shared memory is removed when the tests end."""
+    run_id = f"{name}-{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}-{os.getpid()}"
+    atexit.register(shutil.rmtree, shared_memory_root() / run_id, ignore_errors=True)
+    return open_storage(str(tmp_path / "storage")).run_dir(run_id)
 
 
 def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:

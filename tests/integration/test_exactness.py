@@ -122,7 +122,7 @@ def test_survivors_of_a_killed_rank_lose_no_step(world_size: int, killed_rank: i
     assert restored["rejected"] == []
     assert merged_losses(outcomes[0], resumed) == reference.losses
     assert_same(final_state(whole), final_state(broken))
-    assert not (shared_memory_root() / "run_broken").exists()
+    assert not (shared_memory_root() / broken.run_id).exists()
 
 
 def test_another_world_size_agrees_to_float_tolerance(tmp_path: Path) -> None:

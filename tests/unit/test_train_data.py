@@ -202,10 +202,12 @@ def test_image_folder_gives_the_same_crop_for_the_same_key_in_any_process(tmp_pa
     for one, other in zip(here, there, strict=True):
         assert np.array_equal(one.indices, other.indices)
         assert torch.equal(one.batch[0], other.batch[0])
-    by_index = {int(index): image for batch in later for index, image in zip(batch.indices, batch.batch[0], strict=True)}
-    assert not any(
-        torch.equal(by_index[int(i)], image) for batch in here for i, image in zip(batch.indices, batch.batch[0], strict=True)
-    )
+
+    def images(batches: list[Any]) -> dict[int, torch.Tensor]:
+        return {int(index): image for batch in batches for index, image in zip(batch.indices, batch.batch[0], strict=True)}
+
+    before, after = images(here), images(later)
+    assert not any(torch.equal(before[index], after[index]) for index in range(8))
 
 
 # ---------------------------------------------------------------- loader

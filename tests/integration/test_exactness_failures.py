@@ -1,0 +1,93 @@
+"""What goes wrong on a rank ends the attempt in order, says what happened, and costs no committed step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from everstep.events import EventKind
+from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness import LAST_STEP, make_spec
+from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
+from train_fn.errors import StepFailed
+from train_fn.node_dir import shared_memory_root
+from train_fn.rank_error import ErrorKind, RankError, describe_error
+
+
+def errors_of(outcomes: list[Outcome]) -> list[RankError]:
+    assert all(isinstance(outcome.error, StepFailed) for outcome in outcomes), outcomes
+    return [describe_error(outcome.error, rank) for rank, outcome in enumerate(outcomes) if outcome.error]
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(tmp_path: Path) -> None:
+    outcomes = run_ranks(Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:regression_with_a_nan"), tmp_path)
+    errors = errors_of(outcomes)
+    assert [error.type for error in errors] == ["NonFiniteLoss", "NonFiniteLoss"]
+    assert {error.kind for error in errors} == {ErrorKind.USER}
+    [step] = {error.step for error in errors}
+    found = re.search(r"the loss of step (\d+) is nan on rank ([01])", errors[0].message)
+    assert found is not None
+    assert step is not None
+    assert int(found[1]) == step + 1
+    assert errors[0].message == errors[1].message
+    assert max(outcomes[0].losses, default=0) == step  # the step itself was not taken, nor reported
+
+
+def test_a_data_set_that_raises_is_told_from_its_consequences(tmp_path: Path) -> None:
+    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:regression_with_a_broken_sample"
+    errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 3, setup=setup), tmp_path))
+    [culprit] = [error for error in errors if not error.collateral]
+    assert (culprit.type, culprit.message, culprit.phase) == ("LookupError", "sample 41 is broken", "data")
+    assert "trainees.py" in culprit.traceback
+    assert all(error.kind is ErrorKind.COLLECTIVE for error in errors if error is not culprit)
+
+
+def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    train_to_end(Job(run_dir, spec, 1, stopped=("pause", 13)), tmp_path)
+    names = [manifest.name for manifest in run_dir.checkpoints.list()]
+    assert names == ["step-000000010.s001", "step-000000014.s001"]
+    model = Path(run_dir.checkpoints.path(names[-1])) / "model.pt"
+    data = bytearray(model.read_bytes())
+    data[len(data) // 2] ^= 1
+    model.write_bytes(data)
+    resumed = train_to_end(Job(run_dir, spec, 2, submission=2), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["step"], restored["checkpoint"]) == (10, names[0])
+    [rejected] = restored["rejected"]
+    assert rejected["name"] == names[1]
+    assert "model.pt" in rejected["problem"]
+    assert max(resumed.losses) == LAST_STEP
+
+
+def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path, "run_small"), make_spec()
+    setup = f"{TRAINEES}:too_little_shared_memory"
+    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), setup=setup), tmp_path)
+    assert isinstance(outcomes[0].error, StepFailed)
+    assert outcomes[0].error.snapshot_step is None
+    assert "does not fit" in str(outcomes[0].error.snapshot_problem)
+    resumed = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+    assert "does not fit" in restored["rejected"][0]["problem"]
+    assert not (shared_memory_root() / run_dir.run_id).exists()
+
+
+def test_snapshots_of_another_submission_never_count(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path, "run_fenced"), make_spec()
+    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13)), tmp_path)
+    assert isinstance(outcomes[0].error, StepFailed)
+    assert outcomes[0].error.snapshot_step is not None
+    resumed = train_to_end(Job(run_dir, spec, 2, submission=2), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+
+
+def test_a_cancel_commits_a_checkpoint_at_an_agreed_step(tmp_path: Path) -> None:
+    run_dir = make_run_dir(tmp_path)
+    outcomes = run_ranks(Job(run_dir, make_spec(), 3, stopped=("cancel", 4)), tmp_path)
+    assert [outcome.stop for outcome in outcomes] == ["cancel"] * 3
+    assert max(outcomes[0].losses) == 5
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [5]
+    assert [outcome.reported for outcome in outcomes] == [["step-000000005.s001"]] * 3

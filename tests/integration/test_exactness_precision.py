@@ -1,0 +1,63 @@
+"""Exactness where arithmetic or weights are not the plain case: half precision, skipped steps, tokens, users' own data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
+
+TRAINEES = "tests.integration.trainees"
+
+
+def test_a_step_that_the_scaler_skips_has_consumed_its_samples(tmp_path: Path) -> None:
+    whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
+    spec, setup = make_spec(precision="fp16"), f"{TRAINEES}:overflowing_scaler"
+    reference = train_to_end(Job(whole, spec, 2, setup=setup), tmp_path)
+    state = final_state(whole)
+    taken = {int(values["step"]) for values in state["train_state.pt"]["optimizer"]["state"].values()}
+    [num_taken] = taken
+    assert 0 < num_taken < LAST_STEP  # some steps were skipped, not all
+    assert all(epoch["used_once"] == 1437 and epoch["missing"] == 0 for epoch in reference.of_kind(EventKind.EPOCH_COMPLETED))
+
+    first = run_ranks(Job(broken, spec, 2, setup=setup, killed=(1, 12)), tmp_path)[0]
+    second = train_to_end(Job(broken, spec, 2, setup=setup, attempt=2), tmp_path)
+    assert second.of_kind(EventKind.RESTORED)[0]["source"] == "snapshot"
+    assert merged_losses(first, second) == reference.losses
+    assert_same(state, final_state(broken))
+
+
+def test_bfloat16_resumes_bitwise(tmp_path: Path) -> None:
+    whole, parts = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_parts")
+    spec = make_spec(precision="bf16")
+    reference = train_to_end(Job(whole, spec, 2), tmp_path)
+    first = train_to_end(Job(parts, spec, 2, stopped=("pause", 7)), tmp_path)
+    second = train_to_end(Job(parts, spec, 2, submission=2), tmp_path)
+    assert merged_losses(first, second) == reference.losses
+    assert_same(final_state(whole), final_state(parts))
+
+
+def own_task_spec(num_workers: int) -> RunSpec:
+    raw = make_spec().model_dump(mode="json")
+    train = raw["train"] | {"global_batch_size": 40, "micro_batch_size": 8, "loader": {"num_workers": num_workers}}
+    return RunSpec.model_validate(raw | {"train": train | {"ema_decay": None}, "schedule": {"name": "constant"}})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_weights_that_are_not_samples_and_data_of_ones_own(num_workers: int, tmp_path: Path) -> None:
+    """Tokens are shared out unevenly, the last global batch has 10 of 40 samples, and a third rank then has none."""
+    spec, setup = own_task_spec(num_workers), f"{TRAINEES}:regression"
+    alone = train_to_end(Job(make_run_dir(tmp_path, "run_1"), spec, 1, setup=setup), tmp_path)
+    three = train_to_end(Job(make_run_dir(tmp_path, "run_3"), spec, 3, setup=setup), tmp_path)
+    assert sorted(alone.losses) == list(range(1, 7))
+    for step, loss in alone.losses.items():
+        assert three.losses[step] == pytest.approx(loss, rel=1e-5)
+    [first, second] = three.of_kind(EventKind.EPOCH_COMPLETED)
+    assert (first["samples"], first["used_once"], first["missing"], first["duplicates"]) == (90, 90, 0, 0)
+    assert first["digest"] == alone.of_kind(EventKind.EPOCH_COMPLETED)[0]["digest"] != second["digest"]
+    evaluations = [outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["val_loss"] for outcome in (alone, three)]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)

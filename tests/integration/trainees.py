@@ -1,0 +1,80 @@
+"""Tasks that ranks of the tests train, for what no built-in task does. Each function changes its own process only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+from train_fn import replica
+
+NUM_SAMPLES = 90
+
+
+class Lines(Dataset[dict[str, torch.Tensor]]):
+    """Plain map-style data, with transforms that draw from numpy's and torch's global generators. ``tokens`` is a weight."""
+
+    def __init__(self, broken_index: int | None = None) -> None:
+        self._broken_index = broken_index
+        self._x = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 4)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self._broken_index:
+            raise LookupError(f"sample {index} is broken")
+        noise = 0.1 * torch.randn(4) + float(np.random.normal(scale=0.1))
+        x = torch.from_numpy(self._x[index]) + noise
+        return {"x": x, "y": x.sum(), "tokens": torch.tensor(1 + index % 7), "index": torch.tensor(index)}
+
+
+class Regression:
+    """A task as a user writes it: weights are tokens, nothing of Everstep is imported."""
+
+    def __init__(self, nan_index: int | None = None, broken_index: int | None = None) -> None:
+        self._nan_index, self._broken_index = nan_index, broken_index
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Lines(self._broken_index), "val": Lines()}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        errors = F.mse_loss(model(batch["x"]).squeeze(1), batch["y"], reduction="none")
+        loss_sum = (errors * batch["tokens"]).sum()
+        if self._nan_index is not None and bool((batch["index"] == self._nan_index).any()):
+            loss_sum = loss_sum * float("nan")
+        return loss_sum, batch["tokens"].sum()
+
+
+def regression() -> None:
+    replica.build_task = lambda spec: Regression()
+
+
+def regression_with_a_nan() -> None:
+    replica.build_task = lambda spec: Regression(nan_index=41)
+
+
+def regression_with_a_broken_sample() -> None:
+    replica.build_task = lambda spec: Regression(broken_index=41)
+
+
+def overflowing_scaler() -> None:
+    """A loss scaler whose first steps overflow half precision and are skipped, and which grows soon enough to do so again."""
+
+    def build_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type, init_scale=2.0**20, growth_interval=3)
+
+    replica.build_scaler = build_scaler
+
+
+def too_little_shared_memory() -> None:
+    from train_fn import snapshot
+
+    snapshot.SnapshotStore.free_bytes = lambda self: 1000
