@@ -23,9 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc  # type: ignore[import-untyped]
 import psutil
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 
 from service.embedded.environment import WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
@@ -36,6 +39,8 @@ STOP_GRACE_S = 1.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
+NO_JOB = b"\xff" * 4
+KEEP_WARM_S = 7 * 24 * 3600
 
 log = logging.getLogger("keeper")
 
@@ -173,7 +178,9 @@ class Keeper:
             node_manager_port=0,
             env_vars=env,
         )
-        return _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
+        node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
+        _warm(node, self._note.cpus_per_node)
+        return _note_of(node, slot)
 
     def _params(self, name: str, *, num_cpus: int, num_gpus: int = 0) -> dict[str, object]:
         return {
@@ -202,6 +209,21 @@ def _note_of(node: Node, slot: int) -> NodeNote:
         raylet_started_at=started_at(raylet),
         pids=tuple(sorted({*services, *agents})),
     )
+
+
+def _warm(node: Node, num_workers: int) -> None:
+    """Let a node start idle workers at once, so that the first run need not wait for their imports. Any job may take them."""
+    request = node_manager_pb2.PrestartWorkersRequest(
+        language=common_pb2.Language.PYTHON, job_id=NO_JOB, num_workers=num_workers, keep_alive_duration_secs=KEEP_WARM_S
+    )
+    request.runtime_env_info.serialized_runtime_env = "{}"
+    channel = init_grpc_channel(f"{LOOPBACK}:{node.node_manager_port}")
+    try:
+        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=5)
+    except grpc.RpcError as exc:
+        log.warning("node %s starts no idle workers, the first run waits for their imports: %s", node.node_id, exc)
+    finally:
+        channel.close()
 
 
 def _gpus_by_node(num_nodes: int) -> list[list[str]]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +88,13 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     assert (taken_over.address, node_ids(cluster)) == (note.address, before)
     assert sorted(alive_nodes(cluster, taken_over)) == sorted(before)
 
-    EmbeddedCluster(settings).stop()
+    # Somebody reads a log meanwhile: not a process of the cluster, whatever it names and holds open.
+    with subprocess.Popen(
+        ["tail", "-f", *Path(note.temp_dir).glob("head/session_2*/logs/gcs_server.out")], stdout=subprocess.DEVNULL
+    ) as reader:
+        EmbeddedCluster(settings).stop()
+        assert reader.poll() is None
+        reader.kill()
     assert list(members(note.temp_dir)) == []
     assert not Path(note.temp_dir).exists()
     assert not settings.cluster_path.exists()
