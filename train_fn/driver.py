@@ -7,16 +7,16 @@ anything else means that the run is to be submitted again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import logging
-import math
 import os
 import platform
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -33,6 +33,7 @@ from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_jo
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob
+from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.verdict import Evidence, decide, judge
 
@@ -71,6 +72,9 @@ class Driver:
         """
         self._check_newest()
         spec = self._run_dir.read_spec()
+        if spec.recovery.hang_timeout_s is not None:
+            health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
+            self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
         history = read_history(self._run_dir)
         _set_environment(os.environ, self._settings)
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -84,7 +88,7 @@ class Driver:
             run_dir=self._run_dir,
             submission=self._submission,
             journal=actor,
-            use_gpu=_use_gpu(spec, ray.cluster_resources()),
+            use_gpu=use_gpu(spec.scaling, ray.cluster_resources()),
             train=self._train,
         )
         logger.info(
@@ -94,8 +98,18 @@ class Driver:
             history.last_attempt,
             "ranks on GPUs" if job.use_gpu else "ranks on CPUs",
         )
+        if self._settings.warm_pool:
+            threading.Thread(target=self._warm_first_group, args=(job,), name="warm-up", daemon=True).start()
         outcome = self._fit_until_decided(job, history)
         self._finish(outcome)
+
+    def _warm_first_group(self, job: RankJob) -> None:
+        from train_fn.ray_train.warm_pool import warm_first_group
+
+        try:
+            warm_first_group(self._settings, worker_resources(job.spec.scaling, job.use_gpu), job.spec.scaling.max_workers)
+        except Exception as exc:  # the ranks then start cold
+            logger.warning("the first ranks' processes were not started ahead: %s", exc)
 
     def _fit_until_decided(self, job: RankJob, history: History) -> Outcome:
         """Ray's ``fit``, again when the controller itself was lost or broke down: Ray retries neither."""
@@ -231,14 +245,6 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _use_gpu(spec: RunSpec, cluster: Mapping[str, float]) -> bool:
-    """``auto`` is on where the cluster's GPUs suffice for the smallest group."""
-    if spec.scaling.use_gpu != "auto":
-        return spec.scaling.use_gpu
-    needed = spec.scaling.min_workers * spec.scaling.resources_per_worker.get("GPU", 1.0)
-    return cluster.get("GPU", 0.0) >= max(needed, 1.0) and not math.isclose(needed, 0.0)
-
-
 def _set_environment(env: Any, settings: RecoverySettings) -> None:
     """What Ray reads in this process. The job carries no runtime_env, since its actors would then find no warm process."""
     env.update(_ray_train_env(settings))
@@ -295,6 +301,7 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         return EXIT_REPLACED
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")  # for the Ray job's own log
     log.start()
     try:
         driver.run()

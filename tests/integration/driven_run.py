@@ -64,9 +64,12 @@ class DrivenRun:
         """The first truthy value of ``fact``, asked again after every look at the journal."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
+            ended = self.driver is not None and self.driver.poll() is not None
             self.read()
             if found := fact():
                 return found
+            if ended:
+                raise AssertionError(f"the driver ended before {what}\n{self.describe()}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what} did not come within {PATIENCE_S:g} s\n{self.describe()}")
             time.sleep(0.02)

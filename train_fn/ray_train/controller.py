@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from everstep.events import EventKind
+from everstep.wire import Verdict
 from train_fn.context import Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.ray_train.placement import Placement
@@ -31,7 +32,7 @@ from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
-from train_fn.verdict import Decision, Evidence, Judgement, RankReport, decide, judge
+from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, judge
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._verdict: Decision | None = None
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
+        self._yield_at = 0.0
         self._journal = ActorJournalClient(
             deliver_to(engine.job.journal),
             f"controller.{uuid.uuid4().hex[:8]}",
@@ -95,7 +97,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
-        self._pool = WarmPool(self._settings, self._ranks_by_node)
+        self._pool = WarmPool(self._settings, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
 
@@ -145,6 +147,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if self._yield_since is None:
             logger.info("asking %d ranks to save and leave for a group of %d", self._world_size, self._sizes.wanted)
             self._yield_since = now
+            self._yield_at = time.time()
             self._worker_group.ask_to_yield()
         elif now - self._yield_since > self._settings.yield_timeout_s:
             logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
@@ -168,25 +171,21 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._attempt += 1
         self._journal.attempt = self._attempt
         self._yield_since = None
+        self._sizes.draining = frozenset()
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
         self._last_group = EverstepWorkerGroup(launch, self._settings, self._placement, self._tell_started, **kwargs)
         return self._last_group
 
     def _shutdown_worker_group(self) -> None:
         if self._attempt_open:
-            ending = isinstance(self.get_state(), ShuttingDownState)
-            self._tell_ended(("stopped" if self._stopped else "finished") if ending else "resized")
             self._recovery = None
+            if isinstance(self.get_state(), ShuttingDownState):
+                self._tell_ended("stopped" if self._stopped else "finished")
+            elif self._sizes.draining:
+                self._tell_moved()
+            else:
+                self._tell_ended("resized")
         super()._shutdown_worker_group()
-
-    def _ranks_by_node(self) -> dict[str, frozenset[int]]:
-        """Called from the pool's thread: the group may end between two lines."""
-        pids: dict[str, set[int]] = {}
-        group = self._worker_group
-        state = group._worker_group_state if group is not None else None
-        for worker in state.workers if state is not None else ():
-            pids.setdefault(worker.metadata.node_id, set()).add(worker.metadata.pid)
-        return {node_id: frozenset(found) for node_id, found in pids.items()}
 
     # -- failures --------------------------------------------------------------------------------------------------------------
 
@@ -265,6 +264,19 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self._world_size, time.time())
         logger.warning("attempt %d failed: %s, %s; %s", self._attempt, judgement.verdict, judgement.exception, decision.action)
 
+    def _tell_moved(self) -> None:
+        """Ranks have saved and left a node that is about to be taken away: told as the preemption that it is."""
+        draining, self._sizes.draining = self._sizes.draining, frozenset()
+        workers = self._worker_group.get_workers()
+        reports = tuple(
+            RankReport(rank, worker.metadata.node_id, worker.metadata.pid, node_draining=worker.metadata.node_id in draining)
+            for rank, worker in enumerate(workers)
+        )
+        self._journal.ask(_ASK_S)
+        evidence = Evidence(self._attempt, self._yield_at, reports, self._most_steps(reports))
+        decision = Decision(True, BUDGET_OF[Verdict.PREEMPTION], "moved away before the deadline")
+        self._remember(evidence, judge(evidence), decision)
+
     # -- events ------------------------------------------------------------------------------------------------------------------
 
     def _tell_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
@@ -280,6 +292,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             for worker in workers
         ]
         self._journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places})
+        self._pool.note_ranks(group.processes_by_node())
 
     def _tell_ended(self, cause: str, last_step: int | None = None) -> None:
         self._attempt_open = False

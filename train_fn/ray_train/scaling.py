@@ -44,6 +44,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._room_since: float | None = None
         self.wanted: int | None = None
         """Size to change to once the ranks have left, None while none is wanted."""
+        self.draining: frozenset[str] = frozenset()
+        """Nodes that the ranks are to leave before they are taken away."""
 
     # -- without a group ---------------------------------------------------------------------------------------------------
 
@@ -106,16 +108,25 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         if now - self._looked_at < self._settings.resize_interval_s:
             return NoopDecision()
         self._looked_at = now
-        if now - worker_group_state.start_time < self._settings.growth_cooldown_s:
+        nodes = self._look()
+        fit = self._fit(nodes)
+        self.draining = self._draining(nodes, worker_group_state)
+        if self.draining:
+            self.wanted = fit.num_workers
+        elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
-        fit = self._fit(self._look())
-        if fit.num_workers <= worker_group_state.num_workers:
+        elif fit.num_workers <= worker_group_state.num_workers:
             self._room_since = None
         elif self._room_since is None:
             self._room_since = now
         elif now - self._room_since >= self._settings.growth_settle_s:
             self.wanted = fit.num_workers
         return NoopDecision()
+
+    def _draining(self, nodes: tuple[NodeView, ...], worker_group_state: Any) -> frozenset[str]:
+        """Nodes with ranks of this group that are about to be taken away."""
+        used = {worker.metadata.node_id for worker in worker_group_state.workers}
+        return frozenset(node.node_id for node in nodes if node.draining and node.node_id in used)
 
     def _resize_after_yield(self) -> ScalingDecision:
         """The ranks have left for a resize: the size is what is there now, not what was there when they were asked."""

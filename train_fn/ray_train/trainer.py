@@ -12,6 +12,7 @@ from everstep.spec import ScalingSpec
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.seam import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
 from train_fn.recovery.launch import Engine, Outcome
+from train_fn.recovery.resources import worker_resources
 from train_fn.worker import run_rank
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
@@ -57,13 +58,10 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
 
 def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
-    resources = dict(spec.resources_per_worker)
-    if use_gpu:
-        resources.setdefault("GPU", 1.0)
     return ray.train.ScalingConfig(
         num_workers=(spec.min_workers, spec.max_workers),
         use_gpu=use_gpu,
-        resources_per_worker=resources,
+        resources_per_worker=worker_resources(spec, use_gpu),
         placement_strategy=spec.placement_strategy,
         accelerator_type=spec.accelerator_type if use_gpu else None,
     )

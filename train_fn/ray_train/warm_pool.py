@@ -8,8 +8,10 @@ so (``RAY_preload_python_modules``); elsewhere the pool still saves the process 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 
 import grpc  # type: ignore[import-untyped]
 import ray
@@ -17,7 +19,7 @@ import ray
 from train_fn.ray_train.nodes import look_at_nodes
 from train_fn.ray_train.seam import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import NodeView
+from train_fn.recovery.sizing import NodeView, fit_workers
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +29,19 @@ _KEEP_ALIVE_S = 24 * 3600
 
 
 class WarmPool:
-    """Refills each node's pool a moment after ranks were taken from it, from a background thread of the controller."""
+    """Keeps ``warm_spares`` idle processes for each rank of a node, from a background thread of the controller.
 
-    def __init__(self, settings: RecoverySettings, ranks_by_node: Callable[[], dict[str, frozenset[int]]]) -> None:
-        """``ranks_by_node`` tells the process ids of the running group's ranks on each node; empty while there is none."""
+    Ray does not tell how many idle processes a node has, so they are counted: what was asked for, less what ranks were made of.
+    """
+
+    def __init__(self, settings: RecoverySettings, per_worker: Mapping[str, float]) -> None:
         self._settings = settings
-        self._ranks_by_node = ranks_by_node
-        self._taken: dict[str, frozenset[int]] = {}
-        self._warmed: set[str] = set()
+        self._per_worker = per_worker
+        self._lock = threading.Lock()
+        self._idle: Counter[str] = Counter()
+        self._ranks: Counter[str] = Counter()
+        self._changed = threading.Event()
         self._stopping = threading.Event()
-        self._job_id = bytes.fromhex(ray.get_runtime_context().get_job_id())
         self._thread = threading.Thread(target=self._run, name="warm-pool", daemon=True)
 
     def start(self) -> None:
@@ -45,45 +50,70 @@ class WarmPool:
     def stop(self) -> None:
         self._stopping.set()
 
-    def is_warm(self, node_id: str) -> bool:
-        """Whether this node was asked for an idle process; it may take seconds more to import."""
-        return node_id in self._warmed
+    def note_ranks(self, ranks: Mapping[str, tuple[int, int]]) -> None:
+        """A group has started: for each node id its ranks, and how many of them were made of idle processes."""
+        with self._lock:
+            self._ranks = Counter({node_id: num_ranks for node_id, (num_ranks, _) in ranks.items()})
+            for node_id, (_, num_taken) in ranks.items():
+                self._idle[node_id] = max(0, self._idle[node_id] - num_taken)
+        self._changed.set()
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
+            if self._changed.is_set():
+                self._changed.clear()
+                if self._stopping.wait(self._settings.warm_delay_s):
+                    return
             try:
                 self.tick()
             except Exception as exc:  # a pool that is not filled costs seconds at the next failure, never the run
                 logger.warning("the warm pool could not be refilled: %s", exc)
 
     def tick(self) -> None:
-        """Ask every node for one idle process whose ranks are new since the last look, and every node seen for the first time."""
-        ranks = self._ranks_by_node()
-        if not ranks:
-            return
-        needy = {node_id for node_id, pids in ranks.items() if pids - self._taken.get(node_id, frozenset())}
-        nodes = [node for node in look_at_nodes(self._settings.probe_timeout_s) if node.usable]
-        cold = [node for node in nodes if node.node_id in needy or node.node_id not in self._warmed]
-        self._taken = ranks
-        if not cold or self._stopping.wait(self._settings.warm_delay_s):
-            return
-        for node in cold:
-            try:
-                self._prestart(node, max(1, len(ranks.get(node.node_id, ()))))
-                self._warmed.add(node.node_id)
-            except grpc.RpcError as exc:
-                logger.warning("node %s did not take the request for a warm process: %s", node.node_id, exc)
+        """Ask each usable node for what it lacks: also nodes without a rank, since the run may have to move there."""
+        with self._lock:
+            if not self._ranks:
+                return
+        for node in look_at_nodes(self._settings.probe_timeout_s):
+            if not node.usable or not self._has_room_for_a_rank(node):
+                continue
+            with self._lock:
+                lacking = self._settings.warm_spares * max(1, self._ranks[node.node_id]) - self._idle[node.node_id]
+            if lacking > 0 and prestart(node, lacking):
+                with self._lock:
+                    self._idle[node.node_id] += lacking
 
-    def _prestart(self, node: NodeView, num_workers: int) -> None:
-        request = node_manager_pb2.PrestartWorkersRequest(
-            language=common_pb2.Language.PYTHON,
-            job_id=self._job_id,
-            num_workers=num_workers,
-            keep_alive_duration_secs=_KEEP_ALIVE_S,
-        )
-        request.runtime_env_info.serialized_runtime_env = "{}"
-        channel = init_grpc_channel(f"{node.ip}:{node.port}")
-        try:
-            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_CALL_S)
-        finally:
-            channel.close()
+    def _has_room_for_a_rank(self, node: NodeView) -> bool:
+        return all(node.total.get(name, 0.0) >= amount for name, amount in self._per_worker.items())
+
+
+def warm_first_group(settings: RecoverySettings, per_worker: Mapping[str, float], max_workers: int) -> None:
+    """Let the processes of the first ranks start and import while the controller still does the same."""
+    nodes = [node for node in look_at_nodes(settings.probe_timeout_s) if node.usable]
+    rooms = {
+        node.node_id: fit_workers([node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK").num_workers
+        for node in nodes
+    }
+    with_room = [node for node in nodes if rooms[node.node_id]]
+    for node in with_room:
+        prestart(node, min(rooms[node.node_id], math.ceil(max_workers / len(with_room))))
+
+
+def prestart(node: NodeView, num_workers: int) -> bool:
+    """Ask a node's raylet for idle processes of this job; they are ready seconds later. False when it did not take the request."""
+    request = node_manager_pb2.PrestartWorkersRequest(
+        language=common_pb2.Language.PYTHON,
+        job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+        num_workers=num_workers,
+        keep_alive_duration_secs=_KEEP_ALIVE_S,
+    )
+    request.runtime_env_info.serialized_runtime_env = "{}"
+    channel = init_grpc_channel(f"{node.ip}:{node.port}")
+    try:
+        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_CALL_S)
+        return True
+    except grpc.RpcError as exc:
+        logger.warning("node %s did not take the request for %d warm processes: %s", node.node_id, num_workers, exc)
+        return False
+    finally:
+        channel.close()

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from train_fn import worker
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
@@ -22,13 +24,21 @@ class RankEnd:
     error: BaseException | None
 
 
+@dataclass(frozen=True)
+class RankReady:
+    """A prepared rank: the versions that its node runs, and when its process began, in unix seconds."""
+
+    versions: dict[str, str]
+    born_at: float
+
+
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """Created without a runtime_env, so that an idle, pre-imported process can become it; its environment comes by ``prepare``."""
 
-    def prepare(self, launch: RankLaunch) -> dict[str, str]:
-        """Set the rank's environment before anything reads it; returns the versions that this node runs."""
+    def prepare(self, launch: RankLaunch) -> RankReady:
+        """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return {**worker.versions(), "python": platform.python_version()}
+        return RankReady({**worker.versions(), "python": platform.python_version()}, psutil.Process().create_time())
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""

@@ -29,7 +29,7 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
-from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd
+from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.verdict import RankReport
@@ -80,6 +80,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created = on_created
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
+        self._born_at: dict[int, float] = {}
         self.start_reports: tuple[RankReport, ...] = ()
         self._slots: list[Slot] = []
         self._worker_group_start_timeout_s = settings.placement_s
@@ -153,14 +154,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ).remote()
             for slot in self._slots
         ]
-        versions = [actor.prepare.remote(self._launch) for actor in self._actors]
+        readiness = [actor.prepare.remote(self._launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
         try:
-            found = ray.get(versions, timeout=self._settings.group_start_s)
+            ready: list[RankReady] = ray.get(readiness, timeout=self._settings.group_start_s)
             metas = ray.get(metadata, timeout=self._settings.group_start_s)
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        _check_versions(found, metas)
+        _check_versions(ready, metas)
+        self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         workers = [
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=slot.index)
             for slot, actor, meta in zip(self._slots, self._actors, metas, strict=True)
@@ -170,6 +172,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._ranked
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
+
+    def processes_by_node(self) -> dict[str, tuple[int, int]]:
+        """For each node id its ranks, and how many of them are processes that were there, idle, before the group began."""
+        found: dict[str, tuple[int, int]] = {}
+        for worker in self._ranked:
+            ranks, taken = found.get(worker.metadata.node_id, (0, 0))
+            was_idle = self._born_at[worker.metadata.pid] < self._launch.started_at
+            found[worker.metadata.node_id] = (ranks + 1, taken + was_idle)
+        return found
 
     def ask_to_yield(self) -> None:
         """Ask every rank to save and leave at the next agreed step."""
@@ -204,6 +215,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 report = dataclasses.replace(report, died=True, still_running=False)
             status = polled.get(rank)
             reports[rank] = _with_error(report, status.error if status else None)
+            if reports[rank].unresponsive:
+                ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
                 waiting[worker.actor.wait_for_end.remote(self._settings.hold_s)] = rank
         self._collect_ends(waiting, reports)
@@ -271,11 +284,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return tuple(reports)
 
 
-def _check_versions(found: list[dict[str, str]], metas: list[Any]) -> None:
-    for versions, meta in zip(found, metas, strict=True):
-        if versions != found[0]:
+def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
+    first = ready[0].versions
+    for rank, meta in zip(ready, metas, strict=True):
+        if rank.versions != first:
             raise WorkerGroupStartupFailedError(
-                f"node {meta.node_id} runs {versions}, node {metas[0].node_id} runs {found[0]}: install the same on every node"
+                f"node {meta.node_id} runs {rank.versions}, node {metas[0].node_id} runs {first}: install the same on every node"
             )
 
 

@@ -29,6 +29,8 @@ class RecoverySettings:
     """Time-out of torch's process group; survivors are freed by the first of them to leave, long before it."""
     warm_pool: bool = True
     """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules."""
+    warm_spares: int = 1
+    """Idle processes for each rank of a node; two also cover a second failure within seconds of the first."""
     warm_delay_s: float = 1.0
     """Seconds after a group's start before the pool is refilled, so that the refill does not compete with the first steps."""
     resize_interval_s: float = 1.0
