@@ -1,0 +1,22 @@
+"""What one rank takes of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.spec import ScalingSpec
+
+
+def use_gpu(spec: ScalingSpec, cluster: Mapping[str, float]) -> bool:
+    """Whether ranks run on GPUs; ``auto`` says yes where the cluster's GPUs suffice for the smallest group."""
+    if spec.use_gpu != "auto":
+        return spec.use_gpu
+    return cluster.get("GPU", 0.0) >= spec.min_workers * spec.resources_per_worker.get("GPU", 1.0)
+
+
+def worker_resources(spec: ScalingSpec, on_gpu: bool) -> dict[str, float]:
+    """Ray resources of one rank."""
+    resources = dict(spec.resources_per_worker)
+    if on_gpu:
+        resources.setdefault("GPU", 1.0)
+    return resources
