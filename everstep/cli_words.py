@@ -32,11 +32,14 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1.3 s``, ``4 min 5 s``, ``3 h 12 min``."""
+    """``1.3 s``, ``4 min 5 s``, ``3 h 12 min``, ``2 d 5 h``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def ago(at: datetime | None, now: datetime | None = None) -> str | None:

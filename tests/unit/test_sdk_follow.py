@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -123,8 +124,9 @@ def test_what_waiting_cannot_cure_is_raised_at_once(server: ScriptedServer) -> N
 
 def test_a_silent_connection_is_left_for_a_new_one(server: ScriptedServer) -> None:
     server.script[EVENTS] = [silent_after(), streamed(frame(ended(1)))]
+    started = time.monotonic()
     assert seqs(run_of(server, patience=Patience(silence_s=0.2))) == [1]
-    assert len(server.to(EVENTS)) == 2
+    assert len(server.to(EVENTS)) == 2 and time.monotonic() - started < 20  # the server would be silent for 30 s
 
 
 def test_heartbeats_keep_a_connection(server: ScriptedServer) -> None:
