@@ -39,7 +39,7 @@ SPEC: dict[str, Any] = {
     },
     "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.01},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "train": {"epochs": 25, "global_batch_size": 128, "micro_batch_size": 16, "grad_clip_norm": 1.0},
+    "train": {"epochs": 20, "global_batch_size": 128, "micro_batch_size": 16, "grad_clip_norm": 1.0},
     "scaling": {"min_workers": 1, "max_workers": 3},
     "checkpoint": {"every_steps": 20, "best_metric": "val_accuracy"},
     "recovery": {"deadline_s": 1200.0},
