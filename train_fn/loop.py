@@ -106,22 +106,23 @@ class Attempt:
         scale = ctx.world_size / num_samples  # DDP divides by world_size
         replica.keep_buffers()
         totals = StepSum(replica.peers)
-        for position in range(max(1, len(share))):
+        num_passes = replica.num_passes()
+        for position in range(num_passes):
             batch, number, counted = None, 0, Count()
-            if share:
+            if position < len(share):
                 self.phase = "data"
                 indices, batch = next(self._loader)
                 counted = count(state.epoch, state.step, share[position].indices, indices)
                 number = share[position].number
                 self.phase = "step"
-            last = position >= len(share) - 1
+            last = position == num_passes - 1
             with replica.synchronising(last):
                 replica.seed(state.step, number)
-                loss_sum, weight = replica.wrapped(batch)  # type: ignore[misc]
+                loss_sum, weight = replica.forward(batch)
                 totals.add(loss_sum, weight, counted)
                 if last:  # what all need to know travels while the last backward runs
                     totals.start(ctx.journal.stop_requested, self._saver.newest_committed(self._reported_checkpoint))
-                state.scaler.scale(loss_sum * scale).backward()
+                state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._buffers = replica.equal_buffers()
         return totals.wait()
 
@@ -194,13 +195,14 @@ class Attempt:
         """
         text = "".join(traceback.format_exception(cause))
         _forget_frames(cause)
-        replica, self._loader = self._replica, None
+        replica = self._replica
         if self._saver is not None:
             self._saver.close()
         if replica is not None:
             replica.wrapped = None
         gc.collect()
         end_process_group()
+        self._loader = None  # its processes may take a moment to end
         problem: str | None = "the rank had no state yet"
         step, snapshot_step = 0, None
         if replica is not None:

@@ -62,9 +62,17 @@ class Replica:
     val_set: Any | None
     step_module: StepModule
     total_steps: int
+    """Steps of the whole run."""
     wrapped: DistributedDataParallel | StepModule | None = None
 
     def __post_init__(self) -> None:
+        # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
+        # A module of the user's that does so says it by an attribute ``exchanges_in_forward = True``.
+        self.exchanges_in_forward = any(
+            isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
+            for module in self.state.model.modules()
+        )
+        self._nothing: Any = None
         self._volatile: list[torch.Tensor] = []
         self._volatile_before: list[torch.Tensor] = []
 
@@ -82,6 +90,7 @@ class Replica:
             )
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
+        self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         buffers = list(self.state.model.buffers())
         before = [buffer.clone() for buffer in buffers]
         self.seed(0, 0)
@@ -91,6 +100,18 @@ class Replica:
         self._volatile = self._find_volatile(buffers, before)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
+
+    def num_passes(self) -> int:
+        """Forward passes that this rank makes for the present global batch; at least one, to take part in the backward."""
+        state, sampler, peers = self.state, self.sampler, self.peers
+        rank = 0 if self.exchanges_in_forward else peers.rank  # rank 0 has the largest share
+        return max(1, len(sampler.share(state.epoch, state.k, rank, peers.world_size)))
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """(loss sum, weight) of a micro-batch; of none where the rank's share has run out."""
+        assert self.wrapped is not None
+        answer: tuple[torch.Tensor, Sum] = self.wrapped(self._nothing if batch is None else batch)
+        return answer
 
     def load(self, micro: MicroBatch) -> Loaded:
         """One training micro-batch, past the loader."""
@@ -142,6 +163,19 @@ class Replica:
         ]
 
 
+def empty_like(batch: Any) -> Any:
+    """A batch of no samples that looks like ``batch``: every tensor has length 0 along its first dimension."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {name: empty_like(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(empty_like(value) for value in batch)
+    return batch
+
+
 def build_replica(ctx: WorkerContext) -> Replica:
     """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
@@ -151,6 +185,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
     torch.manual_seed(key(train.seed, 6))
     model = task.build_model().to(ctx.device)
     model.train()
+    if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
     sampler = Sampler(len(datasets["train"]), train.global_batch_size, spec.micro_batch_size, train.seed)
     build_own = getattr(task, "build_optimizer", None)
     optimizer = build_own(model) if build_own else build_optimizer(spec.optimizer, model)
@@ -181,12 +217,12 @@ def _fingerprint(dataset: Any) -> str:
 
 
 def _make_deterministic(ctx: WorkerContext) -> None:
-    """Deterministic kernels where asked for; ``auto`` is on for CPU."""
+    """Deterministic kernels where asked for; ``auto`` is on for CPU, and lets pass what has no deterministic kernel."""
     wanted = ctx.spec.train.deterministic
     deterministic = ctx.device.type == "cpu" if wanted == "auto" else wanted
     if deterministic and ctx.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(deterministic, warn_only=wanted == "auto")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
     if ctx.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic

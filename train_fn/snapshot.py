@@ -149,5 +149,6 @@ def sweep_forgotten(ctx: WorkerContext) -> None:
     """Remove what runs left here whose end this node did not see."""
     for directory in shared_memory_root().iterdir():
         with suppress(OSError):
-            if directory.name != ctx.run_dir.run_id and directory.stat().st_mtime < time.time() - FORGOTTEN_S:
+            touched = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+            if directory.name != ctx.run_dir.run_id and touched < time.time() - FORGOTTEN_S:
                 shutil.rmtree(directory, ignore_errors=True)

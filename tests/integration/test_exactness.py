@@ -100,7 +100,7 @@ def test_resumed_from_a_checkpoint_is_bitwise_the_same(world_size: int, norm: st
     assert_same(final_state(whole), final_state(parts))
 
 
-@pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (2, 1), (3, 1), (5, 2)])
 def test_survivors_of_a_killed_rank_lose_no_step(world_size: int, killed_rank: int, tmp_path: Path) -> None:
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     spec = make_spec("batch")

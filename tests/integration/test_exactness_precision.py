@@ -41,6 +41,14 @@ def test_bfloat16_resumes_bitwise(tmp_path: Path) -> None:
     assert_same(final_state(whole), final_state(parts))
 
 
+def test_a_model_that_exchanges_in_forward_makes_equal_passes(tmp_path: Path) -> None:
+    """Three ranks share five, or two, micro-batches: those with less run passes over no samples, or all would wait for ever."""
+    job = Job(make_run_dir(tmp_path), own_task_spec(0), 3, setup=f"{TRAINEES}:regression_over_ranks")
+    outcome = train_to_end(job, tmp_path)
+    assert [epoch["used_once"] for epoch in outcome.of_kind(EventKind.EPOCH_COMPLETED)] == [90, 90]
+    assert outcome.losses[6] < outcome.losses[1]
+
+
 def own_task_spec(num_workers: int) -> RunSpec:
     raw = make_spec().model_dump(mode="json")
     train = raw["train"] | {"global_batch_size": 40, "micro_batch_size": 8, "loader": {"num_workers": num_workers}}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import Dataset
 
 from train_fn import replica
@@ -51,6 +52,29 @@ class Regression:
         if self._nan_index is not None and bool((batch["index"] == self._nan_index).any()):
             loss_sum = loss_sum * float("nan")
         return loss_sum, batch["tokens"].sum()
+
+
+class NormOverRanks(nn.Module):
+    """Normalises over all ranks: one exchange in every forward pass, and one in its backward."""
+
+    exchanges_in_forward = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or torch.distributed.get_world_size() == 1:
+            return x
+        sums = torch.cat([x.sum(dim=0), x.square().sum(dim=0), x.new_tensor([len(x)])])
+        totals = all_reduce(sums)
+        mean, square = (totals[:-1] / totals[-1]).chunk(2)
+        return (x - mean) / (square - mean.square() + 1e-3).sqrt()
+
+
+class RegressionOverRanks(Regression):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), NormOverRanks(), nn.Linear(16, 1))
+
+
+def regression_over_ranks() -> None:
+    replica.build_task = lambda spec: RegressionOverRanks()
 
 
 def regression() -> None:
