@@ -24,7 +24,7 @@ import ray
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from everstep.wire import ReasonCode, Verdict
+from everstep.wire import ReasonCode
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
@@ -32,10 +32,10 @@ from train_fn.context import Stop
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.history import History, past_failure, read_history
-from train_fn.recovery.launch import Engine, Outcome, RankJob
+from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.verdict import Evidence, decide, judge
+from train_fn.verdict import Evidence, decide, failure_data, judge
 
 EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
@@ -52,6 +52,15 @@ logger = logging.getLogger(__name__)
 
 class Replaced(Exception):
     """A newer submission of the run has a journal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """What follows from the loss of a driver or controller."""
+
+    history: History
+    recovery: RecoveryNote | None = None
+    given_up: Outcome | None = None
 
 
 class Driver:
@@ -117,6 +126,12 @@ class Driver:
         from train_fn.ray_train.snapshot_file import repair_snapshot_file
         from train_fn.ray_train.trainer import EverstepTrainer
 
+        recovery: RecoveryNote | None = None
+        if not history.finished:
+            loss = self._weigh_loss(job.spec, history, "the driver of the submission before this one was lost")
+            if loss.given_up is not None:
+                return loss.given_up
+            history, recovery = loss.history, loss.recovery
         while True:
             repair_snapshot_file(self._run_dir)
             remove_placement_groups(job.run_dir.run_id)
@@ -124,28 +139,29 @@ class Driver:
                 job=job,
                 settings=self._settings,
                 history=history,
+                recovery=recovery,
                 rank_env=_rank_env(job.spec, self._settings),
                 controller_env=_ray_train_env(self._settings),
             )
             trainer = EverstepTrainer(engine)
-            error: Exception | None = None
+            what = "the Train controller ended without an outcome"
             try:
                 trainer.fit()
             except Exception as exc:
-                error = exc
+                what = f"{type(exc).__name__}: {exc}"
             outcome = trainer.outcome
             if outcome is not None and (outcome.finished or outcome.failed is not None):
                 return outcome
-            history = self._history_so_far()
-            given_up, history = self._weigh_controller_loss(job.spec, history, error)
-            if given_up is not None:
-                return given_up
+            loss = self._weigh_loss(job.spec, self._history_so_far(), what)
+            if loss.given_up is not None:
+                return loss.given_up
+            history, recovery = loss.history, loss.recovery
 
-    def _weigh_controller_loss(self, spec: RunSpec, history: History, error: Exception | None) -> tuple[Outcome | None, History]:
-        """The same rules as for ranks: verdict, event, budget, back-off."""
-        text = f"{type(error).__name__}: {error}" if error is not None else "the controller ended without an outcome"
-        logger.error("the Train controller was lost: %s", text)
-        evidence = Evidence(attempt=history.last_attempt, noticed_at=time.time(), last_step=history.last_step, control_error=text)
+    def _weigh_loss(self, spec: RunSpec, history: History, what: str) -> _Loss:
+        """A driver or controller was lost: by the same rules as a rank, with verdict, event, budget and back-off."""
+        logger.error("the control of the run was lost: %s", what)
+        noticed_at = time.time()
+        evidence = Evidence(history.last_attempt, noticed_at, last_step=history.last_step, control_error=what)
         judgement = judge(evidence)
         decision = decide(
             judgement,
@@ -154,32 +170,18 @@ class Driver:
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
         )
-        data: dict[str, Any] = {
-            "verdict": Verdict.CONTROL_PLANE.value,
-            "first_rank": None,
-            "node_id": None,
-            "step": judgement.step,
-            "exception": text[:2000],
-            "evidence": judgement.detail,
-            "action": decision.action,
-            "budget": decision.budget,
-            "steps_lost": None,
-            "detect_s": None,
-            "recovery_s": None,
-            "world_size_before": None,
-            "world_size_after": None,
-        }
+        detect_s = round(noticed_at - history.last_at, 3) if history.last_at is not None else None
+        data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size)
         self._client.emit(EventKind.FAILURE, data, attempt=history.last_attempt)
-        self._client.emit(
-            EventKind.ATTEMPT_ENDED,
-            {"cause": judgement.verdict.value, "last_step": history.last_step},
-            attempt=history.last_attempt,
-        )
-        history = History((*history.failures, past_failure(data)), history.last_attempt, history.last_step)
+        if history.attempt_open:
+            ended = {"cause": judgement.verdict.value, "last_step": history.last_step}
+            self._client.emit(EventKind.ATTEMPT_ENDED, ended, attempt=history.last_attempt)
+        history = dataclasses.replace(history, failures=(*history.failures, past_failure(data)), attempt_open=False)
         if not decision.restart:
-            return Outcome(False, failed=decision.reason, message=decision.message, last_step=history.last_step), history
+            given_up = Outcome(False, failed=decision.reason, message=decision.message, last_step=history.last_step)
+            return _Loss(history, given_up=given_up)
         time.sleep(decision.backoff_s)
-        return None, history
+        return _Loss(history, RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at))
 
     def _history_so_far(self) -> History:
         self._client.flush(FINAL_FLUSH_S)

@@ -152,6 +152,27 @@ def decide(
     return Decision(True, budget, action, backoff_s)
 
 
+def failure_data(
+    evidence: Evidence, judgement: Judgement, decision: Decision, *, detect_s: float | None, world_size: int
+) -> dict[str, Any]:
+    """Data of the failure event; what only the recovery shows is null and follows with its own event."""
+    return {
+        "verdict": judgement.verdict.value,
+        "first_rank": judgement.first_rank,
+        "node_id": judgement.node_id,
+        "step": judgement.step,
+        "exception": judgement.exception,
+        "evidence": judgement.detail,
+        "action": decision.action,
+        "budget": decision.budget,
+        "steps_lost": None,
+        "detect_s": detect_s,
+        "recovery_s": None,
+        "world_size_before": world_size or None,
+        "world_size_after": None,
+    }
+
+
 def _decide_user_error(judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec) -> Decision:
     budget = BUDGET_OF[Verdict.USER_ERROR]
     earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]

@@ -45,6 +45,7 @@ class RayCluster:
             "RAY_health_check_failure_threshold": "3",
             "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
             "RAY_num_workers_soft_limit": "3",
+            "RAY_kill_worker_timeout_milliseconds": "500",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),
             "PYTHONUNBUFFERED": "1",

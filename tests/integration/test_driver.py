@@ -145,6 +145,7 @@ def test_a_killed_controller_is_replaced(begin: Begin) -> None:
     assert run.wait_for_end() == 0, run.describe()
     run.check_sequence()
     assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["control_plane"]
+    assert len(run.of(EventKind.RECOVERED)) == 1
     assert [event.attempt for event in run.of(EventKind.ATTEMPT_STARTED)] == [1, 2]
     assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["control_plane", "finished"]
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
@@ -193,6 +194,8 @@ def test_a_terminated_driver_leaves_its_run_unfinished_and_the_next_goes_on(begi
     run.start(submission=2)
     assert run.wait_for_end() == 0, run.describe()
     assert run.of(EventKind.ATTEMPT_STARTED)[0].attempt == last_attempt + 1, "attempts are counted over the run"
+    assert [(event.data["verdict"], event.attempt) for event in run.of(EventKind.FAILURE)] == [("control_plane", last_attempt)]
+    assert len(run.of(EventKind.RECOVERED)) == 1
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
     run.events.clear()

@@ -32,7 +32,7 @@ from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
-from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, judge
+from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._last_group: EverstepWorkerGroup | None = None  # also one whose start failed
         self._attempt_open = False
         self._world_size = 0
-        self._recovery: RecoveryNote | None = None
+        self._recovery: RecoveryNote | None = engine.recovery
         self._verdict: Decision | None = None
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
@@ -242,21 +242,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Tell the failure and the attempt's end, and note what the next attempt needs to tell of its recovery."""
         first_error_at = min((r.error.at for r in evidence.ranks if r.error is not None), default=None)
         detect_s = round(max(0.0, evidence.noticed_at - first_error_at), 3) if first_error_at is not None else None
-        data: dict[str, Any] = {
-            "verdict": judgement.verdict.value,
-            "first_rank": judgement.first_rank,
-            "node_id": judgement.node_id,
-            "step": judgement.step,
-            "exception": judgement.exception,
-            "evidence": judgement.detail,
-            "action": decision.action,
-            "budget": decision.budget,
-            "steps_lost": None,
-            "detect_s": detect_s,
-            "recovery_s": None,
-            "world_size_before": self._world_size or None,
-            "world_size_after": None,
-        }
+        data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=self._world_size)
         self._past.append(past_failure(data))
         self._journal.emit(EventKind.FAILURE, data)
         if self._attempt_open:

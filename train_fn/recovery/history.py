@@ -23,16 +23,26 @@ class History:
     last_attempt: int = 0
     last_step: int | None = None
     """Most steps done that any journal tells of."""
+    world_size: int = 0
+    """Ranks of the last attempt."""
     attempt_open: bool = False
     """Whether the last attempt began and has not ended."""
+    finished: bool = True
+    """Whether the last submission came to its end; it did not where its driver was lost."""
+    last_at: float | None = None
+    """When the last event happened, in unix seconds."""
 
     def with_event(self, event: JournalEvent) -> History:
         """The same with one event more."""
-        changes: dict[str, Any] = {"last_attempt": max(self.last_attempt, event.attempt)}
-        if event.kind is EventKind.FAILURE:
+        changes: dict[str, Any] = {"last_attempt": max(self.last_attempt, event.attempt), "last_at": event.at}
+        if event.kind is EventKind.SUBMISSION_STARTED:
+            changes["finished"] = False
+        elif event.kind is EventKind.FINISHED:
+            changes["finished"] = True
+        elif event.kind is EventKind.FAILURE:
             changes["failures"] = (*self.failures, past_failure(event.data))
         elif event.kind is EventKind.ATTEMPT_STARTED:
-            changes["attempt_open"] = True
+            changes |= {"attempt_open": True, "world_size": event.data["world_size"]}
         elif event.kind is EventKind.ATTEMPT_ENDED:
             changes["attempt_open"] = False
         elif event.kind is EventKind.METRICS and event.data["points"]:

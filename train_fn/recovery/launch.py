@@ -62,6 +62,8 @@ class Engine:
     job: RankJob
     settings: RecoverySettings
     history: History
+    recovery: RecoveryNote | None = None
+    """The loss of the controller or driver before this one."""
     rank_env: dict[str, str] = field(default_factory=dict)
     """Environment of every rank."""
     controller_env: dict[str, str] = field(default_factory=dict)
