@@ -25,6 +25,9 @@ CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 
 log = structlog.get_logger(__name__)
 
+PATIENCE_S = 1.0
+"""How long a tick waits for what it began."""
+
 Entrypoint = Callable[[str, int], str]
 """(run id, submission) -> the shell command of its Ray job."""
 
@@ -53,28 +56,50 @@ class Executor:
         self._storage = storage
         self._ray = ray
         self._entrypoint = entrypoint
+        self._acting: dict[str, asyncio.Task[None]] = {}
+        """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
         """Stops that drivers were told of by this process. Telling again is harmless, so that it need not outlive it."""
 
     async def execute(self, decisions: Iterable[Decision]) -> None:
-        """Carry out decisions in order. One that fails is left for a later tick, with what follows for the same run.
+        """Carry out decisions: those of one run in order, those of different runs side by side.
+
+        One that fails is left for a later tick, with what follows for the same run. One that takes long goes on in the background,
+        so that a Ray that hangs does not keep other runs' journals from being read.
 
         Raises DatabaseError: nothing can be done without the database.
         """
-        skipped: set[str] = set()
+        by_run: dict[str, list[Decision]] = {}
         for decision in decisions:
-            owner = decision.submission_id.rpartition("-")[0] if isinstance(decision, EndJob) else decision.run_id
-            if owner in skipped:
-                continue
-            try:
+            by_run.setdefault(_run_id(decision), []).append(decision)
+        for run_id, due in by_run.items():
+            if run_id not in self._acting:
+                self._acting[run_id] = asyncio.create_task(self._execute_for(run_id, due), name=f"execute-{run_id}")
+        if self._acting:
+            await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
+        ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
+        for run_id in ended:
+            del self._acting[run_id]
+        for task in ended.values():
+            task.result()
+
+    async def close(self) -> None:
+        """Stop what is still being carried out, wherever it is: the next process finds what was done."""
+        tasks = list(self._acting.values())
+        self._acting.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _execute_for(self, run_id: str, decisions: Iterable[Decision]) -> None:
+        try:
+            for decision in decisions:
                 await self._execute_one(decision)
-            except TransitionConflict as exc:
-                # Someone else was faster, a user mostly. The next look sees what they did.
-                log.debug("a decision came too late", decision=decision, found=str(exc))
-                skipped.add(owner)
-            except (RayError, StorageError) as exc:
-                log.warning("a decision could not be carried out", decision=type(decision).__name__, run_id=owner, problem=str(exc))
-                skipped.add(owner)
+        except TransitionConflict as exc:
+            # Someone else was faster, a user mostly. The next look sees what they did.
+            log.debug("a decision came too late", run_id=run_id, found=str(exc))
+        except (RayError, StorageError) as exc:
+            log.warning("a decision could not be carried out", decision=type(decision).__name__, run_id=run_id, problem=str(exc))
 
     async def _execute_one(self, decision: Decision) -> None:
         match decision:
@@ -137,3 +162,7 @@ class Executor:
         if run is None or run.submission != submission:
             raise TransitionConflict(run_id, run.status if run else None, f"submission {submission} is no longer its newest")
         return run
+
+
+def _run_id(decision: Decision) -> str:
+    return decision.submission_id.rpartition("-")[0] if isinstance(decision, EndJob) else decision.run_id

@@ -92,6 +92,12 @@ class Reconciler:
                 log.exception("a tick failed; trying again")
                 pause_s = TROUBLE_INTERVAL_S
             await self._pause(pause_s, stopping)
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of what is under way. Any line of it may be repeated by the next process."""
+        await self._observer.close()
+        await self._executor.close()
 
     async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
         self._wake.clear()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from everstep.wire import RunStatus
 from service.db.rows import RunRow
 from service.db.runs import RunStore
-from service.ray_jobs import Job, JobNotFound, RayJobs, RayUnavailable
+from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.reconciler.decide import submission_id
 from service.reconciler.facts import Facts, JobFact, NodeFacts, RunFacts, Stop, StrayJob, TailFact
 from service.reconciler.tail import JournalTail
@@ -22,6 +22,26 @@ ASK_INTERVAL_S: Final = 1.0
 """Between two questions to Ray while runs are live and nothing about them has changed."""
 IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
+PATIENCE_S: Final = 0.5
+"""How long a look waits for Ray's answer; one that comes later is taken by a later look."""
+
+
+JobKey = tuple[str, int, bool]
+"""Run id, submission, and whether its job was known to be taken when it was asked about: an answer "no such job" that was asked
+for before the job was submitted says nothing about it afterwards."""
+
+
+@dataclass(frozen=True)
+class RayAnswer:
+    """What Ray said when it was asked."""
+
+    jobs: Mapping[JobKey, JobFact]
+    nodes: tuple[NodeFacts, ...] | None
+    """Live nodes, where a run waits for them."""
+    problem: str | None
+    """Why an answer is missing; None where none is."""
+    strays: tuple[str, ...] | None = None
+    """Ids of jobs that should not live; None where they were not looked for."""
 
 
 class Observer:
@@ -47,6 +67,7 @@ class Observer:
         self._asked_about: object = None
         self._asked_at = float("-inf")
         self._swept_at = float("-inf")
+        self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
         self.ray_problem: str | None = "not asked yet"
         """Why Ray did not answer the last question; None where it did."""
@@ -54,15 +75,35 @@ class Observer:
     async def look(self) -> Facts:
         """One look. Raises DatabaseError where the database is away."""
         rows = await asyncio.to_thread(self._runs.live)
-        asked = self._is_due(rows)
-        jobs: dict[str, JobFact] = {}
-        nodes: tuple[NodeFacts, ...] | None = None
-        if asked:
-            jobs, nodes = await self._ask(rows)
+        answer = await self._ray_answer(rows)
+        jobs = answer.jobs if answer else {}
         observed = await asyncio.to_thread(self._read_journals, rows, jobs)
-        strays = await self._sweep(bool(rows))
-        problem = self.ray_problem if asked else None
-        return Facts(self._clock(), observed, nodes, problem, strays)
+        now = time.monotonic()
+        strays = tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
+        return Facts(self._clock(), observed, answer.nodes if answer else None, answer.problem if answer else None, strays)
+
+    async def close(self) -> None:
+        """Forget a question that is still open."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.gather(self._question, return_exceptions=True)
+
+    async def _ray_answer(self, rows: Sequence[RunRow]) -> RayAnswer | None:
+        """An answer that came since the last look. A Ray that is slow holds up nothing but what needs it."""
+        if self._question is None:
+            if not self._is_due(rows):
+                return None
+            self._question = asyncio.create_task(self._ask(rows), name="ask-ray")
+        await asyncio.wait({self._question}, timeout=PATIENCE_S)
+        if not self._question.done():
+            return None
+        question, self._question = self._question, None
+        answer = question.result()
+        self.ray_problem = answer.problem
+        if answer.strays is not None:
+            now = time.monotonic()
+            self._strays = {job_id: self._strays.get(job_id, now) for job_id in answer.strays}
+        return answer
 
     def _is_due(self, rows: Sequence[RunRow]) -> bool:
         """Whether to ask Ray now: at once when something about the runs changed, else now and then."""
@@ -74,36 +115,39 @@ class Observer:
         self._asked_about, self._asked_at = about, now
         return True
 
-    async def _ask(self, rows: Sequence[RunRow]) -> tuple[dict[str, JobFact], tuple[NodeFacts, ...] | None]:
-        """What Ray says about the jobs of all submitted runs, and its nodes where a run waits for them."""
-        self.ray_problem = None
+    async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
+        """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now and then about strays."""
         submitted = [row for row in rows if row.status in SUBMITTED]
-        facts = await asyncio.gather(*(self._job(row) for row in submitted))
-        nodes = None
+        found = await asyncio.gather(*(self._job(row) for row in submitted))
+        jobs = {_key(row): fact for row, (fact, _) in zip(submitted, found, strict=True)}
+        problem = next((problem for _, problem in found if problem), None)
+        nodes, strays = None, None
         try:
             if any(row.status == RunStatus.QUEUED for row in rows):
                 nodes = tuple(NodeFacts(node.node_id, node.resources) for node in await self._ray.live_nodes())
             elif not submitted:
                 await self._ray.version()
-        except RayUnavailable as exc:
-            self.ray_problem = str(exc)
-        return {row.id: fact for row, fact in zip(submitted, facts, strict=True)}, nodes
+            if self._is_sweep_due(bool(rows)):
+                strays = await self._find_strays()
+        except RayError as exc:
+            problem = str(exc)
+        return RayAnswer(jobs, nodes, problem, strays)
 
-    async def _job(self, row: RunRow) -> JobFact:
+    async def _job(self, row: RunRow) -> tuple[JobFact, str | None]:
+        """The fact, and why it is not known: a job that cannot be asked about hides no other."""
         try:
             job = await self._ray.job(submission_id(row.id, row.submission))
         except JobNotFound:
-            return JobFact.MISSING
-        except RayUnavailable as exc:
-            self.ray_problem = str(exc)
-            return JobFact.UNKNOWN
-        return JobFact.ENDED if job.status.ended else JobFact.ALIVE
+            return JobFact.MISSING, None
+        except RayError as exc:
+            return JobFact.UNKNOWN, str(exc)
+        return JobFact.ENDED if job.status.ended else JobFact.ALIVE, None
 
-    def _read_journals(self, rows: Sequence[RunRow], jobs: dict[str, JobFact]) -> tuple[RunFacts, ...]:
+    def _read_journals(self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact]) -> tuple[RunFacts, ...]:
         """Facts of every run that is still live after its journal was read."""
         observed = []
         for row in rows:
-            tail, job = TailFact.BEHIND, jobs.get(row.id, JobFact.UNKNOWN)
+            tail, job = TailFact.BEHIND, jobs.get(_key(row), JobFact.UNKNOWN)
             if row.status in SUBMITTED:
                 submission = row.submission
                 try:
@@ -117,19 +161,15 @@ class Observer:
             observed.append(replace(facts_of(row, self._delivered), job=job, tail=tail))
         return tuple(observed)
 
-    async def _sweep(self, busy: bool) -> tuple[StrayJob, ...]:
-        """Jobs of our runs that live although the run ended or went on with a newer submission."""
-        now = time.monotonic()
+    def _is_sweep_due(self, busy: bool) -> bool:
         first = self._swept_at == float("-inf")
-        if self.ray_problem is None and (busy or first or self._strays) and now - self._swept_at >= SWEEP_INTERVAL_S:
-            try:
-                jobs = [job for job in await self._ray.jobs() if not job.status.ended]
-            except RayUnavailable:
-                return ()
-            self._swept_at = now
-            strays = await asyncio.to_thread(self._strays_among, jobs)
-            self._strays = {job_id: self._strays.get(job_id, now) for job_id in strays}
-        return tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
+        return (busy or first or bool(self._strays)) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
+
+    async def _find_strays(self) -> tuple[str, ...]:
+        """Jobs of our runs that live although the run ended or went on with a newer submission."""
+        jobs = [job for job in await self._ray.jobs() if not job.status.ended]
+        self._swept_at = time.monotonic()
+        return tuple(await asyncio.to_thread(self._strays_among, jobs))
 
     def _strays_among(self, jobs: Sequence[Job]) -> list[str]:
         strays = []
@@ -167,6 +207,10 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         placement_strategy=scaling["placement_strategy"],
         accelerator_type=scaling["accelerator_type"],
     )
+
+
+def _key(row: RunRow) -> JobKey:
+    return row.id, row.submission, row.ray_job_id is not None
 
 
 def _last_fruitful(row: RunRow) -> int:

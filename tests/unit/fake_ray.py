@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -26,6 +27,9 @@ class FakeRay:
         self.nodes: list[dict[str, Any]] = [self.node("head", {"memory": 1e9}, head=True), self.node("n1", {"CPU": 2.0})]
         self.broken = False
         """Answer everything with an internal error."""
+        self.answers = threading.Event()
+        """While it is clear, answers are made and held back."""
+        self.answers.set()
         self.url = ""
 
     @staticmethod
@@ -88,11 +92,13 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
                 status, answer = 401, "Unauthorized: Missing authentication token"
             else:
                 status, answer = ray.answer(self.command, self.path.partition("?")[0], body)
+            ray.answers.wait(30)
             data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         do_GET = do_POST = _handle
 

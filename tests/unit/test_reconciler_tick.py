@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from everstep.events import EventKind
 from everstep.wire import ReasonCode, RunStatus
+from service.db.tables import runs
 from service.reconciler.decide import STOP_GRACE_S
 from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.reconciler_world import World, world
@@ -92,12 +94,12 @@ async def test_a_new_process_reads_on_where_the_last_one_stopped(here: World, tm
     await here.reconciler.tick()
     here.write(run.id, 1, *STARTED)
     await here.reconciler.tick()
-    before = here.events.count(run.id)
+    before = len(here.events.after(run.id, 0, 100))
     here.write(run.id, 1, METRICS, SUCCEEDED, first=4)
     async with world(tmp_path, ray.url) as next_one:
         await next_one.reconciler.tick()
         assert next_one.get(run.id).status == RunStatus.SUCCEEDED
-    assert here.events.count(run.id) == before + 3, "two entries of the journal, and the status"
+    assert len(here.events.after(run.id, 0, 100)) == before + 3, "two entries of the journal, and the status"
 
 
 async def test_a_lost_driver_is_replaced_after_its_journal_was_read(here: World, ray: FakeRay) -> None:
@@ -131,6 +133,47 @@ async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: W
     ray.jobs.clear()
     await here.reconciler.tick()
     assert list(ray.jobs) == [f"{run.id}-s002"]
+
+
+async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ray: FakeRay) -> None:
+    ray.nodes.append(ray.node("n2", {"CPU": 2.0}))
+    run = here.create()
+    await here.reconciler.tick()
+    ray.answers.clear()
+    try:
+        here.write(run.id, 1, *STARTED, METRICS)
+        began = time.monotonic()
+        await here.reconciler.tick()
+        assert here.get(run.id).step == 7
+        waiting = here.create()
+        await here.reconciler.tick()
+        assert here.get(waiting.id).status == RunStatus.QUEUED
+        assert time.monotonic() - began < 5
+    finally:
+        ray.answers.set()
+    for _ in range(5):
+        await here.reconciler.tick()
+    assert here.get(waiting.id).status == RunStatus.STARTING
+    await here.reconciler.close()
+
+
+async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: World, ray: FakeRay) -> None:
+    """Ray is asked about a claimed submission, and is slow to say that there is no job; meanwhile it is submitted."""
+    run = here.create()
+    await here.reconciler.tick()
+    job = ray.jobs.pop(f"{run.id}-s001")
+    with here.database.write() as connection:
+        connection.execute(runs.update().values(ray_job_id=None, submitted_at=None))
+    ray.answers.clear()
+    await here.reconciler.tick()
+    # The answer is on its way; the submission is made meanwhile, as a slow action in the background would.
+    ray.jobs[f"{run.id}-s001"] = job
+    here.runs.record_job(run.id, 1, f"{run.id}-s001")
+    ray.answers.set()
+    for _ in range(4):
+        await here.reconciler.tick()
+    assert here.get(run.id).submission == 1
+    assert list(ray.jobs) == [f"{run.id}-s001"]
 
 
 async def test_cancel_reaches_the_driver_and_then_ray(here: World, ray: FakeRay) -> None:
