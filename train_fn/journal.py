@@ -21,6 +21,7 @@ from everstep.events import EventKind
 from storage.journal import JournalEvent, JournalWriter, read_journal
 from storage.run_dir import RunDir
 from train_fn.context import Stop
+from train_fn.recovery.progress import Progress, ProgressTracker
 
 NAMESPACE = "everstep"
 READ_BATCH = 5000
@@ -50,10 +51,7 @@ class Reply:
     acknowledged: int
     """Last ``source_n`` of this source that is durable."""
     stop: Stop | None
-    last_step: int | None
-    """Most steps done that any event of this submission tells of."""
-    attempt: int
-    """Newest attempt that has started."""
+    progress: Progress
 
 
 Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
@@ -67,8 +65,7 @@ class JournalActor:
         self._submission = submission
         self._writer = JournalWriter(run_dir, submission)
         self._stop: Stop | None = None
-        self._last_step: int | None = None
-        self._attempt = 0
+        self._progress = ProgressTracker()
         if self._writer.last_n:
             self._read_back(run_dir)
 
@@ -80,7 +77,7 @@ class JournalActor:
             self._writer.append(lines)
             for line in lines:
                 self._note(line)
-        return Reply(self._writer.last_source_n(source), self._stop, self._last_step, self._attempt)
+        return Reply(self._writer.last_source_n(source), self._stop, self._progress.progress())
 
     def _read_back(self, run_dir: RunDir) -> None:
         """After this actor was killed: what its replies tell is learnt again from the journal."""
@@ -104,21 +101,7 @@ class JournalActor:
         )
 
     def _note(self, event: JournalEvent) -> None:
-        if event.kind is EventKind.ATTEMPT_STARTED:
-            self._attempt = max(self._attempt, event.attempt)
-        step = _step_of(event.kind, event.data)
-        if step is not None:
-            self._last_step = max(self._last_step or 0, step)
-
-
-def _step_of(kind: EventKind, data: dict[str, Any]) -> int | None:
-    """Steps done that an event vouches for."""
-    if kind is EventKind.METRICS:
-        return max((point["step"] for point in data["points"]), default=None)
-    if kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED}:
-        step = data.get("step")
-        return step if isinstance(step, int) else None
-    return None
+        self._progress.note(event.kind, event.attempt, event.data)
 
 
 def start_journal(run_dir: RunDir, submission: int, node_id: str) -> Any:
@@ -175,6 +158,7 @@ class ActorJournalClient:
         self._announced: Stop | None = None
         self._reply: Reply | None = None
         self._num_replies = 0
+        self._num_replies_taken = 0
         self._asked = False
         self._hurry = threading.Event()
         self._closing = False
@@ -202,7 +186,15 @@ class ActorJournalClient:
     @property
     def last_step(self) -> int | None:
         """Most steps done that the journal knows of, as of its last reply."""
-        return self._reply.last_step if self._reply else None
+        return self._reply.progress.last_step if self._reply else None
+
+    def take_progress(self) -> Progress | None:
+        """How far the newest attempt is, once for each reply of the journal; None until the next one."""
+        with self._lock:
+            if self._reply is None or self._num_replies == self._num_replies_taken:
+                return None
+            self._num_replies_taken = self._num_replies
+            return self._reply.progress
 
     def ask(self, timeout_s: float) -> None:
         """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
@@ -281,7 +273,7 @@ class ActorJournalClient:
         self._count_delivered()
         if self._pending:
             self._hurry.set()
-        if reply.attempt > self.attempt and self._on_superseded is not None:
+        if reply.progress.attempt > self.attempt and self._on_superseded is not None:
             superseded, self._on_superseded = self._on_superseded, None
             superseded()
 

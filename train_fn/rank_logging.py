@@ -142,3 +142,32 @@ class _Tee:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class CollectedLog(logging.Handler):
+    """Keeps what loggers say until it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[tuple[int, str]] = deque(maxlen=MAX_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append((record.levelno, self.format(record)))
+
+    def take(self) -> list[tuple[int, str]]:
+        """Level and text of each line since the last call."""
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        return lines
+
+
+def collect_log(*names: str) -> CollectedLog:
+    """Collect what loggers of these names say from now on."""
+    collected = CollectedLog()
+    for name in names:
+        log = logging.getLogger(name)
+        log.addHandler(collected)
+        if log.level == logging.NOTSET:
+            log.setLevel(logging.INFO)
+    return collected

@@ -46,6 +46,8 @@ class RankReport:
     """Ray says that its node was taken away as announced."""
     unresponsive: bool = False
     """Its process lives but answers nothing: stopped, or stuck outside Python."""
+    stack: str | None = None
+    """Where it stood when it was taken for hung."""
     still_running: bool = False
     """Its training thread had not ended when the wait for it was over."""
     error: RankError | None = None
@@ -238,6 +240,8 @@ def _detail(evidence: Evidence, first: RankReport | None) -> dict[str, Any]:
     if first is not None:
         detail["pid"] = first.pid
         detail["node_alive"] = first.node_alive
+        if first.stack:
+            detail["stack"] = first.stack[-8000:]
         if first.death:
             detail["death"] = first.death[-4000:]
         if first.error:
@@ -267,4 +271,5 @@ def _line(report: RankReport) -> dict[str, Any]:
         "step": error.step if error else None,
         "snapshot_step": error.snapshot_step if error else None,
         "at": error.at if error else None,
+        **({"stack": report.stack[-4000:]} if report.stack else {}),
     }

@@ -7,8 +7,10 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,9 @@ from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+
+TRAINING_THREAD = "TrainingThread"
+"""How Ray Train names the thread that runs the training function."""
 
 FLUSH_S = 10.0
 """Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
@@ -43,6 +48,16 @@ def prepare(launch: RankLaunch) -> None:
 def ask_to_yield() -> None:
     """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank`` knows better."""
     _yield_asked.set()
+
+
+def stack() -> str:
+    """The Python stacks of this process, the training thread's last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = sorted(
+        (names.get(ident, "?").startswith(TRAINING_THREAD), f"Thread {names.get(ident, '?')}\n{''.join(traceback.format_stack(frame))}")
+        for ident, frame in sys._current_frames().items()
+    )
+    return "\n".join(text for _, text in texts)
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A small DDP training function for tests of the driver: real ranks and collectives, no data, no model of any use.
 
-What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank 0 raises).
+What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank 0 raises),
+``hang_at`` (a step at which rank 1 of the first attempt never gets on).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def train(ctx: WorkerContext) -> Stop | None:
     ddp = DistributedDataParallel(model) if ctx.world_size > 1 else model
     if ctx.world_rank == 0:
         ctx.journal.emit(EventKind.RESTORED, {"step": step, "epoch": 0, "source": "snapshot", "checkpoint": None, "rejected": []})
+        ctx.journal.emit(EventKind.TRAINING_STARTED, {"total_steps": int(tags["steps"])})
     try:
         while step < int(tags["steps"]):
             stop = _agreed_stop(ctx)
@@ -34,6 +36,8 @@ def train(ctx: WorkerContext) -> Stop | None:
                 return stop
             if ctx.world_rank == 0 and step == int(tags.get("raise_at", -1)):
                 raise ValueError(f"the data of step {step} is spoilt")
+            while ctx.world_rank == 1 and ctx.attempt == 1 and step == int(tags.get("hang_at", -1)):
+                time.sleep(0.01)
             ddp(torch.randn(4, 8)).sum().backward()
             step += 1
             print(f"step {step}")

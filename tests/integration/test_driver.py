@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec import RecoverySpec, RunSpec
 from storage.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
@@ -165,6 +165,22 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     finished = run.last(EventKind.FINISHED).data
     assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
     assert "step 40 twice" in finished["reason"]["message"]
+
+
+@pytest.mark.parametrize("how", ["endless loop", "stopped process"])
+def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
+    tags = {"hang_at": "40"} if how == "endless loop" else {}
+    run_spec = small_spec(200, **tags).model_copy(update={"recovery": RecoverySpec(hang_timeout_s=5)})
+    run = begin(run_spec, small=True)
+    run.wait_for_step(35)
+    if how == "stopped process":
+        os.kill(run.worker(1)["pid"], signal.SIGSTOP)
+    assert run.wait_for_end() == 0, run.describe()
+    failures = run.of(EventKind.FAILURE)
+    assert [(event.data["verdict"], event.data["first_rank"]) for event in failures] == [("hang", 1)]
+    if how == "endless loop":
+        assert "small_loop.py" in failures[0].data["evidence"]["stack"]
+    check_lossless(run, 200)
 
 
 def test_a_pause_is_heard_while_the_run_waits_for_capacity(begin: Begin) -> None:

@@ -39,7 +39,7 @@ def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir:
     first._writer.close()  # as its process ends
     again = JournalActor(run_dir, 1)
     reply = again.deliver("rank-0.a001", [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])])
-    assert reply == Reply(acknowledged=3, stop=None, last_step=9, attempt=4)
+    assert (reply.acknowledged, reply.stop, reply.progress.last_step, reply.progress.attempt) == (3, None, 9, 4)
     assert written(run_dir) == [
         (1, "rank-0.a001", 1),
         (2, "rank-0.a001", 2),

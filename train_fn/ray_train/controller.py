@@ -12,6 +12,7 @@ from typing import Any
 from everstep.events import EventKind
 from everstep.wire import Verdict
 from train_fn.context import Stop
+from train_fn.rank_logging import collect_log
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
@@ -30,6 +31,7 @@ from train_fn.ray_train.seam import (
 )
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
@@ -83,6 +85,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
         self._yield_at = 0.0
+        self._hang_watch = HangWatch(self._settings, engine.job.spec.recovery.hang_timeout_s)
         self._journal = ActorJournalClient(
             deliver_to(engine.job.journal),
             f"controller.{uuid.uuid4().hex[:8]}",
@@ -97,9 +100,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
+        self._log = collect_log("train_fn", "ray.train")
         self._pool = WarmPool(self._settings, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
+
+    def take_log(self) -> list[tuple[int, str]]:
+        """Level and text of what was logged since the last call."""
+        return self._log.take()
 
     def outcome(self) -> Outcome:
         """How the run was left; asked once ``run`` has returned."""
@@ -132,8 +140,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
             if self._sizes.waiting:
                 self._placement.release()  # two runs that each hold half of what both need would wait for ever
             await asyncio.sleep(self._settings.poll_s)
-        elif isinstance(before, RunningState):
+        elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
             self._see_to_yield()
+            self._see_to_hang()
         return result
 
     def _result(self, before: Any, after: Any) -> Any:
@@ -153,6 +162,17 @@ class EverstepController(TrainController):  # type: ignore[misc]
             logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
             self._sizes.wanted = None
             self._yield_since = None
+
+    def _see_to_hang(self) -> None:
+        """Kill the rank that holds the others up once nothing has moved for too long; the failure path does the rest."""
+        progress = self._journal.take_progress()
+        if progress is None or progress.attempt != self._attempt:
+            return
+        overdue_s = self._hang_watch.overdue_s(progress, time.monotonic())
+        if overdue_s is not None:
+            ranks = self._worker_group.break_hang()
+            logger.warning("no sign of life for %.1f s in phase %s; killed rank %s", overdue_s, progress.phase, ranks)
+            self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
 
     def _is_training_succeeded(self, worker_group_status: Any) -> bool:
         """Ranks that left for a resize have not succeeded: the scaling policy is asked next, and resizes."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec import ScalingSpec
@@ -17,6 +20,8 @@ from train_fn.worker import run_rank
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
 """The driver removes what a dead controller leaves; no Ray Data here. Each would start a process per fit."""
+
+_RELAY_S = 0.5
 
 
 class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
@@ -49,12 +54,25 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             EverstepController
         )
         controller = actor_class.remote(engine=self._engine, **controller_init_kwargs)
+        ended = threading.Event()
+        threading.Thread(target=_relay_log, args=(controller, ended), name="controller-log", daemon=True).start()
         try:
             ray.get(controller.run.remote())
             self.outcome = ray.get(controller.outcome.remote())
             return ray.get(controller.get_result.remote())
         finally:
+            ended.set()
             ray.kill(controller)
+
+
+def _relay_log(controller: Any, ended: threading.Event) -> None:
+    """Bring what the controller logs into the driver's log, which is kept with the run."""
+    while not ended.wait(_RELAY_S):
+        try:
+            for level, message in ray.get(controller.take_log.remote()):
+                logging.getLogger("controller").log(level, "%s", message)
+        except RayError:
+            return  # the controller is gone; fit() says so
 
 
 def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:

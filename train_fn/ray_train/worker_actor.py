@@ -44,6 +44,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Ask the training function to save and leave at the next agreed step."""
         worker.ask_to_yield()
 
+    def stack(self) -> str:
+        """The Python stacks of this rank, the training thread's last."""
+        return worker.stack()
+
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -30,6 +31,7 @@ from train_fn.ray_train.seam import (
     worker_group_module,
 )
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
+from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.verdict import RankReport
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 2.0
 """Once one survivor has left its step, others have this long, or three times as long as the first took."""
+_STACK_S = 2.0
+"""How long a rank may take to say where it stands."""
 _PING_S = 1.0
 """How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
 
@@ -81,6 +85,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
         self._born_at: dict[int, float] = {}
+        self._stacks: dict[int, str | None] = {}
+        self._hung: list[int] = []
         self.start_reports: tuple[RankReport, ...] = ()
         self._slots: list[Slot] = []
         self._worker_group_start_timeout_s = settings.placement_s
@@ -187,6 +193,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for worker in self.get_workers():
             worker.actor.ask_to_yield.remote()
 
+    def break_hang(self) -> list[int]:
+        """Keep every rank's stack, and kill those that hold the others up; which they were.
+
+        Their peers leave with a failed collective, as when a rank dies by itself; ``settle`` tells the difference.
+        """
+        pending = {worker.actor.stack.remote(): rank for rank, worker in enumerate(self.get_workers())}
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_STACK_S)
+        self._stacks = dict.fromkeys(pending.values())
+        for ref in answered:
+            with contextlib.suppress(RayError):
+                self._stacks[pending[ref]] = ray.get(ref)
+        self._hung = find_stuck(self._stacks)
+        for rank in self._hung:
+            ray.kill(self.get_workers()[rank].actor)
+        return self._hung
+
     # -- end -------------------------------------------------------------------------------------------------------------
 
     def settle(self) -> tuple[RankReport, ...]:
@@ -220,7 +242,14 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
                 waiting[worker.actor.wait_for_end.remote(self._settings.hold_s)] = rank
         self._collect_ends(waiting, reports)
-        return tuple(reports[rank] for rank in sorted(reports))
+        return tuple(self._with_hang(reports[rank]) for rank in sorted(reports))
+
+    def _with_hang(self, report: RankReport) -> RankReport:
+        """A rank that was killed because it hung did not die; every rank's stack from then is evidence."""
+        report = dataclasses.replace(report, stack=self._stacks.get(report.rank))
+        if report.rank not in self._hung:
+            return report
+        return dataclasses.replace(report, unresponsive=True, died=False, death=None, still_running=False)
 
     def _collect_ends(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
         """Fill in how the ranks in ``waiting`` ended; ranks that outlast the wait stay ``still_running``."""

@@ -25,6 +25,16 @@ class RecoverySettings:
     """Longest wait for a placement group: its resources were seen free, so a longer wait means that they are gone."""
     health_timeout_s: float = 60.0
     """A rank whose process answers no poll for so long is taken for hung."""
+    hang_min_s: float = 60.0
+    """Shortest time without a step after which ranks are taken for hung, where the spec does not set ``hang_timeout_s``."""
+    hang_factor: float = 10.0
+    """The same as a multiple of the 99th percentile of the last steps; the larger of both counts."""
+    hang_start_s: float = 600.0
+    """Longest set-up of an attempt without a sign of life: data, model, restoring the state."""
+    hang_first_step_s: float = 1200.0
+    """Longest first step of an attempt, which may compile the model."""
+    hang_evaluation_s: float = 3600.0
+    """Longest evaluation, or final checkpoint, without a sign of life."""
     collective_timeout_s: int = 1800
     """Time-out of torch's process group; survivors are freed by the first of them to leave, long before it."""
     warm_pool: bool = True

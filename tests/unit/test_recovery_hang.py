@@ -1,0 +1,78 @@
+"""When ranks are taken for hung, and which of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.events import EventKind
+from train_fn.recovery.hang import HangWatch, find_stuck
+from train_fn.recovery.progress import Phase, Progress, ProgressTracker
+from train_fn.recovery.settings import RecoverySettings
+
+
+def points(*steps: int, step_s: float = 0.1) -> dict[str, Any]:
+    return {"points": [{"step": step, "at": 1.0, "values": {"step_s": step_s}} for step in steps]}
+
+
+def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
+    tracker = ProgressTracker()
+    story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
+        (EventKind.ATTEMPT_STARTED, 1, {}, Phase.START),
+        (EventKind.RESTORED, 1, {"step": 4}, Phase.START),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 0}, Phase.START),  # reported again, before anything is trained
+        (EventKind.TRAINING_STARTED, 1, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 1, points(5), Phase.STEP),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1}, Phase.EVALUATION),
+        (EventKind.EVALUATED, 1, {"step": 5, "metrics": {}}, Phase.STEP),
+        (EventKind.METRICS, 1, points(6), Phase.STEP),
+        (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
+        (EventKind.METRICS, 1, points(6), Phase.START),  # late, of the attempt before
+        (EventKind.TRAINING_STARTED, 2, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 2, points(7), Phase.FINISH),
+    ]
+    for kind, attempt, data, phase in story:
+        tracker.note(kind, attempt, data)
+        assert tracker.progress().phase is phase, (kind, attempt)
+    assert tracker.progress().last_step == 7
+
+
+def test_the_limit_learns_from_steps() -> None:
+    tracker = ProgressTracker()
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.METRICS, 1, points(*range(1, 11), step_s=30.0))
+    watch = HangWatch(RecoverySettings(), None)
+    assert tracker.progress().step_p99_s is None
+    assert watch.limit_s(tracker.progress()) == 60.0
+    tracker.note(EventKind.METRICS, 1, points(*range(11, 21), step_s=30.0))
+    assert watch.limit_s(tracker.progress()) == 300.0
+    assert HangWatch(RecoverySettings(), 5.0).limit_s(tracker.progress()) == 5.0
+
+
+def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
+    watch = HangWatch(RecoverySettings(), 10.0)
+    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    assert [watch.overdue_s(still, now) for now in (100.0, 101.5, 103.0, 104.5, 106.0, 107.5, 109.0, 110.0)] == [None] * 8
+    assert watch.overdue_s(still, 110.5) == 10.5
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, "no reply for 29 s: nothing was seen"
+
+
+def test_evaluation_has_a_time_of_its_own() -> None:
+    watch = HangWatch(RecoverySettings(hang_evaluation_s=100.0), 10.0)
+    assert watch.limit_s(Progress(attempt=1, phase=Phase.EVALUATION)) == 100.0
+    assert watch.limit_s(Progress(attempt=1, phase=Phase.START)) == 600.0
+
+
+LOOP = '  File "/app/train_fn/loop.py", line 99, in run\n'
+REDUCE = LOOP + '  File "/venv/torch/distributed/distributed_c10d.py", line 2900, in all_reduce\n'
+BACKWARD = LOOP + '  File "/venv/torch/autograd/graph.py", line 800, in _engine_run_backward\n'
+USER = LOOP + '  File "/home/me/task.py", line 7, in loss\n'
+
+
+def test_who_waits_for_nobody_is_stuck() -> None:
+    assert find_stuck({0: REDUCE, 1: USER, 2: BACKWARD}) == [1]
+    assert find_stuck({0: REDUCE, 1: None, 2: USER}) == [1], "who does not answer comes first"
+
+
+def test_where_all_wait_for_each_other_the_last_is_given_up() -> None:
+    assert find_stuck({0: REDUCE, 1: BACKWARD, 2: REDUCE}) == [2]

@@ -1,0 +1,71 @@
+"""When an attempt has stood still for too long, and which of its ranks is the one that the others wait for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from train_fn.recovery.progress import Phase, Progress
+from train_fn.recovery.settings import RecoverySettings
+
+_SILENCE_S = 2.0
+"""A gap between two replies of the journal after which its silence, not the ranks', is what was seen."""
+
+_WAITING_FILES = re.compile(
+    r"/torch/distributed/|/torch/autograd/graph\.py|/train_fn/(collectives|step_totals|replica)\.py|/ray/(_private|train|util)/"
+)
+"""Source files whose code waits for other ranks: collectives, a backward that ends with one, a barrier of Ray Train."""
+
+
+class HangWatch:
+    """Tells when nothing has moved for longer than the phase allows. Time is given in by the caller, in monotonic seconds."""
+
+    def __init__(self, settings: RecoverySettings, hang_timeout_s: float | None) -> None:
+        self._settings = settings
+        self._hang_timeout_s = hang_timeout_s
+        self._seen: tuple[int, int] | None = None
+        self._moved_at = 0.0
+        self._looked_at = float("-inf")
+
+    def overdue_s(self, progress: Progress, now: float) -> float | None:
+        """Seconds without a sign of life, when that is too long; None while all is well. Call it with every reply of the journal."""
+        seen = (progress.attempt, progress.num_signs)
+        if seen != self._seen or now - self._looked_at > _SILENCE_S:
+            self._seen, self._moved_at = seen, now
+        self._looked_at = now
+        still_s = now - self._moved_at
+        return still_s if still_s > self.limit_s(progress) else None
+
+    def limit_s(self, progress: Progress) -> float:
+        """How long the present phase may take without a sign of life."""
+        settings = self._settings
+        if progress.phase is Phase.STEP:
+            if self._hang_timeout_s is not None:
+                return self._hang_timeout_s
+            return max(settings.hang_min_s, settings.hang_factor * (progress.step_p99_s or 0.0))
+        allowed = {
+            Phase.START: settings.hang_start_s,
+            Phase.FIRST_STEP: settings.hang_first_step_s,
+            Phase.EVALUATION: settings.hang_evaluation_s,
+            Phase.FINISH: settings.hang_evaluation_s,
+        }
+        return max(allowed[progress.phase], self._hang_timeout_s or 0.0)
+
+
+def find_stuck(stacks: Mapping[int, str | None]) -> list[int]:
+    """Ranks that hold the others up, by each rank's training stack (innermost frame last); None for one that did not answer.
+
+    Who does not answer, or is in code that waits for nobody, is stuck. Where all wait for each other in collectives, one of them
+    is given up, so that the others are freed: the last, since rank 0 reports.
+    """
+    silent = [rank for rank, stack in stacks.items() if stack is None]
+    if silent:
+        return silent
+    busy = [rank for rank, stack in stacks.items() if stack is not None and not waits_for_others(stack)]
+    return busy or [max(stacks)]
+
+
+def waits_for_others(stack: str) -> bool:
+    """Whether a training stack ends in code that waits for other ranks."""
+    files = re.findall(r'File "([^"]+)", line \d+', stack)
+    return bool(files) and _WAITING_FILES.search(files[-1]) is not None

@@ -1,0 +1,91 @@
+"""How far an attempt is, folded from the events that its rank 0 sends: what it does now, and whether anything moves."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from everstep.events import EventKind
+
+_STEPS_KEPT = 512
+
+
+class Phase(StrEnum):
+    """What an attempt is doing; each has a time that it may take without a sign of life."""
+
+    START = "start"
+    """From the group's start until training is set up."""
+    FIRST_STEP = "first_step"
+    """The first step of an attempt compiles, warms up and allocates."""
+    STEP = "step"
+    EVALUATION = "evaluation"
+    """Between two epochs."""
+    FINISH = "finish"
+    """After the last step: evaluation and the final checkpoint."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Signs of life of the newest attempt."""
+
+    attempt: int = 0
+    phase: Phase = Phase.START
+    num_signs: int = 0
+    """Events of its ranks so far."""
+    last_step: int | None = None
+    """Most steps done that any event of the submission tells of."""
+    step_p99_s: float | None = None
+    """99th percentile of the last steps' seconds; None before there are enough."""
+
+
+class ProgressTracker:
+    """Folds a submission's events in the journal's order."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._phase = Phase.START
+        self._num_signs = 0
+        self._last_step: int | None = None
+        self._total_steps: int | None = None
+        self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+
+    def note(self, kind: EventKind, attempt: int, data: dict[str, Any]) -> None:
+        """Take one event."""
+        self._note_steps(kind, data)
+        if kind is EventKind.ATTEMPT_STARTED:
+            if attempt > self._attempt:
+                self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
+            return
+        if attempt != self._attempt:
+            return
+        self._num_signs += 1
+        if kind is EventKind.TRAINING_STARTED:
+            self._total_steps = data.get("total_steps")
+            self._phase = Phase.FIRST_STEP
+        elif kind is EventKind.METRICS:
+            self._phase = self._after_step()
+        elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED:
+            self._phase = Phase.EVALUATION
+        elif self._phase is not Phase.START and kind is EventKind.EVALUATED:
+            self._phase = self._after_step()
+
+    def progress(self) -> Progress:
+        """As of the last event."""
+        p99 = sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
+        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99)
+
+    def _after_step(self) -> Phase:
+        done = self._total_steps is not None and (self._last_step or 0) >= self._total_steps
+        return Phase.FINISH if done else Phase.STEP
+
+    def _note_steps(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if kind is EventKind.METRICS:
+            for point in data["points"]:
+                self._last_step = max(self._last_step or 0, point["step"])
+                step_s = point["values"].get("step_s")
+                if step_s is not None:
+                    self._step_s.append(step_s)
+        elif kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED} and isinstance(data.get("step"), int):
+            self._last_step = max(self._last_step or 0, data["step"])
