@@ -91,6 +91,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
         return
     checkpoint = run.latest_checkpoint
     survives = ", ".join(run.protection.survives) or "nothing"
+    lost = words.count(run.protection.worst_case_steps_lost, "step")
     terminal().fields(
         [
             ("id", run.id),
@@ -107,7 +108,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
             ("checkpoint", f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}" if checkpoint else None),
             ("attempt", f"{run.attempt} of submission {run.submission}"),
             ("failures", f"{words.count(run.restarts, 'restart')}, {words.count(run.steps_lost, 'step')} lost"),
-            ("survives", f"loss of {survives}; at worst {words.count(run.protection.worst_case_steps_lost, 'step')} would be lost"),
+            ("survives", f"loss of {survives}; at worst {lost} would be lost" if not run.status.terminal else None),
             ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
             ("Ray job", run.links.ray_job),
         ]

@@ -138,7 +138,7 @@ def _tell(terminal: Terminal, service: Service, run: RunHandle, story: Story, ou
     run.download_checkpoint(checkpoint.step, out)
     result = _result(run, story, out)
     if terminal.as_json:
-        terminal.json({**result, **({"url": service.client.url, "home": str(service.home)} if keep or not service.pid else {})})
+        terminal.json({**result, **(_how_to_go_on(service) if keep or not service.pid else {})})
         return code
     accuracy = run.run.metrics.get("val_accuracy")
     recovery_s, once = result["recovery_s"], result["every_sample_once"]
@@ -175,6 +175,10 @@ def _result(run: RunHandle, story: Story, out: Path) -> dict[str, Any]:
         "failures": run.failures(),
         "checkpoint": str(out.absolute()),
     }
+
+
+def _how_to_go_on(service: Service) -> dict[str, Any]:
+    return {"url": service.client.url, "home": str(service.home), "pid": service.pid}
 
 
 def _tell_how_to_go_on(terminal: Terminal, service: Service, run: Run) -> None:
