@@ -77,6 +77,10 @@ class RayCluster:
         """SIGKILL a node's raylet with every process below it, as when its host dies."""
         self._order("kill", node_id=node_id)
 
+    def drain_node(self, node_id: str, deadline_s: float) -> None:
+        """Announce that a node will be taken away, as a cloud or ``ray drain-node`` does."""
+        self._order("drain", node_id=node_id, deadline_s=deadline_s)
+
     def stop(self) -> None:
         """End every process of the cluster."""
         tree = [*psutil.Process(self._host.pid).children(recursive=True)] if self._host.poll() is None else []
@@ -155,7 +159,19 @@ def _host() -> None:
         state.setdefault("killed", set()).add(node_id)
         return {}
 
-    orders: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "add": add, "nodes": nodes, "kill": kill}
+    def drain(node_id: str, deadline_s: float) -> dict[str, Any]:
+        import time
+
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        client = GcsClient(address=state["cluster"].address)
+        accepted, problem = client.drain_node(node_id, reason, "test", int((time.time() + deadline_s) * 1000))
+        assert accepted, problem
+        return {}
+
+    orders: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "add": add, "nodes": nodes, "kill": kill, "drain": drain}
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:
             order = json.loads(line)

@@ -167,6 +167,25 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     assert "step 40 twice" in finished["reason"]["message"]
 
 
+def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCluster) -> None:
+    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
+    run.wait_for_step(20)
+    leaving = run.worker(1)["node_id"]
+    cluster.drain_node(leaving, deadline_s=30)
+    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the move")
+    assert {worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]}.isdisjoint({leaving})
+    failure = run.last(EventKind.FAILURE).data
+    assert (failure["verdict"], failure["node_id"], failure["budget"]) == ("preemption", leaving, "preemptions")
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    cluster.kill_node(leaving)
+    cluster.add_node()
+    run.wait_for(lambda: run.last(EventKind.ATTEMPT_STARTED).data["world_size"] == 2, "growth")
+    run.run_dir.request_stop(1, "pause")
+    assert run.wait_for_end() == 0, run.describe()
+    assert len(run.of(EventKind.FAILURE)) == 1, "the node's end itself is no failure any more"
+    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
+
+
 @pytest.mark.parametrize("how", ["endless loop", "stopped process"])
 def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     tags = {"hang_at": "40"} if how == "endless loop" else {}
