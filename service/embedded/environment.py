@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
 
-PRELOADED_MODULES = (
+_RANK_MODULES = (
     "torch",
     "torch._dynamo",
     "ray.train.torch",
@@ -17,10 +17,12 @@ PRELOADED_MODULES = (
     "train_fn.worker",
     "train_fn.loop",
 )
-"""What a training process imports anyway: a worker that waits idle has them done. One that is missing is logged and passed over."""
+_CONTROLLER_MODULES = ("ray.train.torch", "train_fn.ray_train.controller", "train_fn.journal")
 
-WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(PRELOADED_MODULES)}
-"""Only for nodes that train: the head starts small actors, which should not wait for torch."""
+HEAD_VARIABLES = {"RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES)}
+WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
+"""What a rank, or what stands beside a driver, imports anyway: a worker that waits idle has it done. A module that is missing is
+logged by the worker and passed over."""
 
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -53,8 +55,8 @@ def cluster_environment(inherited: Mapping[str, str], *, temp_dir: str, token_pa
     What the operator set for Ray's timers stays; what would lead to another cluster or another token does not.
     """
     kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
-    # A pool of two a node beside the ranks: one to take over at once, one that is being made ready.
-    defaults = {**_DEFAULTS, "RAY_num_workers_soft_limit": str(cpus_per_node + 2)}
+    # Room for the idle workers of a node beside its ranks, and for those of the head.
+    defaults = {**_DEFAULTS, "RAY_num_workers_soft_limit": str(2 * cpus_per_node + 2)}
     if cpus_per_node == 1:
         defaults["OMP_NUM_THREADS"] = "1"
     scripts = str(Path(sys.executable).parent)

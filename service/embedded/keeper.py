@@ -30,7 +30,8 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 
-from service.embedded.environment import WORKER_NODE_VARIABLES
+from service.embedded.environment import HEAD_VARIABLES, WORKER_NODE_VARIABLES
+from service.embedded.idle_pool import IdlePool
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.processes import end_members, lives, started_at
 
@@ -40,7 +41,10 @@ OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
 NO_JOB = b"\xff" * 4
-KEEP_WARM_S = 7 * 24 * 3600
+KEEP_IDLE_S = 7 * 24 * 3600
+IDLE_INTERVAL_S = 1.0
+# Supervisor, journal and controller of one run.
+IDLE_ON_HEAD = 3
 
 log = logging.getLogger("keeper")
 
@@ -57,6 +61,8 @@ class Keeper:
         self._note_path = note_path
         self._note = note
         self._wake = threading.Event()
+        self._pool = IdlePool(lambda node: IDLE_ON_HEAD if node.is_head else note.cpus_per_node)
+        self._pool_due = 0.0
         self._stopping = False
         self._refill = False
 
@@ -108,7 +114,16 @@ class Keeper:
         if self._refill and not self._stopping:
             self._refill = False
             self._fill()
+        self._keep_idle_workers(time.monotonic())
         return True
+
+    def _keep_idle_workers(self, now: float) -> None:
+        if now < self._pool_due or self._note.state != "ready":
+            return
+        self._pool_due = now + IDLE_INTERVAL_S
+        for node, count in self._pool.wanted(self._note.nodes, now):
+            log.info("starting %d idle workers on node %s", count, node.node_id)
+            _start_idle_workers(node, count)
 
     def end(self) -> None:
         """End every process of the cluster and remove what it left."""
@@ -135,6 +150,7 @@ class Keeper:
             dashboard_host=LOOPBACK,
             dashboard_port=0,
             no_monitor=True,
+            env_vars=dict(HEAD_VARIABLES),
             ray_client_server_port=None,
         )
         node = Node(params, head=True, shutdown_at_exit=False, spawn_reaper=False)
@@ -178,9 +194,7 @@ class Keeper:
             node_manager_port=0,
             env_vars=env,
         )
-        node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
-        _warm(node, self._note.cpus_per_node)
-        return _note_of(node, slot)
+        return _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
 
     def _params(self, name: str, *, num_cpus: int, num_gpus: int = 0) -> dict[str, object]:
         return {
@@ -207,21 +221,22 @@ def _note_of(node: Node, slot: int) -> NodeNote:
         slot=slot,
         raylet_pid=raylet,
         raylet_started_at=started_at(raylet),
+        port=node.node_manager_port,
         pids=tuple(sorted({*services, *agents})),
     )
 
 
-def _warm(node: Node, num_workers: int) -> None:
-    """Let a node start idle workers at once, so that the first run need not wait for their imports. Any job may take them."""
+def _start_idle_workers(node: NodeNote, num_workers: int) -> None:
+    """Let a node start workers that wait idle with everything imported. Any job may take them."""
     request = node_manager_pb2.PrestartWorkersRequest(
-        language=common_pb2.Language.PYTHON, job_id=NO_JOB, num_workers=num_workers, keep_alive_duration_secs=KEEP_WARM_S
+        language=common_pb2.Language.PYTHON, job_id=NO_JOB, num_workers=num_workers, keep_alive_duration_secs=KEEP_IDLE_S
     )
     request.runtime_env_info.serialized_runtime_env = "{}"
-    channel = init_grpc_channel(f"{LOOPBACK}:{node.node_manager_port}")
+    channel = init_grpc_channel(f"{LOOPBACK}:{node.port}")
     try:
         node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=5)
     except grpc.RpcError as exc:
-        log.warning("node %s starts no idle workers, the first run waits for their imports: %s", node.node_id, exc)
+        log.warning("node %s starts no idle workers, runs wait for their imports: %s", node.node_id, exc)
     finally:
         channel.close()
 

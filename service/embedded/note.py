@@ -21,6 +21,8 @@ class NodeNote:
     raylet_pid: int
     raylet_started_at: float
     """Unix seconds."""
+    port: int
+    """Of the raylet's own service on loopback."""
     pids: tuple[int, ...]
     """The raylet and its agents; on the head also the GCS and the dashboard. Workers come and go and are not listed."""
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ def home() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def succeeded(service: ServiceProcess, run_id: str) -> bool:
+    return bool(api(service, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED")
+
+
 def ray_jobs(service: ServiceProcess) -> dict[str, str]:
     """Status of every Ray job by id, as Ray itself tells."""
     headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text()}"}
@@ -77,7 +82,7 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_no
 
     one_node.start()
     assert one_node.cluster()["address"] == cluster["address"]
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 180, "the run's end")
+    wait_for(partial(succeeded, one_node, run_id), 180, "the run's end")
     run = api(one_node, "GET", f"/v1/runs/{run_id}")
     assert (run["submission"], run["restarts"], run["step"]) == (1, 0, run["total_steps"])
     assert list(ray_jobs(one_node)) == [f"{run_id}-s001"]
@@ -87,19 +92,20 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_no
     assert [point[0] for point in series] == list(range(1, run["total_steps"] + 1)), "every step once, over both services"
 
 
-@pytest.mark.parametrize("point", ["after_claim", "after_submit"])
-def test_a_kill_between_row_and_job_makes_one_job(point: str, one_node: ServiceProcess) -> None:
-    one_node.kill()
-    one_node.launch(env={"EVERSTEP_CRASH_POINT": point})
-    assert one_node.process is not None
-    wait_for(lambda: _answers(one_node), 60, "the API")
-    run_id = api(one_node, "POST", "/v1/runs", json={**SPEC, "train": {"max_steps": 3}})["id"]
-    assert one_node.process.wait(60) == -signal.SIGKILL
+def test_a_kill_between_row_and_job_makes_one_job(one_node: ServiceProcess) -> None:
+    expected = []
+    for point in ("after_claim", "after_submit"):
+        one_node.kill()
+        process = one_node.launch(env={"EVERSTEP_CRASH_POINT": point})
+        wait_for(lambda: _answers(one_node), 120, "the API")
+        expected.append(api(one_node, "POST", "/v1/runs", json={**SPEC, "train": {"max_steps": 3}})["id"])
+        assert process.wait(60) == -signal.SIGKILL
 
     one_node.start()
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 120, "the run's end")
-    assert list(ray_jobs(one_node)) == [f"{run_id}-s001"]
-    assert api(one_node, "GET", f"/v1/runs/{run_id}")["submission"] == 1
+    for run_id in expected:
+        wait_for(partial(succeeded, one_node, run_id), 180, f"the end of {run_id}")
+        assert api(one_node, "GET", f"/v1/runs/{run_id}")["submission"] == 1
+    assert sorted(ray_jobs(one_node)) == sorted(f"{run_id}-s001" for run_id in expected)
 
 
 def _answers(service: ServiceProcess) -> bool:
@@ -135,7 +141,7 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
 
     one_node.start()
     assert one_node.token == token
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED", 180, "the run's end")
+    wait_for(partial(succeeded, one_node, run_id), 180, "the run's end")
     run = api(one_node, "GET", f"/v1/runs/{run_id}")
     assert run["submission"] == 2
     assert run["step"] == run["total_steps"]
