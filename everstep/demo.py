@@ -28,6 +28,7 @@ from everstep.wire import Event, Run
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
+SERVE = (sys.executable, "-m", "service.serve", "--port", "0", "--nodes", "3", "--cpus-per-node", "1")
 KILL_AT = 0.4
 """Share of the steps after which the node dies."""
 SPEC: dict[str, Any] = {
@@ -223,7 +224,7 @@ def _own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
     terminal.note("starting the service with a Ray cluster of three nodes on this machine (about 15 s)")
     with (home / "serve.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service.serve", "--port", "0", "--nodes", "3", "--cpus-per-node", "1"],
+            SERVE,
             env={"OMP_NUM_THREADS": "1", **os.environ, "EVERSTEP_HOME": str(home)},
             stdin=subprocess.DEVNULL,
             stdout=log,
