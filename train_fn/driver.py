@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import logging
 import os
-import platform
 import signal
 import sys
 import threading
@@ -27,10 +25,10 @@ from everstep.spec import RunSpec
 from everstep.wire import ReasonCode
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from train_fn.context import Stop
+from storage.run_dir import RunDir, Stop
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
+from train_fn.recovery.environment import rank_env, ray_train_env
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.resources import use_gpu, worker_resources
@@ -85,7 +83,7 @@ class Driver:
             health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
             self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
         history = read_history(self._run_dir)
-        _set_environment(os.environ, self._settings)
+        os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         actor = start_journal(self._run_dir, self._submission, ray.get_runtime_context().get_node_id())
         interval_s = max(0.1, self._run_dir.storage.batch_s)
@@ -140,8 +138,8 @@ class Driver:
                 settings=self._settings,
                 history=history,
                 recovery=recovery,
-                rank_env=_rank_env(job.spec, self._settings),
-                controller_env=_ray_train_env(self._settings),
+                rank_env=rank_env(job.spec, self._settings),
+                controller_env=ray_train_env(self._settings),
             )
             trainer = EverstepTrainer(engine)
             what = "the Train controller ended without an outcome"
@@ -231,48 +229,15 @@ class Driver:
 
 
 def _facts() -> dict[str, Any]:
+    from train_fn.worker import versions
+
     context = ray.get_runtime_context()
-    import torch
 
     return {
         "ray_job_id": context.get_job_id(),
         "driver_pid": os.getpid(),
         "driver_node_id": context.get_node_id(),
-        "versions": {
-            "everstep": importlib.metadata.version("everstep"),
-            "ray": ray.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _set_environment(env: Any, settings: RecoverySettings) -> None:
-    """What Ray reads in this process. The job carries no runtime_env, since its actors would then find no warm process."""
-    env.update(_ray_train_env(settings))
-
-
-def _ray_train_env(settings: RecoverySettings) -> dict[str, str]:
-    return {
-        "RAY_TRAIN_V2_ENABLED": "1",
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(settings.poll_s),
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(settings.health_timeout_s),
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(settings.placement_s),
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per attempt; the policy reads drain notices itself
-        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1" if settings.state_tracking else "0",
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",
-        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # Ray's own controller does it
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-
-
-def _rank_env(spec: RunSpec, settings: RecoverySettings) -> dict[str, str]:
-    """Environment of every rank: Ray's and torch's, and the user's over them."""
-    return {
-        **_ray_train_env(settings),
-        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # both would take the output that rank_logging keeps
-        **spec.env,
+        "versions": versions(),
     }
 
 

@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.events import EventKind
 from storage.journal import JournalEvent, JournalWriter, read_journal
-from storage.run_dir import RunDir
-from train_fn.context import Stop
+from storage.run_dir import RunDir, Stop
 from train_fn.recovery.progress import Progress, ProgressTracker
 
 NAMESPACE = "everstep"

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -62,7 +63,12 @@ def stack() -> str:
 
 def versions() -> dict[str, str]:
     """Versions that must be the same on every node."""
-    return {"everstep": importlib.metadata.version("everstep"), "ray": ray.__version__, "torch": torch.__version__}
+    return {
+        "everstep": importlib.metadata.version("everstep"),
+        "ray": ray.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 class RankJournal:

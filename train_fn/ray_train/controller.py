@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.events import EventKind
 from everstep.wire import Verdict
-from train_fn.context import Stop
+from storage.run_dir import Stop
 from train_fn.rank_logging import collect_log
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.ray_train.placement import Placement

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.events import EventKind
@@ -20,6 +21,12 @@ logger = logging.getLogger(__name__)
 
 _AUTOSCALER_REFRESH_S = 20.0
 _WAITING_REPEAT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Look:
+    nodes: tuple[NodeView, ...]
+    fit: Fit
 
 
 class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
@@ -63,23 +70,36 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._room_since = None
         if time.monotonic() < self._not_before:
             return NoopDecision()
-        fit = self._fit(self._look())
-        if fit.missing:
-            self._tell_waiting(fit)
+        return self._resize_to_what_is_there()
+
+    def _resize_to_what_is_there(self) -> ScalingDecision:
+        look = self._look()
+        if look is None:
+            return NoopDecision()
+        if look.fit.missing:
+            self._tell_waiting(look.fit)
             return NoopDecision()
         self._waiting_since = None
-        return self._resize(fit.num_workers)
+        return self._resize(look.fit.num_workers)
 
-    def _fit(self, nodes: tuple[NodeView, ...]) -> Fit:
+    def _look(self) -> _Look | None:
+        """The nodes as they are now and what fits on them; None where the GCS does not answer, which is a matter of waiting."""
         config = self.scaling_config
-        return fit_workers(
+        try:
+            nodes = look_at_nodes(self._settings.probe_timeout_s)
+            held = self._held()
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return None
+        fit = fit_workers(
             nodes,
-            self._held(),
+            held,
             config._resources_per_worker_not_none,
             min_workers=config.min_workers,
             max_workers=config.max_workers,
             strategy=config.placement_strategy,
         )
+        return _Look(nodes, fit)
 
     def _tell_waiting(self, fit: Fit) -> None:
         now = time.monotonic()
@@ -108,19 +128,20 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         if now - self._looked_at < self._settings.resize_interval_s:
             return NoopDecision()
         self._looked_at = now
-        nodes = self._look()
-        fit = self._fit(nodes)
-        self.draining = self._draining(nodes, worker_group_state)
+        look = self._look()
+        if look is None:
+            return NoopDecision()
+        self.draining = self._draining(look.nodes, worker_group_state)
         if self.draining:
-            self.wanted = fit.num_workers
+            self.wanted = look.fit.num_workers
         elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
-        elif fit.num_workers <= worker_group_state.num_workers:
+        elif look.fit.num_workers <= worker_group_state.num_workers:
             self._room_since = None
         elif self._room_since is None:
             self._room_since = now
         elif now - self._room_since >= self._settings.growth_settle_s:
-            self.wanted = fit.num_workers
+            self.wanted = look.fit.num_workers
         return NoopDecision()
 
     def _draining(self, nodes: tuple[NodeView, ...], worker_group_state: Any) -> frozenset[str]:
@@ -132,19 +153,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """The ranks have left for a resize: the size is what is there now, not what was there when they were asked."""
         self.wanted = None
         self._room_since = None
-        fit = self._fit(self._look())
-        if fit.missing:
-            self._tell_waiting(fit)
-            return NoopDecision()
-        return self._resize(fit.num_workers)
-
-    def _look(self) -> tuple[NodeView, ...]:
-        """Nodes as they are now; none where the GCS does not answer, which is a matter of waiting."""
-        try:
-            return look_at_nodes(self._settings.probe_timeout_s)
-        except Exception as exc:
-            logger.warning("the cluster's nodes could not be seen: %s", exc)
-            return ()
+        return self._resize_to_what_is_there()
 
     def _resize(self, num_workers: int) -> ScalingDecision:
         return ResizeDecision(num_workers=num_workers, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
@@ -152,7 +161,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     # -- callbacks of the controller -----------------------------------------------------------------------------------------
 
     def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
-        return avoid(self._look())
+        look = self._look()
+        return avoid(look.nodes) if look is not None else None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take seconds to start."""

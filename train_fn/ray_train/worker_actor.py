@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return RankReady({**worker.versions(), "python": platform.python_version()}, psutil.Process().create_time())
+        return RankReady(worker.versions(), psutil.Process().create_time())
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""

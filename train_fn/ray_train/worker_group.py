@@ -35,6 +35,7 @@ from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.verdict import RankReport
+from train_fn.worker import versions
 
 logger = logging.getLogger(__name__)
 
@@ -314,11 +315,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 
 def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
-    first = ready[0].versions
+    own = versions()
     for rank, meta in zip(ready, metas, strict=True):
-        if rank.versions != first:
+        if rank.versions != own:
             raise WorkerGroupStartupFailedError(
-                f"node {meta.node_id} runs {rank.versions}, node {metas[0].node_id} runs {first}: install the same on every node"
+                f"node {meta.node_id} runs {rank.versions}, the driver's node runs {own}: install the same on every node"
             )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from everstep.spec import RunSpec
 from everstep.wire import ReasonCode
-from storage.run_dir import RunDir
-from train_fn.context import Stop
+from storage.run_dir import RunDir, Stop
 from train_fn.recovery.history import History
 from train_fn.recovery.settings import RecoverySettings
 

@@ -1,0 +1,46 @@
+"""Ray Train's list of checkpoints is removed where Ray would refuse to start on it, and only there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from train_fn.ray_train.snapshot_file import repair_snapshot_file
+
+NAME = "checkpoints/step-000000010.s001"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = open_storage(str(tmp_path)).run_dir("run_r")
+    run_dir.files.write(f"runs/run_r/{NAME}/manifest.json", b"{}")
+    return run_dir
+
+
+def state(name: str = NAME, version: str = ray.__version__) -> bytes:
+    return json.dumps({"ray_version": version, "checkpoint_results": [{"checkpoint_dir_name": name, "metrics": {}}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (state(), True),
+        (state("checkpoints/step-000000099.s001"), False),
+        (state(version="2.59.0"), False),
+        (state()[:-9], False),
+        (b"", False),
+        (b"[]", False),
+        (None, False),
+    ],
+)
+def test_only_a_list_that_ray_can_load_is_kept(run_dir: RunDir, content: bytes | None, kept: bool) -> None:
+    path = "runs/run_r/checkpoint_manager_snapshot.json"
+    if content is not None:
+        run_dir.files.write(path, content)
+    repair_snapshot_file(run_dir)
+    assert run_dir.files.exists(path) is kept

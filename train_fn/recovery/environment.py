@@ -1,0 +1,34 @@
+"""Environment that the driver sets for itself, its controller and its ranks.
+
+The job carries no runtime_env, and neither do its actors: with one, none of them would find a warm process.
+"""
+
+from __future__ import annotations
+
+from everstep.spec import RunSpec
+from train_fn.recovery.settings import RecoverySettings
+
+
+def ray_train_env(settings: RecoverySettings) -> dict[str, str]:
+    """What Ray Train reads in driver and controller."""
+    return {
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(settings.poll_s),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(settings.health_timeout_s),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(settings.placement_s),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per attempt; the policy reads drain notices itself
+        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1" if settings.state_tracking else "0",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # Ray's own controller does it
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def rank_env(spec: RunSpec, settings: RecoverySettings) -> dict[str, str]:
+    """What every rank is given before its process group exists: Ray's and torch's, and the user's over them."""
+    return {
+        **ray_train_env(settings),
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # both would take the output that rank_logging keeps
+        **spec.env,
+    }
