@@ -133,13 +133,13 @@ class Attempt:
             raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum)
         if totals.weight <= 0:
             raise BadTask(f"the weights that the task's loss returned for step {state.step + 1} add up to {totals.weight}")
-        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-        if totals.weight != totals.count.num_samples:
+        if totals.weight != totals.count.num_samples:  # the loss is a sum over tokens, say: its mean is known only now
+            gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, totals.count.num_samples / totals.weight)
         state.scaler.unscale_(state.optimizer)
         grad_norm = None
         if spec.train.grad_clip_norm is not None:
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(state.model.parameters(), spec.train.grad_clip_norm))
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, spec.train.grad_clip_norm))
         set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
         with state.committing():
             state.scaler.step(state.optimizer)

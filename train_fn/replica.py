@@ -72,6 +72,7 @@ class Replica:
             isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
             for module in self.state.model.modules()
         )
+        self.parameters = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
         self._nothing: Any = None
         self._volatile: list[torch.Tensor] = []
         self._volatile_before: list[torch.Tensor] = []

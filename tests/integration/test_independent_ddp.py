@@ -64,10 +64,11 @@ def independent_losses(directory: Path, world_size: int) -> list[float]:
         for rank in range(world_size)
     ]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * world_size
+        assert [rank.wait(timeout=200) for rank in ranks] == [0] * world_size
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
     losses: list[float] = json.loads(Path(files[-1]).read_text())
     return losses
 
