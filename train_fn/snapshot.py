@@ -90,7 +90,13 @@ class SnapshotStore:
         return state
 
     def remove_after(self, step: int) -> None:
-        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again."""
+        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again.
+
+        What older submissions left never counts, and goes too.
+        """
+        for path in self.directory.glob("s*-*"):
+            if int(path.name[1:].partition("-")[0]) < self.submission:
+                path.unlink(missing_ok=True)
         for label in self.labels():
             if label.step > step or label.problem:
                 self._remove(label)

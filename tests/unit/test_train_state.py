@@ -177,6 +177,9 @@ def test_newer_snapshots_replace_older_ones_and_other_submissions_do_not_show(tm
     assert later.labels() == []
     store.remove_after(1)
     assert list(tmp_path.iterdir()) == []
+    store.write(make_label(first), first)
+    later.remove_after(9)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
