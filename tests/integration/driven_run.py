@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from storage.filesystem import open_storage
 from storage.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from tests.integration.ray_cluster import REPOSITORY, RayCluster
+from train_fn.node_dir import shared_memory_root
 
 PATIENCE_S = 150.0
 """Longest wait for any one fact; a fact that does not come fails the test with the driver's output."""
@@ -35,9 +38,9 @@ class DrivenRun:
     """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop."""
 
     def __init__(
-        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False, run_id: str = "run_driven"
+        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False
     ) -> None:
-        self.run_dir: RunDir = open_storage(str(storage)).run_dir(run_id)
+        self.run_dir: RunDir = open_storage(str(storage)).run_dir(f"run_{uuid.uuid4().hex[:12]}")
         self.run_dir.write_spec(run_spec)
         self.events: list[JournalEvent] = []
         self._cluster = cluster
@@ -134,9 +137,11 @@ class DrivenRun:
             assert own == sorted(own)
 
     def stop(self) -> None:
+        """End the driver, and remove what a run that did not end leaves in shared memory."""
         if self.driver is not None and self.driver.poll() is None:
             self.driver.kill()
             self.driver.wait()
+        shutil.rmtree(shared_memory_root() / self.run_dir.run_id, ignore_errors=True)
 
     def describe(self) -> str:
         """What happened, for a failed test."""
