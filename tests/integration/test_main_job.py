@@ -124,14 +124,14 @@ def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) 
 
 
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(service: ServiceProcess) -> None:
-    run = service.client().runs.create(digits("killed rank", epochs=60))
+    run = service.client().runs.create(digits("killed rank", epochs=20))
     wait_for_step(run, 25)
     psutil.Process(run.attempts()[-1].workers[1].pid).kill()
     seen = _follow_over_broken_connections(service, run)
     run.wait(timeout_s=180)
 
-    assert run.restarts == 1 and run.steps_lost == 0 and run.step == 60 * 12
-    assert_every_sample_counted_once(run, epochs=60)
+    assert run.restarts == 1 and run.steps_lost == 0 and run.step == 20 * 12
+    assert_every_sample_counted_once(run, epochs=20)
     [failure] = run.failures()
     assert (failure.verdict, failure.first_rank, failure.steps_lost) == ("worker_lost", 1, 0)
     assert seen == [event.seq for event in run.events()] == list(range(1, len(seen) + 1))
@@ -153,16 +153,16 @@ def _follow_over_broken_connections(service: ServiceProcess, run: RunHandle) -> 
 
 
 def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProcess) -> None:
-    run = own_service.client().runs.create(digits("killed node", epochs=60, workers=(1, 3)))
+    run = own_service.client().runs.create(digits("killed node", epochs=20, workers=(1, 3)))
     wait_for_step(run, 25)
     workers = run.attempts()[-1].workers
     assert len({worker.node_id for worker in workers}) == 3
     own_service.kill_node(workers[-1].node_id)
     run.wait(timeout_s=240)
-    assert run.step == 60 * 12 and run.world_size is not None
+    assert run.step == 20 * 12 and run.world_size is not None
     assert run.attempts()[0].world_size == 3
     assert run.attempts()[-1].world_size == 2
-    assert_every_sample_counted_once(run, epochs=60)
+    assert_every_sample_counted_once(run, epochs=20)
     assert run.failures()[0].verdict == "node_lost"
 
 
