@@ -46,4 +46,4 @@ class WorkerContext:
     device: torch.device
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]
-    """Tell Ray Train of a committed checkpoint by its directory's name and metrics. A barrier: every rank calls it at the same step."""
+    """Tell Ray Train of a committed checkpoint by its directory's name and metrics. A barrier: all ranks call it at one step."""

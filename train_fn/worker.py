@@ -55,7 +55,10 @@ def stack() -> str:
     """The Python stacks of this process, the training thread's last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = sorted(
-        (names.get(ident, "?").startswith(TRAINING_THREAD), f"Thread {names.get(ident, '?')}\n{''.join(traceback.format_stack(frame))}")
+        (
+            names.get(ident, "?").startswith(TRAINING_THREAD),
+            f"Thread {names.get(ident, '?')}\n{''.join(traceback.format_stack(frame))}",
+        )
         for ident, frame in sys._current_frames().items()
     )
     return "\n".join(text for _, text in texts)

@@ -37,9 +37,7 @@ def spec(*, workers: tuple[int, int] = (1, 2), **sections: Any) -> RunSpec:
 class DrivenRun:
     """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop."""
 
-    def __init__(
-        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False
-    ) -> None:
+    def __init__(self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False) -> None:
         self.run_dir: RunDir = open_storage(str(storage)).run_dir(f"run_{uuid.uuid4().hex[:12]}")
         self.run_dir.write_spec(run_spec)
         self.events: list[JournalEvent] = []

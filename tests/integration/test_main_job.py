@@ -153,16 +153,16 @@ def _follow_over_broken_connections(service: ServiceProcess, run: RunHandle) -> 
 
 
 def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProcess) -> None:
-    run = own_service.client().runs.create(digits("killed node", epochs=20, workers=(1, 3)))
+    run = own_service.client().runs.create(digits("killed node", epochs=6, workers=(1, 3)))
     wait_for_step(run, 25)
     workers = run.attempts()[-1].workers
     assert len({worker.node_id for worker in workers}) == 3
     own_service.kill_node(workers[-1].node_id)
     run.wait(timeout_s=240)
-    assert run.step == 20 * 12 and run.world_size is not None
+    assert run.step == 6 * 12 and run.world_size is not None
     assert run.attempts()[0].world_size == 3
     assert run.attempts()[-1].world_size == 2
-    assert_every_sample_counted_once(run, epochs=20)
+    assert_every_sample_counted_once(run, epochs=6)
     assert run.failures()[0].verdict == "node_lost"
 
 

@@ -113,7 +113,9 @@ def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeyp
         for step in range(1, 1001):
             client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
     assert client.close(timeout_s=20)
-    steps = [point["step"] for line in read_journal(run_dir, 1)[0] if line.kind is EventKind.METRICS for point in line.data["points"]]
+    steps = [
+        point["step"] for line in read_journal(run_dir, 1)[0] if line.kind is EventKind.METRICS for point in line.data["points"]
+    ]
     assert len(steps) <= 100
     assert steps == sorted(steps)
     assert steps[-1] == 1000, "the newest is kept"

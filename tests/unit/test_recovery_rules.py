@@ -64,7 +64,8 @@ def test_fractions_add_up() -> None:
 )
 def test_never_more_than_live_nodes_hold(raw: list[tuple[int, int, bool, bool]], min_workers: int, max_workers: int) -> None:
     nodes = [
-        node(str(i), float(total), float(min(total, free)), reachable=up, draining=drain) for i, (total, free, up, drain) in enumerate(raw)
+        node(str(i), float(total), float(min(total, free)), reachable=up, draining=drain)
+        for i, (total, free, up, drain) in enumerate(raw)
     ]
     fit = fit_workers(nodes, {}, {"CPU": 1.0}, min_workers=min_workers, max_workers=max_workers, strategy="SPREAD")
     room = sum(int(view.available["CPU"]) for view in nodes if view.usable)

@@ -41,7 +41,9 @@ def test_survivors_collective_errors_are_never_blamed() -> None:
 
 
 def test_a_dead_rank_on_an_unreachable_node_is_a_lost_node() -> None:
-    result = judged(report(0, died=True), report(2, died=True, node_alive=False), report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0)))
+    result = judged(
+        report(0, died=True), report(2, died=True, node_alive=False), report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0))
+    )
     assert (result.verdict, result.first_rank) == (Verdict.NODE_LOST, 2)
 
 
@@ -172,11 +174,16 @@ def test_what_the_loop_raises_anew_stands_for_its_cause() -> None:
         RuntimeError(GLOO), traceback_text="frames", step=41, phase="backward", snapshot_step=41, snapshot_problem=None
     )
     described = describe_error(raised, 3)
-    assert (described.kind, described.type, described.step, described.phase) == (ErrorKind.COLLECTIVE, "RuntimeError", 41, "backward")
-    assert described.collateral
-    assert describe_error(StepFailed(StorageFull("x"), traceback_text="", step=1, phase="", snapshot_step=None, snapshot_problem=None), 0).kind is (
-        ErrorKind.STORAGE
+    assert (described.kind, described.type, described.step, described.phase) == (
+        ErrorKind.COLLECTIVE,
+        "RuntimeError",
+        41,
+        "backward",
     )
+    assert described.collateral
+    assert describe_error(
+        StepFailed(StorageFull("x"), traceback_text="", step=1, phase="", snapshot_step=None, snapshot_problem=None), 0
+    ).kind is (ErrorKind.STORAGE)
 
 
 def test_a_signature_survives_addresses_and_numbers_but_not_another_place() -> None:

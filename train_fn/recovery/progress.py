@@ -87,5 +87,7 @@ class ProgressTracker:
                 step_s = point["values"].get("step_s")
                 if step_s is not None:
                     self._step_s.append(step_s)
-        elif kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED} and isinstance(data.get("step"), int):
+        elif kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED} and isinstance(
+            data.get("step"), int
+        ):
             self._last_step = max(self._last_step or 0, data["step"])
