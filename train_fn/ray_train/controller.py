@@ -12,8 +12,8 @@ from typing import Any
 from everstep.events import EventKind
 from everstep.wire import Verdict
 from storage.run_dir import Stop
-from train_fn.rank_logging import collect_log
 from train_fn.journal import ActorJournalClient, deliver_to
+from train_fn.rank_logging import collect_log
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.seam import (

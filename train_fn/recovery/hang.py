@@ -28,7 +28,7 @@ class HangWatch:
         self._looked_at = float("-inf")
 
     def overdue_s(self, progress: Progress, now: float) -> float | None:
-        """Seconds without a sign of life, when that is too long; None while all is well. Call it with every reply of the journal."""
+        """Seconds without a sign of life, when too long; None while all is well. Call it with every reply of the journal."""
         seen = (progress.attempt, progress.num_signs)
         if seen != self._seen or now - self._looked_at > _SILENCE_S:
             self._seen, self._moved_at = seen, now
