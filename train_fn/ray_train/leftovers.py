@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from train_fn.ray_train.seam import PlacementGroupID
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+from ray._raylet import RAY_NODE_ID_KEY, PlacementGroupID  # type: ignore[attr-defined]
 from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -52,6 +52,7 @@ __all__ = [
     "NoopDecision",
     "PlacementGroupCleanerCallback",
     "PlacementGroupHandle",
+    "PlacementGroupID",
     "RayTrainWorker",
     "ReschedulingState",
     "ResizeDecision",

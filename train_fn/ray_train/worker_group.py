@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -34,6 +34,7 @@ from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankRe
 from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.sizing import NodeView
 from train_fn.verdict import RankReport
 from train_fn.worker import versions
 
@@ -225,15 +226,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         waiting: dict[Any, int] = {}
         nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
         for rank, worker in enumerate(workers):
-            node = nodes.get(worker.metadata.node_id)
-            report = RankReport(
-                rank=rank,
-                node_id=worker.metadata.node_id,
-                pid=worker.metadata.pid,
-                node_alive=node is not None and node.reachable,
-                node_draining=node is not None and node.draining,
-                still_running=True,
-            )
+            report = dataclasses.replace(_place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
                 report = dataclasses.replace(report, died=True, still_running=False)
             status = polled.get(rank)
@@ -302,14 +295,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
         reports = []
         for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
-            node = nodes.get(worker.metadata.node_id)
-            report = RankReport(
-                rank=rank,
-                node_id=worker.metadata.node_id,
-                pid=worker.metadata.pid,
-                node_alive=node is not None and node.reachable,
-                node_draining=node is not None and node.draining,
-            )
+            report = _place_of(rank, worker, nodes)
             reports.append(report if ping not in ready else _with_answer(report, ping))
         return tuple(reports)
 
@@ -321,6 +307,18 @@ def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
             raise WorkerGroupStartupFailedError(
                 f"node {meta.node_id} runs {rank.versions}, the driver's node runs {own}: install the same on every node"
             )
+
+
+def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
+    """What is known of a rank from where it ran; a node that the cluster no longer names is not alive."""
+    node = nodes.get(worker.metadata.node_id)
+    return RankReport(
+        rank=rank,
+        node_id=worker.metadata.node_id,
+        pid=worker.metadata.pid,
+        node_alive=node is not None and node.reachable,
+        node_draining=node is not None and node.draining,
+    )
 
 
 def _with_end(report: RankReport, ref: Any) -> RankReport:
