@@ -14,6 +14,7 @@ _RANK_MODULES = (
     "torch._dynamo",
     "ray.train.torch",
     "ray.train.v2._internal.execution.worker_group.worker",
+    "train_fn.ray_train.worker_actor",
     "train_fn.worker",
     "train_fn.loop",
 )
@@ -46,6 +47,10 @@ _DEFAULTS = {
     "RAY_health_check_failure_threshold": "3",
     # Idle workers with torch imported are the pool that makes recovery fast: keep them.
     "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
+    # A process that is to go has nothing to save: the ranks keep their state before.
+    "RAY_kill_worker_timeout_milliseconds": "500",
+    # No autoscaler listens here.
+    "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from train_fn.recovery.probe import accepts_connection
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import NodeView, avoid, fit_workers
+from train_fn.recovery.sizing import NodeView, choose_nodes, fit_workers
 
 
 def node(name: str, total: float = 1.0, free: float | None = None, **facts: bool) -> NodeView:
@@ -29,8 +29,8 @@ def count(nodes: list[NodeView], held: dict[str, int] | None = None, **changes: 
 def test_dead_draining_and_cordoned_nodes_do_not_count() -> None:
     nodes = [node("a"), node("b", reachable=False), node("c", draining=True), node("d", cordoned=True)]
     assert count(nodes) == 1
-    assert avoid(nodes) == {"ray.io/node-id": "!in(b,c,d)"}
-    assert avoid([node("a")]) is None
+    assert choose_nodes(nodes, {}, {"CPU": 1.0}, num_workers=1, strategy="PACK") == {"a": 1}
+    assert choose_nodes(nodes, {}, {"CPU": 1.0}, num_workers=2, strategy="PACK") is None
 
 
 def test_what_the_run_holds_counts_as_free_and_what_others_hold_does_not() -> None:
@@ -71,6 +71,45 @@ def test_never_more_than_live_nodes_hold(raw: list[tuple[int, int, bool, bool]],
     room = sum(int(view.available["CPU"]) for view in nodes if view.usable)
     assert fit.num_workers == min(room, max_workers)
     assert bool(fit.missing) == (fit.num_workers < min_workers)
+
+
+def test_ranks_are_placed_by_strategy_and_what_is_held_is_used_first() -> None:
+    nodes = [node("a", 2.0), node("b", 3.0), node("c", 1.0)]
+
+    def choose(num_workers: int, strategy: str, **held: int) -> dict[str, int] | None:
+        return choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=num_workers, strategy=strategy)
+
+    assert choose(3, "SPREAD") == {"a": 1, "b": 1, "c": 1}
+    assert choose(3, "PACK") == {"b": 3}
+    assert choose(3, "STRICT_PACK") == {"b": 3}
+    assert choose(4, "STRICT_PACK") is None
+    assert choose(3, "STRICT_SPREAD") == {"a": 1, "b": 1, "c": 1}
+    assert choose(4, "STRICT_SPREAD") is None
+    assert choose(2, "SPREAD", a=2) == {"a": 2}, "bundles that are held are there at once"
+    assert choose(3, "PACK", a=1, c=1) == {"a": 2, "c": 1}
+    assert choose(2, "STRICT_PACK", a=2) == {"a": 2}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.booleans()), max_size=6),
+    st.integers(1, 8),
+    st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
+)
+def test_what_fits_can_be_placed(raw: list[tuple[int, int, int, bool]], most: int, strategy: str) -> None:
+    nodes = [node(str(i), float(total), float(min(total, free)), reachable=up) for i, (total, free, _, up) in enumerate(raw)]
+    held = {str(i): own for i, (_, _, own, _) in enumerate(raw)}
+    fit = fit_workers(nodes, held, {"CPU": 1.0}, min_workers=1, max_workers=most, strategy=strategy)
+    chosen = choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=fit.num_workers, strategy=strategy)
+    assert chosen is not None
+    assert chosen.total() == fit.num_workers
+    usable = {view.node_id: view for view in nodes if view.usable}
+    assert all(
+        number <= min(usable[name].total["CPU"], usable[name].available["CPU"] + held[name]) for name, number in chosen.items()
+    )
+    assert (
+        choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=fit.num_workers + 1, strategy=strategy) is None
+        or fit.num_workers == most
+    )
 
 
 def test_the_probe_tells_listening_from_refusing_and_from_silent() -> None:

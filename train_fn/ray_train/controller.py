@@ -93,7 +93,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
         )
         self.worker_group_cls = GroupFactory(self)
-        self._placement = Placement(engine.job.run_dir.run_id, engine.job.spec.scaling.max_workers)
+        self._placement = Placement(engine.job.run_dir.run_id)
         self._sizes = LiveScalingPolicy(train_run_context.scaling_config, self._settings, self._journal, self._placement.held)
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)

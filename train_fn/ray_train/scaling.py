@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from train_fn.journal import ActorJournalClient
 from train_fn.ray_train.nodes import look_at_nodes
 from train_fn.ray_train.seam import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import Fit, NodeView, avoid, fit_workers
+from train_fn.recovery.sizing import Fit, NodeView, fit_workers
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         scaling_config: Any,
         settings: RecoverySettings,
         journal: ActorJournalClient,
-        held: Callable[[], Mapping[str, int]],
+        held: Callable[[Collection[str]], Mapping[str, int]],
     ) -> None:
-        """``held`` tells this run's own bundles on each node, which count as free."""
+        """``held`` tells, given the living nodes, this run's own bundles on each, which count as free."""
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
@@ -87,7 +87,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         config = self.scaling_config
         try:
             nodes = look_at_nodes(self._settings.probe_timeout_s)
-            held = self._held()
+            held = self._held({node.node_id for node in nodes})
         except Exception as exc:
             logger.warning("the cluster's nodes could not be seen: %s", exc)
             return None
@@ -159,10 +159,6 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return ResizeDecision(num_workers=num_workers, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
 
     # -- callbacks of the controller -----------------------------------------------------------------------------------------
-
-    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
-        look = self._look()
-        return avoid(look.nodes) if look is not None else None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take seconds to start."""

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.ray_train.nodes import look_at_nodes
-from train_fn.ray_train.placement import Placement, Slot, Wanted
+from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
     PlacementGroupHandle,
@@ -34,7 +34,7 @@ from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankRe
 from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import NodeView
+from train_fn.recovery.sizing import NodeView, choose_nodes
 from train_fn.verdict import RankReport
 from train_fn.worker import versions
 
@@ -90,7 +90,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._stacks: dict[int, str | None] = {}
         self._hung: list[int] = []
         self.start_reports: tuple[RankReport, ...] = ()
-        self._slots: list[Slot] = []
+        self._bundles: list[Bundle] = []
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
@@ -130,16 +130,17 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def reserve(self, timeout_s: float) -> bool:
         """Take the group's bundles; False when the cluster did not give them in time."""
         context = self._worker_group_context
-        wanted = Wanted(
+        nodes = look_at_nodes(self._settings.probe_timeout_s)
+        chosen = choose_nodes(
+            nodes,
+            self._placement.held({node.node_id for node in nodes}),
+            context.resources_per_worker,
             num_workers=context.num_workers,
-            per_worker=context.resources_per_worker,
             strategy=context.placement_strategy,
-            usable_nodes={node.node_id for node in look_at_nodes(self._settings.probe_timeout_s) if node.usable},
-            selector=context.label_selector[0] if context.label_selector else None,
         )
-        slots = self._placement.reserve(wanted, timeout_s)
-        self._slots = slots or []
-        return slots is not None
+        bundles = self._placement.reserve(chosen, context.resources_per_worker, timeout_s) if chosen is not None else None
+        self._bundles = bundles or []
+        return bundles is not None
 
     def _create_workers(
         self,
@@ -156,11 +157,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         actor_class = ray.remote(**options)(self._worker_cls)
         self._actors = [
             actor_class.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=slot.group, placement_group_bundle_index=slot.index
-                )
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=0)
             ).remote()
-            for slot in self._slots
+            for bundle in self._bundles
         ]
         readiness = [actor.prepare.remote(self._launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
@@ -172,8 +171,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         _check_versions(ready, metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         workers = [
-            Worker(actor, meta, resources_per_worker, placement_group_bundle_index=slot.index)
-            for slot, actor, meta in zip(self._slots, self._actors, metas, strict=True)
+            Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
+            for actor, meta in zip(self._actors, metas, strict=True)
         ]
         self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         self._on_created(self, self._ranked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -72,11 +73,28 @@ def _slots(node: NodeView, held: int, wanted: Mapping[str, float], most: int) ->
     return min(most, *(math.floor(free[name] / amount + _TINY) for name, amount in wanted.items()))
 
 
-def avoid(nodes: Iterable[NodeView]) -> dict[str, str] | None:
-    """Label selector that keeps ranks off nodes that the cluster believes in and we do not; None where there are none.
+def choose_nodes(
+    nodes: Iterable[NodeView], held: Mapping[str, int], per_worker: Mapping[str, float], *, num_workers: int, strategy: str
+) -> Counter[str] | None:
+    """How many of ``num_workers`` ranks each usable node takes, by node id; None where they do not fit.
 
-    It names what to avoid: a selector that names the nodes to use would pin the placement group, and its bundles could not
-    move to a new node.
+    What the run holds already is used first, for that is there at once; the rest follows Ray's placement strategies.
     """
-    bad = sorted(node.node_id for node in nodes if not node.usable)
-    return {"ray.io/node-id": f"!in({','.join(bad)})"} if bad else None
+    wanted = {name: amount for name, amount in per_worker.items() if amount > 0}
+    room = {n.node_id: _slots(n, held.get(n.node_id, 0), wanted, num_workers) for n in nodes if n.usable}
+    kept = {node: min(held.get(node, 0), slots) for node, slots in room.items()}
+    if strategy == "STRICT_PACK":
+        room = dict([max(room.items(), key=lambda item: (item[1] >= num_workers, kept[item[0]], item[1]))] if room else ())
+    elif strategy == "STRICT_SPREAD":
+        room = {node: min(slots, 1) for node, slots in room.items()}
+    if sum(room.values()) < num_workers:
+        return None
+    chosen: Counter[str] = Counter()
+    for _ in range(num_workers):
+        open_nodes = [node for node in room if chosen[node] < room[node]]
+        if strategy in ("SPREAD", "STRICT_SPREAD"):
+            best = max(open_nodes, key=lambda node: (chosen[node] < kept[node], -chosen[node], room[node]))
+        else:
+            best = max(open_nodes, key=lambda node: (chosen[node] < kept[node], chosen[node], room[node]))
+        chosen[best] += 1
+    return chosen
