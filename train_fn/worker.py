@@ -139,7 +139,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         deliver_to(job.journal),
         f"rank-{rank}.a{launch.attempt:03d}",
         launch.attempt,
-        interval_s=max(0.25, job.run_dir.storage.batch_s),
+        interval_s=max(0.5, job.run_dir.storage.batch_s),
         on_superseded=_leave_at_once,
     )
     try:

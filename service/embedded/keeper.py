@@ -35,7 +35,7 @@ from service.embedded.idle_pool import IdlePool
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.processes import end_members, lives, started_at
 
-WATCH_INTERVAL_S = 0.2
+WATCH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"

@@ -20,7 +20,7 @@ from service.reconciler.observe import Observer
 from service.reconciler.tail import JournalTail
 from storage.filesystem import Storage
 
-BUSY_INTERVAL_S: Final = 0.25
+BUSY_INTERVAL_S: Final = 0.5
 IDLE_INTERVAL_S: Final = 0.5
 TROUBLE_INTERVAL_S: Final = 2.0
 

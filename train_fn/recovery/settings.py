@@ -13,7 +13,7 @@ PREFIX = "EVERSTEP_RECOVERY_"
 class RecoverySettings:
     """Every knob of the recovery engine. ``EVERSTEP_RECOVERY_POLL_S=0.2`` sets ``poll_s``, and so on for each field."""
 
-    poll_s: float = 0.1
+    poll_s: float = 0.2
     """Seconds between two looks of the controller at its ranks: the floor of how fast a failure is noticed."""
     probe_timeout_s: float = 0.25
     """Seconds in which a node's raylet must accept a TCP connection; a dead one refuses at once, an unreachable one times out."""
