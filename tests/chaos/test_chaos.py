@@ -1,0 +1,117 @@
+"""Seeded faults on real runs: each ends SUCCEEDED, every sample used once, with the weights, bit by bit, of a
+run that made the same steps in peace.
+
+``make chaos`` runs them all (``ARGS="-k seed7"`` one of them); a few seeds run with ``make test``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from everstep.runs import RunHandle
+from tests.chaos.faults import NUM_NODES, plan, strike, whole
+from tests.chaos.replay import replay, segments
+from tests.service_process import ServiceProcess, wait_for
+from train_fn.node_dir import shared_memory_root
+
+EPOCHS, STEPS_PER_EPOCH = 12, 12
+SHORT_SEEDS = (5,)
+LONG_SEEDS = tuple(seed for seed in range(100) if seed not in SHORT_SEEDS)
+
+
+def spec(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
+        "scaling": {"min_workers": 1, "max_workers": NUM_NODES},
+        "checkpoint": {"every_steps": 10},
+        "recovery": {"hang_timeout_s": 10},
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ServiceProcess]:
+    with ServiceProcess(nodes=NUM_NODES) as service:
+        yield service
+
+
+def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
+    path = run.download_checkpoint("latest", directory) / "model.pt"
+    loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=() if seed in SHORT_SEEDS else pytest.mark.chaos, id=f"seed{seed}")
+        for seed in (*SHORT_SEEDS, *LONG_SEEDS)
+    ],
+)
+def test_seeded_faults(seed: int, cluster: ServiceProcess, tmp_path: Path) -> None:
+    wait_for(lambda: whole(cluster), 60, "a whole cluster")
+    run = cluster.client().runs.create(spec(f"seed {seed}"))
+    done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
+    run.wait(timeout_s=240)
+
+    stretches = segments(run)
+    record = {"seed": seed, "done": done, "lost": run.steps_lost, "verdicts": [f.verdict for f in run.failures()], "at": stretches}
+    print(json.dumps(record))
+    assert run.step == EPOCHS * STEPS_PER_EPOCH
+    _check_samples(run)
+    _check_steps(run)
+    found, expected = weights(run, tmp_path / "found"), replay(stretches, spec("replay"), tmp_path)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    if not any(what == "driver by SIGKILL" for what in done):
+        assert run.steps_lost == 0
+    _check_nothing_left(cluster, run)
+
+
+def _check_samples(run: RunHandle) -> None:
+    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
+    assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(EPOCHS)]
+
+
+def _check_steps(run: RunHandle) -> None:
+    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
+    assert steps == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    seqs = [event.seq for event in run.events()]
+    assert seqs == list(range(1, len(seqs) + 1))
+
+
+def _check_nothing_left(service: ServiceProcess, run: RunHandle) -> None:
+    def clean() -> bool:
+        return not (_placement_groups(service, run.id) or (shared_memory_root() / run.id).exists() or _processes(run.id))
+
+    wait_for(clean, 30, f"the end of all that {run.id} held")
+
+
+def _placement_groups(service: ServiceProcess, run_id: str) -> list[str]:
+    headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text().strip()}"}
+    url = f"{service.cluster()['dashboard_url']}/api/v0/placement_groups"
+    answer = httpx.get(url, headers=headers, params={"limit": 10_000, "detail": 0}, timeout=30).raise_for_status().json()
+    groups = answer["data"]["result"]["result"]
+    return [group["name"] for group in groups if f"/{run_id}/" in (group["name"] or "") and group["state"] != "REMOVED"]
+
+
+def _processes(run_id: str) -> list[int]:
+    """Processes that name the run: its driver and what the driver started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(run_id in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
