@@ -11,6 +11,7 @@ import typer
 
 from everstep import cli_words as words
 from everstep.cli_terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.wire import Node
 
 SERVER_MODULES = ("service.serve", "fastapi", "uvicorn", "sqlalchemy", "ray", "torch", "torchvision")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -78,7 +79,7 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
     if not info.available:
         out.note("Ray does not answer; what follows may be old")
     out.fields([("Ray", info.ray_version), ("address", info.address), ("dashboard", info.dashboard_url)])
-    headers = ("node", "host", "ip", "state", "resources", "runs")
+    headers = ("node", "host", "ip", "state", "resources", "runs", "marked")
     out.table(
         headers,
         [
@@ -89,11 +90,22 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
                 node.state,
                 _resources(node.resources_total),
                 ", ".join(node.runs) or None,
+                _mark(node),
             )
             for node in info.nodes
         ],
         empty="no nodes",
     )
+
+
+def _mark(node: Node) -> str | None:
+    """Who cordoned or drained a node, and why."""
+    if node.mark is None:
+        return None
+    text = f"by {node.mark.by}, {words.ago(node.mark.at)}"
+    if node.mark.deadline is not None:
+        text += f", until {node.mark.deadline.astimezone():%H:%M:%S}"
+    return f"{text}: {node.mark.reason}" if node.mark.reason else text
 
 
 def _resources(total: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""The client of the service: runs, cluster, catalog, health."""
+"""The client of the service: runs, nodes, cluster, catalog, health."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from everstep.address import find_address
 from everstep.catalog import Catalog
 from everstep.errors import InvalidSpec
 from everstep.follow import Patience
+from everstep.nodes import Nodes
 from everstep.runs import RunHandle
 from everstep.spec import RunSpec, parse_spec
 from everstep.timing import Timing
@@ -54,7 +55,9 @@ class Client:
         self._transport = Transport(
             find_address(url, token), timeout_s=timeout_s, max_tries=max_tries, timing=timing or Timing(), base=transport
         )
-        self.runs = Runs(self._transport, patience or Patience())
+        patience = patience or Patience()
+        self.runs = Runs(self._transport, patience)
+        self.nodes = Nodes(self._transport, patience)
 
     def __enter__(self) -> Client:
         return self
@@ -75,7 +78,7 @@ class Client:
         self._transport.close()
 
     def cluster(self) -> ClusterInfo:
-        """The Ray cluster's nodes, their resources, and the runs on them."""
+        """The Ray cluster's nodes, their states and resources, and the runs on them; ``client.nodes`` cordons and drains them."""
         return self._transport.get("/v1/cluster", ClusterInfo)
 
     def catalog(self) -> Catalog:

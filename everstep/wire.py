@@ -300,12 +300,31 @@ class MetricSeries(Answer):
     """For each name ``[step, unix seconds, value]``; a value that is not finite is null."""
 
 
+NodeState = Literal["ALIVE", "CORDONED", "DRAINING", "DRAINED", "DEAD"]
+"""``CORDONED``: no new rank goes there, those that are there stay. ``DRAINING``: ranks are leaving. ``DRAINED``: they have left,
+and the node may be taken away. ``DEAD``: the cluster has lost it."""
+
+
+class NodeMark(Answer):
+    """Why a node takes no new ranks."""
+
+    reason: str | None
+    """In words; evidence where the service cordoned the node by itself."""
+    by: str
+    """Name of the token that asked for it; ``everstep`` is the service itself."""
+    at: Time
+    deadline: Time | None
+    """When a draining node is to be taken away; null where nobody said."""
+
+
 class Node(Answer):
     id: str
     hostname: str
     ip: str
-    state: Literal["ALIVE", "DRAINING", "DEAD"]
+    state: NodeState
     is_head: bool
+    mark: NodeMark | None = None
+    """Who cordoned or drained it, and why; null where nobody did, or where only Ray was told."""
     resources_total: dict[str, float]
     runs: tuple[str, ...]
     """Ids of the runs with ranks on it."""

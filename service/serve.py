@@ -27,6 +27,7 @@ from service.auth import ensure_local_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
+from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
@@ -34,6 +35,7 @@ from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
 from service.reconciler.loop import Reconciler
+from service.reconciler.unhealthy import CordonRule
 from service.settings import (
     DEFAULT_CPUS_PER_NODE,
     DEFAULT_HOST,
@@ -41,6 +43,7 @@ from service.settings import (
     DEFAULT_PORT,
     Settings,
     SettingsError,
+    cordon_settings,
     existing_ray_token,
     home_directory,
 )
@@ -101,6 +104,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
     )
     args = parser.parse_args(argv)
+    cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
     return Settings(
         home=home_directory(),
         host=args.host,
@@ -112,6 +116,9 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         nodes=args.nodes,
         cpus_per_node=args.cpus_per_node,
         drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
+        cordon_runs=cordon_runs,
+        cordon_failures=cordon_failures,
+        cordon_window_s=cordon_window_s,
     )
 
 
@@ -187,7 +194,8 @@ async def serve(
     async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
         if supervisor is None:
             await reach(ray, settings)
-        reconciler = Reconciler(RunStore(database), EventStore(database), storage, ray)
+        rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
+        reconciler = Reconciler(RunStore(database), EventStore(database), NodeMarkStore(database), storage, ray, cordon_rule=rule)
         view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(database, storage, view, reconciler.lag_s)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)

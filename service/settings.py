@@ -6,12 +6,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 DEFAULT_HOME = Path("~/.everstep")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_NODES = 2
 DEFAULT_CPUS_PER_NODE = 1
+DEFAULT_CORDON_RUNS = 3
+DEFAULT_CORDON_FAILURES = 5
+DEFAULT_CORDON_WINDOW_S = 3600.0
+
+
+N = TypeVar("N", int, float)
 
 
 class SettingsError(ValueError):
@@ -46,6 +53,13 @@ class Settings:
     """CPUs that each worker node of the embedded cluster offers."""
     drills: bool = False
     """Whether failure drills may be run through the API."""
+    cordon_runs: int = DEFAULT_CORDON_RUNS
+    """So many runs that failed on one node within the window cordon it; 0 is no limit."""
+    cordon_failures: int = DEFAULT_CORDON_FAILURES
+    """So many failures on one node within the window cordon it; 0 is no limit, and with no limit of runs no node is cordoned
+    without being asked for."""
+    cordon_window_s: float = DEFAULT_CORDON_WINDOW_S
+    """The window in seconds."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -56,6 +70,11 @@ class Settings:
             raise SettingsError(f"nodes {self.nodes} is too few; the embedded cluster needs at least 1")
         if self.cpus_per_node < 1:
             raise SettingsError(f"cpus_per_node {self.cpus_per_node} is too few; a node needs at least 1")
+        for name in ("cordon_runs", "cordon_failures"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} {getattr(self, name)} is negative; 0 is no limit")
+        if not 0 < self.cordon_window_s < float("inf"):
+            raise SettingsError(f"cordon_window_s {self.cordon_window_s:g} is no length of time; give seconds above 0")
         if not self.database_url:
             object.__setattr__(self, "database_url", f"sqlite:///{self.home / 'everstep.db'}")
         if not self.storage_uri:
@@ -102,6 +121,26 @@ class Settings:
 def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """``EVERSTEP_HOME``, or ``~/.everstep``; absolute."""
     return Path(environ.get("EVERSTEP_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def cordon_settings(environ: Mapping[str, str] = os.environ) -> tuple[int, int, float]:
+    """``cordon_runs``, ``cordon_failures`` and ``cordon_window_s`` from EVERSTEP_CORDON_RUNS and so on, or their defaults.
+
+    Raises SettingsError naming a variable that is not a number.
+    """
+    return (
+        _number(environ, "EVERSTEP_CORDON_RUNS", DEFAULT_CORDON_RUNS),
+        _number(environ, "EVERSTEP_CORDON_FAILURES", DEFAULT_CORDON_FAILURES),
+        _number(environ, "EVERSTEP_CORDON_WINDOW_S", DEFAULT_CORDON_WINDOW_S),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: N) -> N:
+    text = environ.get(name, "").strip()
+    try:
+        return type(default)(text) if text else default
+    except ValueError as exc:
+        raise SettingsError(f"{name} must be a number, but is {text!r}") from exc
 
 
 def existing_ray_token(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -23,6 +23,9 @@ from everstep import Client
 
 T = TypeVar("T")
 
+NO_CORDON = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "0"}
+"""What is broken on purpose, again and again, is not the nodes' fault."""
+
 
 def free_port() -> int:
     with socket.socket() as listener:
@@ -81,7 +84,7 @@ class ServiceProcess:
         with (self.home / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service.serve", "--port", str(self.port), *self.args],
-                env={**os.environ, "EVERSTEP_HOME": str(self.home), "OMP_NUM_THREADS": "1", **self.env, **(env or {})},
+                env={**os.environ, "EVERSTEP_HOME": str(self.home), "OMP_NUM_THREADS": "1", **NO_CORDON, **self.env, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

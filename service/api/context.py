@@ -17,8 +17,10 @@ from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
 from service.db.engine import Database
 from service.db.events import EventStore
+from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
+from service.marks_file import MarksFile
 from storage.filesystem import Storage
 
 P = ParamSpec("P")
@@ -58,6 +60,8 @@ class ApiContext:
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.tokens = TokenStore(database, clock)
+        self.node_marks = NodeMarkStore(database, clock)
+        self.marks_file = MarksFile(storage, self.node_marks)
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self.feed = EventFeed(self)

@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Literal, Self
 from sqlalchemy import RowMapping
 
 from everstep.wire import Reason, ReasonCode, RunStatus
+from storage.node_marks import NodeMark
 
 Stop = Literal["cancel", "pause"]
 Role = Literal["viewer", "submitter", "admin"]
+MarkWord = Literal["cordoned", "draining", "open"]
 
 
 class Row:
@@ -138,3 +140,34 @@ class TokenRow(Row):
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMarkRow(Row):
+    """The last word about a node; ``open`` is one that was uncordoned, whose failures before ``at`` are forgiven."""
+
+    node_id: str
+    state: MarkWord
+    reason: str | None
+    by: str
+    at: float
+    deadline: float | None
+    gone_since: float | None
+
+    @property
+    def mark(self) -> NodeMark | None:
+        """What drivers are told; None where the node may take ranks."""
+        if self.state == "open":
+            return None
+        return NodeMark(self.node_id, self.state, self.reason, self.by, self.at, self.deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailureRow:
+    """One failure that began with a rank on a node."""
+
+    run_id: str
+    node_id: str
+    at: float
+    verdict: str
+    exception: str

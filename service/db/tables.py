@@ -14,7 +14,10 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
+
+_FAILURES_ONLY = text("kind = 'failure'")
 
 metadata = MetaData(
     naming_convention={
@@ -112,6 +115,7 @@ events = Table(
     Column("attempt", Integer, nullable=False),
     Column("data", JSON, nullable=False),
     Index(None, "run_id", "kind", "seq"),
+    Index("ix_events_failures_at", "at", sqlite_where=_FAILURES_ONLY, postgresql_where=_FAILURES_ONLY),  # over all runs
     sqlite_with_rowid=False,  # always read by (run_id, seq): keep a run's events together
 )
 
@@ -158,4 +162,16 @@ tokens = Table(
     Column("expires_at", Double),
     Column("revoked_at", Double),
     UniqueConstraint("sha256"),
+)
+
+node_marks = Table(
+    "node_marks",
+    metadata,
+    Column("node_id", String(64), primary_key=True),
+    Column("state", String(16), nullable=False),  # cordoned | draining | open: an administrator's word that it may take ranks
+    Column("reason", Text),
+    Column("by", String(128), nullable=False),  # name of the token, or of the service itself
+    Column("at", Double, nullable=False),
+    Column("deadline", Double),  # when a draining node is to be taken away
+    Column("gone_since", Double),  # null: the cluster had it when it was last asked
 )

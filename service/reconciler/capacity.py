@@ -28,22 +28,28 @@ class Admission:
 def admit(queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeFacts]) -> tuple[Admission, ...]:
     """Go through ``queued`` by priority and age; the first that has to wait holds back those behind it.
 
-    A run that can never fit holds nobody back. Without that order a large run would wait for ever behind small ones.
+    A run that can never fit, or only with nodes that are marked now, holds nobody back. Without that order a large run would wait
+    for ever behind small ones.
 
     Args:
         queued: Runs that wait for a start.
         holding: Runs that have a job: they hold what they use, and while that is not known, what they may use.
         nodes: Live nodes.
     """
-    free = [dict(node.resources) for node in nodes]
+    usable = [node for node in nodes if node.mark is None]
+    free = [dict(node.resources) for node in usable]
     for run in holding:
-        _take(free, _needs(run, nodes), run.world_size or run.max_workers, run.placement_strategy)
+        _take(free, _needs(run, nodes), _num_on_usable(run, nodes), run.placement_strategy)
     admissions, blocker = [], None
     for run in sorted(queued, key=lambda run: (-run.priority, run.created_at, run.id)):
         needs = _needs(run, nodes)
         room = _room([node.resources for node in nodes], needs, run.placement_strategy)
         if room < run.min_workers:
             admissions.append(Admission(run.id, _infeasible(run, needs, room)))
+        elif (open_room := _room([node.resources for node in usable], needs, run.placement_strategy)) < run.min_workers:
+            num_marked = len(nodes) - len(usable)
+            why = f"{num_marked} of {len(nodes)} nodes are cordoned or draining, the others have room for {open_room} in all"
+            admissions.append(Admission(run.id, _waiting(run, needs, why)))
         elif blocker is not None:
             admissions.append(Admission(run.id, _waiting(run, needs, f"run {blocker} is before it")))
         elif (now := _room(free, needs, run.placement_strategy)) < run.min_workers:
@@ -53,6 +59,12 @@ def admit(queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequen
             _take(free, needs, run.max_workers, run.placement_strategy)
             admissions.append(Admission(run.id))
     return tuple(admissions)
+
+
+def _num_on_usable(run: RunFacts, nodes: Iterable[NodeFacts]) -> int:
+    """Ranks that a run has, or may get, on nodes that are not marked: those on a cordoned node stay there, all others count."""
+    cordoned = {node.node_id for node in nodes if node.mark == "cordoned"}
+    return (run.world_size or run.max_workers) - sum(node_id in cordoned for node_id in run.node_ids)
 
 
 def _needs(run: RunFacts, nodes: Iterable[NodeFacts]) -> dict[str, float]:

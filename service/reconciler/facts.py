@@ -62,6 +62,8 @@ class RunFacts:
     min_workers: int = 1
     max_workers: int = 1
     world_size: int | None = None
+    node_ids: tuple[str, ...] = ()
+    """The node of each rank that runs now."""
     worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources of one rank, without what ``use_gpu`` adds."""
     use_gpu: bool | Literal["auto"] = False
@@ -75,6 +77,8 @@ class NodeFacts:
 
     node_id: str
     resources: Mapping[str, float]
+    mark: Literal["cordoned", "draining"] | None = None
+    """A node that is marked takes no new rank; the ranks of a ``cordoned`` one stay, those of a ``draining`` one move."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ import structlog
 
 from service.db.engine import DatabaseError
 from service.db.events import EventStore
+from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
+from service.marks_file import MarksFile
 from service.ray_jobs import RayJobs
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
+from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
 from service.reconciler.tail import JournalTail
+from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
 from storage.filesystem import Storage
 
 BUSY_INTERVAL_S: Final = 0.5
@@ -33,8 +37,10 @@ class Reconciler:
     Args:
         runs: Runs.
         events: Their histories.
+        node_marks: What was said of nodes.
         storage: Where run directories lie.
         ray: The cluster.
+        cordon_rule: When a node is cordoned by itself.
         entrypoint: The shell command of a submission's job; None is the training driver.
         clock: Unix seconds.
     """
@@ -43,14 +49,17 @@ class Reconciler:
         self,
         runs: RunStore,
         events: EventStore,
+        node_marks: NodeMarkStore,
         storage: Storage,
         ray: RayJobs,
         *,
+        cordon_rule: CordonRule = DEFAULT_RULE,
         entrypoint: Entrypoint | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri))
-        self._observer = Observer(runs, JournalTail(storage, events), ray, self._executor.delivered, clock)
+        self._observer = Observer(runs, node_marks, JournalTail(storage, events), ray, self._executor.delivered, clock)
+        self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
         self._clock = clock
         self._wake = asyncio.Event()
         self._busy = False
@@ -75,6 +84,7 @@ class Reconciler:
         facts = await self._observer.look()
         decisions = decide(facts)
         await self._executor.execute(decisions)
+        self._node_care.tick()
         self._busy = bool(facts.runs)
         self.last_tick_at = self._clock()
         return decisions
@@ -96,6 +106,7 @@ class Reconciler:
 
     async def close(self) -> None:
         """Let go of what is under way. Any line of it may be repeated by the next process."""
+        await self._node_care.close()
         await self._observer.close()
         await self._executor.close()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from everstep.wire import RunStatus
+from service.db.node_marks import NodeMarkStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
@@ -54,12 +55,14 @@ class Observer:
     def __init__(
         self,
         runs: RunStore,
+        node_marks: NodeMarkStore,
         tail: JournalTail,
         ray: RayJobs,
         delivered: Collection[tuple[str, int, Stop]],
         clock: Callable[[], float],
     ) -> None:
         self._runs = runs
+        self._node_marks = node_marks
         self._tail = tail
         self._ray = ray
         self._delivered = delivered
@@ -124,7 +127,7 @@ class Observer:
         nodes, strays = None, None
         try:
             if any(row.status == RunStatus.QUEUED for row in rows):
-                nodes = tuple(NodeFacts(node.node_id, node.resources) for node in await self._ray.live_nodes())
+                nodes = await self._nodes()
             elif not submitted:
                 await self._ray.version()
             if self._is_sweep_due(bool(rows)):
@@ -132,6 +135,15 @@ class Observer:
         except RayError as exc:
             problem = str(exc)
         return RayAnswer(jobs, nodes, problem, strays)
+
+    async def _nodes(self) -> tuple[NodeFacts, ...]:
+        """Live nodes with their marks. The marks are read last: a word that is acknowledged counts from the next start on."""
+        nodes = await self._ray.live_nodes()
+        words = await asyncio.to_thread(self._node_marks.all)
+        marks = {node_id: word.mark for node_id, word in words.items()}
+        return tuple(
+            NodeFacts(node.node_id, node.resources, mark.state if (mark := marks.get(node.node_id)) else None) for node in nodes
+        )
 
     async def _job(self, row: RunRow) -> tuple[JobFact, str | None]:
         """The fact, and why it is not known: a job that cannot be asked about hides no other."""
@@ -202,6 +214,7 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         min_workers=scaling["min_workers"],
         max_workers=scaling["max_workers"],
         world_size=row.world_size,
+        node_ids=tuple(worker["node_id"] for worker in row.workers),
         worker=scaling["resources_per_worker"],
         use_gpu=scaling["use_gpu"],
         placement_strategy=scaling["placement_strategy"],

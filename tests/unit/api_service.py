@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from everstep.events import EventKind
-from everstep.wire import ClusterInfo, Node
+from everstep.wire import ClusterInfo, Node, NodeState
 from service.api.context import ApiContext
 from service.app import create_app
 from service.db.engine import Database
@@ -35,23 +35,25 @@ class ManualClock:
 
 
 class OneNodeCluster:
-    """A cluster that the API may be asked about."""
+    """A cluster that the API may be asked about; of one node, unless a test sets ``nodes``."""
 
     dashboard_url: str | None = "http://ray.example:8265"
 
     def __init__(self) -> None:
         self.available = True
+        self.nodes = (self.node("node-1"),)
+
+    @staticmethod
+    def node(node_id: str, state: NodeState = "ALIVE") -> Node:
+        return Node(id=node_id, hostname="host", ip="10.0.0.1", state=state, is_head=False, resources_total={"CPU": 2.0}, runs=())
 
     async def cluster(self) -> ClusterInfo:
-        node = Node(
-            id="node-1", hostname="host", ip="10.0.0.1", state="ALIVE", is_head=False, resources_total={"CPU": 2.0}, runs=()
-        )
         return ClusterInfo(
             available=self.available,
             address="10.0.0.1:6379",
             dashboard_url=self.dashboard_url,
             ray_version="2.60.0",
-            nodes=(node,) if self.available else (),
+            nodes=self.nodes if self.available else (),
         )
 
 

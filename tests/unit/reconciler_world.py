@@ -14,6 +14,7 @@ from everstep.events import EventKind
 from everstep.spec import parse_spec
 from service.db.engine import Database
 from service.db.events import EventStore
+from service.db.node_marks import NodeMarkStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import RayEndpoint, RayJobs
@@ -32,7 +33,8 @@ class World:
         self.storage = open_storage(str(home / "storage"))
         self.now = time.time()
         self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
-        self.reconciler = Reconciler(self.runs, self.events, self.storage, ray, clock=self.clock)
+        self.marks = NodeMarkStore(self.database, self.clock)
+        self.reconciler = Reconciler(self.runs, self.events, self.marks, self.storage, ray, clock=self.clock)
 
     def clock(self) -> float:
         return self.now
@@ -66,6 +68,7 @@ async def world(home: Path, url: str) -> AsyncIterator[World]:
         try:
             yield made
         finally:
+            await made.reconciler.close()
             made.database.close()
 
 

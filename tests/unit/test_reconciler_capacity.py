@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,3 +108,30 @@ def test_what_starts_fits_at_its_least(queue: list[dict[str, Any]], cpus: list[i
     assert sum(one.min_workers * one.worker["CPU"] for one in started) <= sum(cpus)
     feasible = [admission for admission in admissions if code(admission) is not ReasonCode.INFEASIBLE]
     assert not feasible or feasible[0].starts, "an empty cluster starts the first that can ever fit"
+
+
+def marked(mark: Literal["cordoned", "draining"], *cpus: float, first: int = 10) -> tuple[NodeFacts, ...]:
+    return tuple(NodeFacts(f"n{first + i}", {"CPU": count}, mark) for i, count in enumerate(cpus))
+
+
+def test_marked_nodes_are_no_room_but_could_be_again() -> None:
+    [admission] = admit([run("a", min_workers=2, max_workers=2)], [], (*nodes(1), *marked("cordoned", 1)))
+    assert code(admission) is ReasonCode.WAITING_FOR_CAPACITY
+    assert admission.reason is not None and "1 of 2 nodes are cordoned or draining" in admission.reason.message
+    assert "room for 1 in all" in admission.reason.message
+    [hopeless] = admit([run("a", min_workers=3, max_workers=3)], [], (*nodes(1), *marked("cordoned", 1)))
+    assert code(hopeless) is ReasonCode.INFEASIBLE
+    assert admit([run("a")], [], (*nodes(1), *marked("draining", 4)))[0].starts
+
+
+def test_a_run_that_needs_marked_nodes_holds_nobody_back() -> None:
+    first, second = run("a", min_workers=2, max_workers=2), run("b", created_at=1.0)
+    admissions = admit([first, second], [], (*nodes(1), *marked("draining", 1)))
+    assert [admission.starts for admission in admissions] == [False, True]
+
+
+def test_ranks_on_a_cordoned_node_stay_and_those_on_a_draining_one_need_other_room() -> None:
+    holder = run("a", status=RunStatus.RUNNING, world_size=2, max_workers=2, node_ids=("n0", "n10"))
+    assert admit([run("b", created_at=1.0)], [holder], (*nodes(1, 1), *marked("cordoned", 1)))[0].starts
+    [waits] = admit([run("b", created_at=1.0)], [holder], (*nodes(1, 1), *marked("draining", 1)))
+    assert code(waits) is ReasonCode.WAITING_FOR_CAPACITY

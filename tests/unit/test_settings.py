@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings, SettingsError, dashboard_url, existing_ray_token, home_directory
+from service.settings import Settings, SettingsError, cordon_settings, dashboard_url, existing_ray_token, home_directory
 
 
 def test_everything_lies_in_the_home_by_default() -> None:
@@ -37,8 +37,14 @@ def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
         dashboard_url(address)
 
 
-@pytest.mark.parametrize("values", [{"port": 70_000}, {"port": -1}, {"nodes": 0}, {"cpus_per_node": 0}, {"home": Path("rel")}])
-def test_a_number_that_cannot_be_is_named(values: dict[str, int | Path]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"port": 70_000}, {"port": -1}, {"nodes": 0}, {"cpus_per_node": 0}, {"home": Path("rel")}),
+        *({"cordon_runs": -1}, {"cordon_failures": -1}, {"cordon_window_s": 0.0}, {"cordon_window_s": float("nan")}),
+    ],
+)
+def test_a_number_that_cannot_be_is_named(values: dict[str, int | float | Path]) -> None:
     with pytest.raises(SettingsError, match=next(iter(values))):
         Settings(**{"home": Path("/srv/es"), **values})  # type: ignore[arg-type]
 
@@ -55,3 +61,11 @@ def test_an_existing_cluster_s_token_is_found_where_ray_looks(tmp_path: Path) ->
     assert existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": "direct"}) == "direct"
     with pytest.raises(SettingsError, match="RAY_AUTH_TOKEN_PATH"):
         existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")})
+
+
+def test_the_rule_of_cordons_comes_from_the_environment() -> None:
+    assert cordon_settings({}) == (3, 5, 3600.0)
+    given = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "9", "EVERSTEP_CORDON_WINDOW_S": "60"}
+    assert cordon_settings(given) == (0, 9, 60.0)
+    with pytest.raises(SettingsError, match="EVERSTEP_CORDON_FAILURES"):
+        cordon_settings({"EVERSTEP_CORDON_FAILURES": "many"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from everstep.wire import Verdict
 from storage.run_dir import Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
+from train_fn.ray_train.nodes import look_at_nodes
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.seam import (
@@ -34,6 +36,7 @@ from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
+from train_fn.recovery.marks import MarksReader
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -94,12 +97,16 @@ class EverstepController(TrainController):  # type: ignore[misc]
         )
         self.worker_group_cls = GroupFactory(self)
         self._placement = Placement(engine.job.run_dir.run_id)
-        self._sizes = LiveScalingPolicy(train_run_context.scaling_config, self._settings, self._journal, self._placement.held)
+        marks = MarksReader(engine.job.run_dir.storage)
+        self._look_at_nodes = functools.partial(look_at_nodes, self._settings.probe_timeout_s, marks)
+        self._sizes = LiveScalingPolicy(
+            train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
+        )
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
         self._log = collect_log("train_fn", "ray.train")
-        self._pool = WarmPool(self._settings, train_run_context.scaling_config._resources_per_worker_not_none)
+        self._pool = WarmPool(self._settings, self._look_at_nodes, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
 
@@ -191,7 +198,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._yield_since = None
         self._sizes.draining = frozenset()
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
-        self._last_group = EverstepWorkerGroup(launch, self._settings, self._placement, self._tell_started, **kwargs)
+        self._last_group = EverstepWorkerGroup(
+            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, **kwargs
+        )
         return self._last_group
 
     def _shutdown_worker_group(self) -> None:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ray
 
 from train_fn.ray_train.seam import cluster_state
+from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.probe import accepts_connection
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"
 
+Look = Callable[[], tuple[NodeView, ...]]
+"""``look_at_nodes`` as one process uses it."""
 
-def look_at_nodes(probe_timeout_s: float) -> tuple[NodeView, ...]:
-    """Every node that the GCS believes alive, with whether its raylet accepts a connection right now.
+
+def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
+    """Every node that the GCS believes alive, with whether its raylet accepts a connection right now, and how it is marked.
+
+    A node drains by Ray's word or by the service's; a cordon is the service's alone.
 
     Raises what Ray raises where the GCS itself does not answer.
     """
+    reader.ask()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     available = cluster_state.available_resources_per_node()
     draining = cluster_state.get_draining_nodes() or {}
     reachable = accepts_connection([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
+    marked = {node_id: mark.state for node_id, mark in reader.marks().items()}
     return tuple(
         NodeView(
             node_id=node["NodeID"],
@@ -29,7 +39,8 @@ def look_at_nodes(probe_timeout_s: float) -> tuple[NodeView, ...]:
             available=available.get(node["NodeID"], {}),
             is_head=_HEAD_RESOURCE in node["Resources"],
             reachable=up,
-            draining=node["NodeID"] in draining,
+            draining=node["NodeID"] in draining or marked.get(node["NodeID"]) == "draining",
+            cordoned=marked.get(node["NodeID"]) == "cordoned",
         )
         for node, up in zip(nodes, reachable, strict=True)
     )

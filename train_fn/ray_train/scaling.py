@@ -12,7 +12,7 @@ from typing import Any
 from everstep.events import EventKind
 from everstep.wire import ReasonCode
 from train_fn.journal import ActorJournalClient
-from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.seam import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import Fit, NodeView, fit_workers
@@ -37,12 +37,14 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         scaling_config: Any,
         settings: RecoverySettings,
         journal: ActorJournalClient,
+        look: Look,
         held: Callable[[Collection[str]], Mapping[str, int]],
     ) -> None:
-        """``held`` tells, given the living nodes, this run's own bundles on each, which count as free."""
+        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on each, which count as free."""
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
+        self._look_at_nodes = look
         self._held = held
         self._not_before = 0.0
         self._waiting_since: float | None = None
@@ -86,7 +88,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """The nodes as they are now and what fits on them; None where the GCS does not answer, which is a matter of waiting."""
         config = self.scaling_config
         try:
-            nodes = look_at_nodes(self._settings.probe_timeout_s)
+            nodes = self._look_at_nodes()
             held = self._held({node.node_id for node in nodes})
         except Exception as exc:
             logger.warning("the cluster's nodes could not be seen: %s", exc)
@@ -150,10 +152,17 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return frozenset(node.node_id for node in nodes if node.draining and node.node_id in used)
 
     def _resize_after_yield(self) -> ScalingDecision:
-        """The ranks have left for a resize: the size is what is there now, not what was there when they were asked."""
+        """The ranks have left for a resize: the size is what is there now, not what was there when they were asked.
+
+        Where too little is there, the group ends all the same, so that nothing stays on a node that it was to leave: its next start
+        finds no room, and the run then waits as any other does, and says so.
+        """
         self.wanted = None
         self._room_since = None
-        return self._resize_to_what_is_there()
+        look = self._look()
+        if look is None:
+            return NoopDecision()
+        return self._resize(self.scaling_config.min_workers if look.fit.missing else look.fit.num_workers)
 
     def _resize(self, num_workers: int) -> ScalingDecision:
         return ResizeDecision(num_workers=num_workers, resources_per_worker=self.scaling_config._resources_per_worker_not_none)

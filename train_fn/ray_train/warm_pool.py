@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import grpc  # type: ignore[import-untyped]
 import ray
 
-from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.seam import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, fit_workers
@@ -34,8 +34,9 @@ class WarmPool:
     Ray does not tell how many idle processes a node has, so they are counted: what was asked for, less what ranks were made of.
     """
 
-    def __init__(self, settings: RecoverySettings, per_worker: Mapping[str, float]) -> None:
+    def __init__(self, settings: RecoverySettings, look: Look, per_worker: Mapping[str, float]) -> None:
         self._settings = settings
+        self._look_at_nodes = look
         self._per_worker = per_worker
         self._lock = threading.Lock()
         self._idle: Counter[str] = Counter()
@@ -74,7 +75,7 @@ class WarmPool:
         with self._lock:
             if not self._ranks:
                 return
-        for node in look_at_nodes(self._settings.probe_timeout_s):
+        for node in self._look_at_nodes():
             if not node.usable or not self._has_room_for_a_rank(node):
                 continue
             with self._lock:
@@ -87,9 +88,9 @@ class WarmPool:
         return all(node.total.get(name, 0.0) >= amount for name, amount in self._per_worker.items())
 
 
-def warm_first_group(settings: RecoverySettings, per_worker: Mapping[str, float], max_workers: int) -> None:
+def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: int) -> None:
     """Let the processes of the first ranks start and import while the controller still does the same."""
-    nodes = [node for node in look_at_nodes(settings.probe_timeout_s) if node.usable]
+    nodes = [node for node in look() if node.usable]
     rooms = {
         node.node_id: fit_workers([node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK").num_workers
         for node in nodes

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from train_fn.rank_error import RankFailure, describe_error
-from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
@@ -76,6 +76,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         launch: RankLaunch,
         settings: RecoverySettings,
         placement: Placement,
+        look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         **kwargs: Any,
     ) -> None:
@@ -83,6 +84,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._launch = launch
         self._settings = settings
         self._placement = placement
+        self._look_at_nodes = look
         self._on_created = on_created
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
@@ -130,7 +132,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def reserve(self, timeout_s: float) -> bool:
         """Take the group's bundles; False when the cluster did not give them in time."""
         context = self._worker_group_context
-        nodes = look_at_nodes(self._settings.probe_timeout_s)
+        nodes = self._look_at_nodes()
         chosen = choose_nodes(
             nodes,
             self._placement.held({node.node_id for node in nodes}),
@@ -223,7 +225,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         reports = {}
         waiting: dict[Any, int] = {}
-        nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
+        nodes = {node.node_id: node for node in self._look_at_nodes()}
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(_place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
@@ -259,7 +261,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 self._drop_lost_nodes(waiting, reports)
 
     def _drop_lost_nodes(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
-        reachable = {node.node_id for node in look_at_nodes(self._settings.probe_timeout_s) if node.reachable}
+        reachable = {node.node_id for node in self._look_at_nodes() if node.reachable}
         for ref, rank in list(waiting.items()):
             if reports[rank].node_id not in reachable:
                 del waiting[ref]
@@ -291,7 +293,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             return ()
         pings = [worker.actor.get_metadata.remote() for worker in self._ranked]
         ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
-        nodes = {node.node_id: node for node in look_at_nodes(self._settings.probe_timeout_s)}
+        nodes = {node.node_id: node for node in self._look_at_nodes()}
         reports = []
         for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
             report = _place_of(rank, worker, nodes)

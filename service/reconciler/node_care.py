@@ -1,0 +1,116 @@
+"""Looks after nodes beside the runs: keeps the marks' file true, forgets nodes that are gone, cordons those that fail too often."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from service.db.node_marks import NodeMarkStore
+from service.db.rows import NodeMarkRow
+from service.marks_file import MarksFile
+from service.ray_jobs import RayError, RayJobs, RayNode
+from service.reconciler.unhealthy import CordonRule, NodeFailure, Suspect, choose_to_cordon, find_suspects
+from storage.errors import StorageError
+
+INTERVAL_S: Final = 5.0
+BY_ITSELF: Final = "everstep"
+"""Who cordoned a node that failed too often."""
+
+log = structlog.get_logger(__name__)
+
+
+class NodeCare:
+    """Works beside the reconciler's ticks, so that a Ray or a storage that hangs does not hold them up.
+
+    Args:
+        marks: What was said of nodes.
+        file: What drivers read of it.
+        ray: The cluster.
+        rule: When a node is cordoned by itself.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self, marks: NodeMarkStore, file: MarksFile, ray: RayJobs, rule: CordonRule, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._marks = marks
+        self._file = file
+        self._ray = ray
+        self._rule = rule
+        self._clock = clock
+        self._look: asyncio.Task[None] | None = None
+        self._looked_at = float("-inf")
+        self._spared: frozenset[str] = frozenset()
+
+    def tick(self) -> None:
+        """Begin a look when one is due. Raises what an earlier one raised: DatabaseError where the database is away."""
+        if self._look is not None:
+            if not self._look.done():
+                return
+            look, self._look = self._look, None
+            look.result()
+        if time.monotonic() - self._looked_at >= INTERVAL_S:
+            self._looked_at = time.monotonic()
+            self._look = asyncio.create_task(self.look(), name="node-care")
+
+    async def close(self) -> None:
+        """Stop a look that is under way; any part of it may be repeated."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
+            self._look = None
+
+    async def look(self) -> None:
+        """One look. Raises DatabaseError."""
+        words = await asyncio.to_thread(self._marks.all)
+        suspects = await self._suspects(words)
+        if words or suspects:
+            await self._care(words, suspects)
+        try:
+            if await asyncio.to_thread(self._file.publish):
+                log.info("drivers are told of the marked nodes anew")
+        except StorageError as exc:
+            log.warning("drivers cannot be told which nodes are marked; trying again", problem=str(exc))
+
+    async def _suspects(self, words: Mapping[str, NodeMarkRow]) -> tuple[Suspect, ...]:
+        if not self._rule.is_on:
+            return ()
+        now = self._clock()
+        rows = await asyncio.to_thread(self._marks.failures_since, now - self._rule.window_s)
+        failures = [NodeFailure(row.run_id, row.node_id, row.at, row.verdict, row.exception) for row in rows]
+        pardoned = {node_id: word.at for node_id, word in words.items() if word.state == "open"}
+        return find_suspects(failures, self._rule, now, pardoned)
+
+    async def _care(self, words: Mapping[str, NodeMarkRow], suspects: tuple[Suspect, ...]) -> None:
+        try:
+            nodes = await self._ray.live_nodes()
+        except RayError as exc:
+            log.debug("the nodes could not be looked after", problem=str(exc))
+            return
+        living = {node.node_id for node in nodes}
+        for node_id in await asyncio.to_thread(self._marks.note_living, living, self._rule.window_s):
+            log.info("forgot the mark of a node that is gone", node_id=node_id)
+        marked = {node_id for node_id, word in words.items() if word.mark is not None}
+        chosen, spared = choose_to_cordon(suspects, {node.node_id for node in nodes if _runs_ranks(node)}, marked)
+        for suspect in chosen:
+            known = words.get(suspect.node_id)
+            known_at = known.at if known else None
+            if await asyncio.to_thread(self._marks.say_if_silent, suspect.node_id, known_at, BY_ITSELF, suspect.reason):
+                log.warning("cordoned a node that fails too often", node_id=suspect.node_id, reason=suspect.reason)
+        for suspect in spared:
+            if suspect.node_id not in self._spared:
+                log.warning(
+                    "a node fails too often, but less than half of the cluster would stay open without it",
+                    node_id=suspect.node_id,
+                    reason=suspect.reason,
+                )
+        self._spared = frozenset(suspect.node_id for suspect in spared)
+
+
+def _runs_ranks(node: RayNode) -> bool:
+    """Whether a node has anything to train on: a head often has not, and does not count as part of the cluster's half."""
+    return node.resources.get("CPU", 0.0) > 0 or node.resources.get("GPU", 0.0) > 0

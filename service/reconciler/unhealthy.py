@@ -1,0 +1,118 @@
+"""Which nodes fail so often that they should get no more ranks: pure rules over records of failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from everstep.wire import Verdict
+
+NODE_VERDICTS: Final = frozenset({Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG})
+"""What may be the fault of a node. An error of the user's code, of storage or of the control plane is not."""
+_DEVICE_MEMORY: Final = "CUDA"
+"""In the exception of a rank that had not enough memory on its GPU: that is the model's doing, not the host's."""
+_SHOWN_RUNS: Final = 3
+
+
+@dataclass(frozen=True)
+class NodeFailure:
+    """A failure that began with a rank on this node. ``at`` is unix seconds."""
+
+    run_id: str
+    node_id: str
+    at: float
+    verdict: str
+    exception: str = ""
+
+
+@dataclass(frozen=True)
+class CordonRule:
+    """How often a node may fail within ``window_s`` seconds; a limit of 0 is none."""
+
+    runs: int = 3
+    """So many runs that failed on the node cordon it."""
+    failures: int = 5
+    """So many failures of any runs on the node cordon it."""
+    window_s: float = 3600.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.runs > 0 or self.failures > 0
+
+
+DEFAULT_RULE: Final = CordonRule()
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A node that failed too often, with the evidence in words."""
+
+    node_id: str
+    num_failures: int
+    num_runs: int
+    reason: str
+
+
+def find_suspects(
+    failures: Iterable[NodeFailure], rule: CordonRule, now: float, pardoned_at: Mapping[str, float]
+) -> tuple[Suspect, ...]:
+    """Nodes that failed too often, the worst first.
+
+    Args:
+        failures: Records, in any order; those that are not a node's fault or lie outside the window do not count.
+        rule: The limits.
+        now: Unix seconds.
+        pardoned_at: By node id: failures up to then (unix seconds) were forgiven by whoever opened the node again.
+    """
+    by_node: dict[str, list[NodeFailure]] = {}
+    for failure in failures:
+        recent = now - rule.window_s < failure.at <= now and failure.at > pardoned_at.get(failure.node_id, float("-inf"))
+        if recent and _is_nodes_fault(failure):
+            by_node.setdefault(failure.node_id, []).append(failure)
+    suspects = []
+    for node_id, found in by_node.items():
+        runs = {failure.run_id for failure in found}
+        if 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
+            suspects.append(Suspect(node_id, len(found), len(runs), _reason(found, rule)))
+    return tuple(sorted(suspects, key=lambda suspect: (-suspect.num_failures, -suspect.num_runs, suspect.node_id)))
+
+
+def choose_to_cordon(
+    suspects: Sequence[Suspect], worker_nodes: Collection[str], marked: Collection[str]
+) -> tuple[tuple[Suspect, ...], tuple[Suspect, ...]]:
+    """Which suspects to cordon, and which to spare because less than half of the cluster would stay open.
+
+    Args:
+        suspects: The worst first.
+        worker_nodes: Live nodes that can run ranks; the half is of these. A suspect that is not among them is left out.
+        marked: Nodes that are cordoned or draining now.
+    """
+    chosen: list[Suspect] = []
+    spared: list[Suspect] = []
+    num_open = sum(node not in marked for node in worker_nodes)
+    for suspect in suspects:
+        if suspect.node_id not in worker_nodes or suspect.node_id in marked:
+            continue
+        if 2 * (num_open - 1) < len(worker_nodes):
+            spared.append(suspect)
+            continue
+        num_open -= 1
+        chosen.append(suspect)
+    return tuple(chosen), tuple(spared)
+
+
+def _is_nodes_fault(failure: NodeFailure) -> bool:
+    if failure.verdict == Verdict.OUT_OF_MEMORY:
+        return _DEVICE_MEMORY not in failure.exception
+    return failure.verdict in NODE_VERDICTS
+
+
+def _reason(found: Sequence[NodeFailure], rule: CordonRule) -> str:
+    verdicts = ", ".join(f"{verdict} {count}" for verdict, count in Counter(failure.verdict for failure in found).most_common())
+    newest_first = sorted(found, key=lambda failure: failure.at, reverse=True)
+    runs = list(dict.fromkeys(failure.run_id for failure in newest_first))
+    named = ", ".join(runs[:_SHOWN_RUNS]) + (f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else "")
+    times, plural = len(found), "s" if len(found) != 1 else ""
+    return f"{times} failure{plural} within {rule.window_s / 60:g} min began on this node ({verdicts}), in {named}"

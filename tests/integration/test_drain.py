@@ -1,0 +1,104 @@
+"""Nodes that are drained and cordoned under runs that train, by SDK and command line, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from everstep import Client
+from everstep.runs import RunHandle
+from tests.integration.test_main_job import assert_every_sample_counted_once, digits, wait_for_step
+from tests.service_process import ServiceProcess, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceProcess]:
+    """Three nodes of one CPU, which the tests mark and never kill."""
+    with ServiceProcess(nodes=3) as process:
+        yield process
+
+
+@pytest.fixture
+def client(service: ServiceProcess) -> Iterator[Client]:
+    """A client; every node is open again afterwards, and no run is left."""
+    with service.client() as made:
+        yield made
+        for run in made.runs.list(status=["QUEUED", "STARTING", "RUNNING", "RECOVERING"]):
+            run.cancel()
+            wait_for(lambda run=run: run.refresh().status.terminal, 60, f"the end of {run.id}")
+        for node in made.cluster().nodes:
+            if node.mark is not None:
+                made.nodes.uncordon(node.id)
+
+
+def nodes_of(run: RunHandle) -> list[str]:
+    """The node of each rank of the newest attempt."""
+    return [worker.node_id for worker in sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)]
+
+
+def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
+    run = client.runs.create(digits("drained", epochs=60))
+    wait_for_step(run, 25)
+    leaving = nodes_of(run)[1]
+    assert client.nodes.drain(leaving, deadline_s=120, reason="maintenance").state == "DRAINING"
+    drained = client.nodes.wait_drained(leaving, timeout_s=120)
+    assert (drained.state, drained.runs) == ("DRAINED", ())
+    wait_for(lambda: len(run.attempts()) == 2, 60, "the second attempt")
+    assert leaving not in nodes_of(run) and len(nodes_of(run)) == 2
+    run.wait(timeout_s=240)
+
+    assert run.status == "SUCCEEDED" and run.step == 60 * 12
+    assert (run.restarts, run.steps_lost) == (1, 0)
+    [failure] = run.failures()
+    assert (failure.verdict, failure.node_id, failure.steps_lost) == ("preemption", leaving, 0)
+    assert (failure.world_size_before, failure.world_size_after) == (2, 2)
+    assert_every_sample_counted_once(run, epochs=60)
+    steps = [step for step, _, _ in run.metrics("loss", max_points=1000)["loss"]]
+    assert steps == list(range(1, 60 * 12 + 1))
+
+
+def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(client: Client) -> None:
+    run = client.runs.create(digits("cordoned", epochs=80))
+    wait_for_step(run, 25)
+    cordoned = nodes_of(run)[1]
+    assert client.nodes.cordon(cordoned).state == "CORDONED"
+    wait_for_step(run, run.step + 40)
+    assert run.attempt == 1 and cordoned in nodes_of(run)
+    other = client.runs.create(digits("beside", epochs=1, workers=(2, 2)))
+    wait_for(lambda: other.refresh().reason is not None, 30, "a reason to wait")
+    assert other.status == "QUEUED"
+
+    psutil.Process(run.attempts()[-1].workers[1].pid).kill()
+    wait_for(lambda: len(run.attempts()) == 2, 60, "the second attempt")
+    assert cordoned not in nodes_of(run)
+    run.wait(timeout_s=240)
+    assert run.steps_lost == 0
+    other.wait(timeout_s=120)
+    assert cordoned not in nodes_of(other)
+
+
+def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(service: ServiceProcess, client: Client) -> None:
+    run = client.runs.create(digits("nowhere to go", epochs=20, workers=(3, 3)))
+    wait_for_step(run, 25)
+    leaving = nodes_of(run)[2]
+    environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
+    command = [str(Path(sys.executable).parent / "everstep"), "drain", leaving[:16], "--deadline", "120", "--wait", "--json"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["state"] == "DRAINED"
+    wait_for(lambda: run.refresh().reason is not None, 30, "a reason to wait")
+    assert run.reason is not None and run.reason.code == "waiting_for_capacity"
+    client.nodes.uncordon(leaving)
+    run.wait(timeout_s=180)
+    assert run.status == "SUCCEEDED" and run.steps_lost == 0
+    assert_every_sample_counted_once(run, epochs=20)
+    assert [failure.verdict for failure in run.failures()] == ["preemption"]
