@@ -66,6 +66,7 @@ def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
     assert steps == list(range(1, 60 * 12 + 1))
 
 
+@pytest.mark.chaos
 def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(client: Client) -> None:
     run = client.runs.create(digits("cordoned", epochs=80))
     wait_for_step(run, 25)
@@ -86,6 +87,7 @@ def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(c
     assert cordoned not in nodes_of(other)
 
 
+@pytest.mark.chaos
 def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(service: ServiceProcess, client: Client) -> None:
     run = client.runs.create(digits("nowhere to go", epochs=20, workers=(3, 3)))
     wait_for_step(run, 25)
