@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
+from storage.journal import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
 from tests.integration.test_exactness_precision import TRAINEES
+from tests.unit.storage_places import event
 from train_fn.node_dir import shared_memory_root
 from train_fn.snapshot import Label, SnapshotStore
 
@@ -119,3 +122,21 @@ def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> N
     [told] = outcome.of_kind(EventKind.SNAPSHOTS)
     assert (told["step"], told["snapshots"]) == (1, "none")
     assert "does not fit" in told["problem"]
+
+
+def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -> None:
+    """Attempt 2 ran where it could not see attempt 1's snapshots; attempt 3 meets them again."""
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, labels = published(run_dir)
+    hidden = store.directory.rename(store.directory.with_name("away"))
+    kill_alone(Job(run_dir, spec, 1, attempt=2, killed=(0, 11), setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+    hidden.rename(store.directory)
+    data = {"step": 10, "epoch": 0, "source": "checkpoint", "checkpoint": "step-000000010.s001", "rejected": []}
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append([dataclasses.replace(event(1, EventKind.RESTORED, data=data), attempt=2)])
+
+    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=3), tmp_path))
+    assert labels[-1].step > 10
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+    assert [entry["problem"] for entry in restored["rejected"]] == ["a later attempt went on from step 10"] * 2
