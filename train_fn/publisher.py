@@ -93,13 +93,16 @@ class Publisher:
     def _run(self) -> None:
         while True:
             with self._lock:
-                self._writing = False
-                self._lock.notify_all()
                 self._lock.wait_for(lambda: self._waiting is not None or self._closed)
                 if self._waiting is None:
                     return
                 copy, self._waiting, self._writing = self._waiting, None, True
-            self._publish(copy)
+            try:
+                self._publish(copy)
+            finally:
+                with self._lock:
+                    self._writing = False
+                    self._lock.notify_all()
 
     def _publish(self, copy: BoundaryCopy) -> None:
         began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.events import EventKind
+from storage.filesystem import open_storage
 from tests.unit.storage_places import quick_directory
 from tests.unit.test_train_saver import advance, make_context, make_state
 from train_fn import publisher as publisher_module
@@ -27,7 +29,7 @@ from train_fn.context import WorkerContext
 from train_fn.election import Offer, elect
 from train_fn.publisher import Cadence, Publisher
 from train_fn.saver import Saver
-from train_fn.snapshot import SnapshotStore, publish_snapshot, snapshot_store
+from train_fn.snapshot import SnapshotStore, leave_snapshot, publish_snapshot, snapshot_store
 from train_fn.state import TrainState, digest
 from train_fn.tensor_tree import copy_to_cpu, size_bytes
 
@@ -282,6 +284,33 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: py
     assert steps(ctx) == [1]
     publisher.offer()
     assert steps(ctx) == [1]
+
+
+def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_path: Path, shared_memory: Path) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    for run_id in ("run_dead", "run_alive"):
+        other = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir(run_id))
+        assert publish_snapshot(other, state.state_dict()) is None
+    long_ago = time.time() - snapshot_module.FORGOTTEN_S - 60
+    for path in (shared_memory / "run_dead", shared_memory / "run_dead" / "node"):
+        os.utime(path, (long_ago, long_ago))
+    snapshot_module.sweep_forgotten(ctx)
+    assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
+
+
+def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(tmp_path: Path) -> None:
+    """Rank 0 publishes step 3; then both ranks leave what they have when the third dies."""
+    ctx, state = dataclasses.replace(make_context(tmp_path), world_size=3, local_world_size=3), make_state()
+    for step in (1, 3):
+        advance(state, step)
+        assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
+    assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
+    advance(state, 4)
+    assert leave_snapshot(dataclasses.replace(ctx, world_rank=1), copy_to_cpu(state.state_dict())) is None
+    elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
+    assert elected.offer is not None
+    assert (elected.offer.label.step, elected.offer.label.rank, elected.rejected) == (4, 1, ())
+    assert steps(ctx) == [4]
 
 
 # ---------------------------------------------------------------- deaths in the middle
