@@ -11,7 +11,11 @@ from service.db.rows import RunRow
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     {
-        "survivors": ("no_steps", "no_steps", "The loss of a rank or of a node costs no step: ranks on other nodes keep the state."),
+        "survivors": (
+            "no_steps",
+            "no_steps",
+            "The loss of a rank or of a node costs no step: ranks on other nodes keep the state.",
+        ),
         "published": (
             "few_steps",
             "checkpoint",

@@ -217,6 +217,17 @@ def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
     assert told(ctx) == []
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rank_0_publishes_for_a_group_that_one_node_holds(world_size: int, tmp_path: Path) -> None:
+    ctx = dataclasses.replace(make_context(tmp_path), world_size=world_size, local_world_size=world_size)
+    state = make_state()
+    publisher = make_publisher(ctx, state)
+    publish(publisher, state, 1)
+    publish(publisher, state, 2)  # not due so soon
+    publisher.close()
+    assert steps(ctx) == [1]
+
+
 @pytest.mark.usefixtures("at_every_step")
 def test_what_does_not_fit_is_told_once_and_again_when_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state = make_context(tmp_path), make_state()
