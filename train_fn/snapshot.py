@@ -141,7 +141,7 @@ def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem."""
     store, label = snapshot_store(ctx), _label(ctx, state)
-    problem = _write_if_it_fits(store, label, state)
+    problem = None if label in store.labels() else _write_if_it_fits(store, label, state)  # it may have been published
     if problem is None:
         store.remove_older(label, keep=0)
     else:

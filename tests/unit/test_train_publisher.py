@@ -324,6 +324,21 @@ def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(tmp
     assert steps(ctx) == [4]
 
 
+def test_a_state_that_was_published_is_not_left_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    for step in (1, 2):
+        advance(state, step)
+        assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
+    monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: 1000)
+    assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None, "nothing is to be written"
+    assert steps(ctx) == [2]
+    advance(state, 3)
+    assert "does not fit" in str(leave_snapshot(ctx, copy_to_cpu(state.state_dict())))
+    elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
+    assert elected.offer is not None and elected.offer.label.step == 2
+    assert len(elected.rejected) == 1
+
+
 # ---------------------------------------------------------------- deaths in the middle
 
 
