@@ -12,6 +12,7 @@ import torch
 from everstep.events import EventKind
 from storage.lineage import attempt_starts
 from storage.manifest import Manifest
+from storage.run_dir import CheckpointName
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
@@ -74,9 +75,10 @@ def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | 
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
             restored, state = _find_durable(ctx, peers, elected, struck)
-            if restored.source != "fresh" or offer is None:
+            newest_durable = _step_of(restored)
+            if offer is None or offer.label.step <= newest_durable:
                 return restored, state
-            newest_durable = -1  # every checkpoint was rejected: an older snapshot is still better than none
+            # The newest checkpoints were rejected, and the snapshot is newer than the one that is sound.
             struck = restored.rejected
             continue
         if offer.label.attempt < ctx.attempt - 1 and not checked:
@@ -116,6 +118,12 @@ def _find_durable(
         raise found
     assert found is not None
     return found, state
+
+
+def _step_of(restored: Restored) -> int:
+    """Steps in the checkpoint that was found; -1 for none."""
+    name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
+    return name.step if name else -1
 
 
 def _newest_step(ctx: WorkerContext) -> int:

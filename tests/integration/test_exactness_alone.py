@@ -16,7 +16,7 @@ from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
 from tests.integration.test_exactness_precision import TRAINEES
-from tests.unit.storage_places import event
+from tests.unit.storage_places import event, save
 from train_fn.node_dir import shared_memory_root
 from train_fn.snapshot import Label, SnapshotStore
 
@@ -112,6 +112,19 @@ def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: P
     restored = restored_in(resumed)
     assert (restored["source"], restored["step"]) == ("snapshot", labels[-2].step)
     assert f"step {labels[-1].step} " in restored["rejected"][0]["name"]
+
+
+def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, [*_, newest] = published(run_dir)
+    spoilt = save(run_dir, 20).name
+    (Path(run_dir.checkpoints.path(spoilt)) / "model.pt").write_bytes(b"spoilt")
+    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path))
+    assert newest.step > 10, "the checkpoint of step 10 is sound"
+    assert (restored["source"], restored["step"]) == ("snapshot", newest.step)
+    assert [entry["name"] for entry in restored["rejected"]] == [spoilt]
+    assert not store.directory.exists()
 
 
 def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> None:
