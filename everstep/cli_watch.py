@@ -109,7 +109,7 @@ class Watcher:
                 self._metrics |= {name: value for name, value in (data.get("metrics") or {}).items() if name in _SHOWN}
 
 
-_ALARMS = frozenset({EventKind.FAILURE, EventKind.CHECKPOINT_FAILED})
+_ALARMS = frozenset({EventKind.FAILURE, EventKind.CHECKPOINT_FAILED, EventKind.SNAPSHOTS})
 
 
 def watch(terminal: Terminal, run: RunHandle, events: Iterable[Event] | None = None) -> RunHandle:

@@ -136,6 +136,10 @@ def event(item: Event) -> str | None:
             return f"goes on from step {data.get('step')} ({data.get('checkpoint') or data.get('source')}){rejected}"
         case EventKind.TRAINING_STARTED:
             return f"training on {data.get('device')} over {data.get('backend')}: {data.get('total_steps')} steps"
+        case EventKind.SNAPSHOTS if data.get("problem"):
+            return f"no state is kept on the nodes: {data.get('problem')}; checkpoints remain"
+        case EventKind.SNAPSHOTS:
+            return f"from step {data.get('step')} on the state is kept on the nodes again"
         case EventKind.EVALUATED:
             return f"step {data.get('step')}, epoch {data.get('epoch')}: {numbers(data.get('metrics') or {})}"
         case EventKind.CHECKPOINT_COMMITTED:

@@ -27,7 +27,9 @@ class EventKind(StrEnum):
     rejected [{name, problem}]."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
-    device, backend."""
+    device, backend, snapshots ("published" by rank 0 of a group on one node, or left by "survivors")."""
+    SNAPSHOTS = "snapshots"
+    """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" | "none"), problem | null."""
     METRICS = "metrics"
     """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}]; ``step`` counts steps done."""
     EVALUATED = "evaluated"

@@ -105,11 +105,21 @@ class LatestCheckpoint(Answer):
     """Sum of its files."""
 
 
+Loss = Literal["no_steps", "few_steps", "checkpoint"]
+"""What a death costs: no committed step, the few since a node last kept the state, or those since the last durable checkpoint."""
+
+
 class Protection(Answer):
     survives: tuple[Literal["rank", "node", "driver", "head"], ...]
     """What may die now without ending the run."""
     worst_case_steps_lost: int
     """Steps that would be repeated in the worst of these cases: those since the last durable checkpoint."""
+    process_loss: Loss | None = None
+    """What is lost when processes of ranks die and their nodes live; null while no rank trains."""
+    node_loss: Loss | None = None
+    """What is lost when a node with ranks dies; null while no rank trains."""
+    message: str | None = None
+    """The same in words."""
 
 
 class Links(Answer):

@@ -14,6 +14,7 @@ from storage.journal import read_journal
 from storage.run_dir import CheckpointName, RunDir
 
 _BATCH = 200
+_LARGE_BATCH = 5000
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,20 @@ def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
         for event in events:
             if event.kind is EventKind.RESTORED:
                 return RestorePoint(int(event.data["step"]), event.data.get("source") == "fresh")
+
+
+def attempt_starts(run_dir: RunDir, submission: int) -> dict[int, int]:
+    """Steps done when each attempt of a submission began to train, by attempt; attempts that never did are left out.
+
+    Reads the whole journal.
+    """
+    found: dict[int, int] = {}
+    cursor: str | None = None
+    while True:
+        events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH)
+        found |= {event.attempt: int(event.data["step"]) for event in events if event.kind is EventKind.RESTORED}
+        if not events:
+            return found
 
 
 def in_lineage(names: Iterable[CheckpointName], restore_points: Mapping[int, RestorePoint]) -> list[CheckpointName]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from train_fn.snapshot import Label
@@ -58,6 +59,26 @@ def elect(offers: list[Offer], submission: int) -> Elected:
         ]
         usable = [offer for offer in usable if offer not in peers]
     return Elected(None, tuple(rejected))
+
+
+def in_lineage(offers: list[Offer], starts: Mapping[int, int]) -> tuple[list[Offer], tuple[Rejection, ...]]:
+    """The offers that every later attempt lets stand, and the others.
+
+    An attempt that could not reach a snapshot went on from an older state; what it did then is the run, and the snapshot, met
+    again on a node that came back, is not. Nor is what a process published that was given up but not dead.
+
+    Args:
+        starts: steps done when an attempt began, by attempt.
+    """
+    standing, rejected = [], []
+    for offer in offers:
+        label = offer.label
+        start = min((step for attempt, step in starts.items() if attempt > label.attempt), default=label.step)
+        if label.step <= start:
+            standing.append(offer)
+        else:
+            rejected.append(Rejection(snapshot_name(label), f"a later attempt went on from step {start}"))
+    return standing, tuple(rejected)
 
 
 def snapshot_name(label: Label) -> str:

@@ -11,11 +11,13 @@ import torch
 from everstep.events import EventKind
 from storage.run_dir import CheckpointName
 from train_fn.boundary import close_boundary, require_best_metric
+from train_fn.boundary_copy import BoundaryCopies
 from train_fn.context import Stop, WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
 from train_fn.optim import lr_factor, set_lr
+from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica, end_process_group
 from train_fn.reporter import Reporter
 from train_fn.restore import restore
@@ -51,6 +53,7 @@ class Attempt:
         self._replica: Replica | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
+        self._publisher: Publisher | None = None
         self._reporter: Reporter | None = None
         self._reported_checkpoint = 0
 
@@ -63,7 +66,8 @@ class Attempt:
         self.phase = "restore"
         restore(ctx, replica)
         state, sampler = replica.state, replica.sampler
-        self._saver = Saver(ctx, state)
+        copies = BoundaryCopies(state)
+        self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
         self._loader = Loader(
@@ -78,8 +82,8 @@ class Attempt:
 
     def run(self) -> Stop | None:
         """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
-        replica, saver, reporter = self._replica, self._saver, self._reporter
-        assert replica is not None and saver is not None and reporter is not None
+        replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
+        assert replica is not None and saver is not None and publisher is not None and reporter is not None
         state, stop = replica.state, None
         is_best = self._close_boundary()
         reporter.start_clock()
@@ -93,6 +97,7 @@ class Attempt:
                 stop = totals.stop
             is_best = stop is None and self._close_boundary()
             saver.offer(is_best=is_best)
+            publisher.offer()
         self.phase = "checkpoint"
         self._finish(is_best)
         return stop
@@ -171,8 +176,10 @@ class Attempt:
 
     def _finish(self, is_best: bool) -> None:
         """Commit and report the final checkpoint; the run's end leaves nothing on the node."""
-        replica, saver, reporter = self._replica, self._saver, self._reporter
-        assert replica is not None and saver is not None and reporter is not None and self._loader is not None
+        replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
+        assert replica is not None and saver is not None and publisher is not None and reporter is not None
+        assert self._loader is not None
+        publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
         error = None
         try:
             saver.save_now(is_best=is_best)
@@ -203,6 +210,8 @@ class Attempt:
         gc.collect()
         end_process_group()
         self._loader = None  # its processes may take a moment to end
+        if self._publisher is not None:
+            self._publisher.close()
         problem: str | None = "the rank had no state yet"
         step, snapshot_step = 0, None
         if replica is not None:
@@ -214,7 +223,7 @@ class Attempt:
                 snapshot_step = step if problem is None else None
         if self._reporter is not None:
             self._reporter.close()
-        self._replica = self._saver = self._reporter = None
+        self._replica = self._saver = self._publisher = self._reporter = None
         return StepFailed(
             cause, traceback_text=text, step=step, phase=self.phase, snapshot_step=snapshot_step, snapshot_problem=problem
         )
@@ -236,6 +245,7 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "num_samples": replica.sampler.num_samples,
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
         "micro_batch_size": replica.sampler.micro_batch_size,
+        "snapshots": snapshots_of(ctx),
         "device": str(ctx.device),
         "backend": "nccl" if ctx.device.type == "cuda" else "gloo",
     }

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from everstep.events import EventKind
+from storage.lineage import attempt_starts
 from storage.manifest import Manifest
+from storage.run_dir import CheckpointName
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
-from train_fn.election import Elected, Offer, Rejection, elect, snapshot_name
+from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
 from train_fn.errors import DataChanged
 from train_fn.replica import Replica
 from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
@@ -60,21 +62,29 @@ def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | 
     """Agree on the state to go on from; its holder also returns it.
 
     Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A snapshot that turns out to be
-    unreadable is struck off, and the rest vote again.
+    unreadable is struck off, and the rest vote again. One that is older than the last attempt stands only where no attempt since
+    began at less; that takes reading the journal, which is done for such a snapshot alone.
     """
     store = snapshot_store(ctx)
     offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(store.labels())) for label in labels]
     newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
     struck: tuple[Rejection, ...] = ()
+    checked = False
     while True:
         elected = elect(offers, ctx.submission)
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
             restored, state = _find_durable(ctx, peers, elected, struck)
-            if restored.source != "fresh" or offer is None:
+            newest_durable = _step_of(restored)
+            if offer is None or offer.label.step <= newest_durable:
                 return restored, state
-            newest_durable = -1  # every checkpoint was rejected: an older snapshot is still better than none
+            # The newest checkpoints were rejected, and the snapshot is newer than the one that is sound.
             struck = restored.rejected
+            continue
+        if offer.label.attempt < ctx.attempt - 1 and not checked:
+            starts = peers.share(attempt_starts(ctx.run_dir, ctx.submission) if peers.rank == 0 else None, 0)
+            offers, void = in_lineage(offers, {attempt: step for attempt, step in starts.items() if attempt < ctx.attempt})
+            struck, checked = struck + void, True
             continue
         state, problem = None, None
         if offer.rank == peers.rank:
@@ -108,6 +118,12 @@ def _find_durable(
         raise found
     assert found is not None
     return found, state
+
+
+def _step_of(restored: Restored) -> int:
+    """Steps in the checkpoint that was found; -1 for none."""
+    name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
+    return name.step if name else -1
 
 
 def _newest_step(ctx: WorkerContext) -> int:

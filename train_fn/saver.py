@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 
@@ -14,10 +14,10 @@ from everstep.events import EventKind
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import CheckpointName
+from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.state import TrainState
-from train_fn.tensor_tree import copy_to_cpu
 
 MODEL_FILE = "model.pt"
 """The model's plain ``state_dict`` on the CPU."""
@@ -33,16 +33,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint to be written. ``state`` is a copy that belongs to it until it is written."""
+    """One checkpoint to be written; it holds its copy until it is."""
 
-    step: int
-    epoch: int
-    state: dict[str, Any]
+    copy: BoundaryCopy
     is_best: bool
     best: str | None
     """Name of the checkpoint that retention keeps as the best."""
-    stall_s: float
-    """How long training stood still for the copy."""
 
 
 class Saver:
@@ -51,15 +47,14 @@ class Saver:
     A save that comes while another waits takes its place, unless the waiting one is the best and the new one is not.
     """
 
-    def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
-        self._ctx, self._state = ctx, state
+    def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
+        self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
         self._lock = threading.Condition()
         self._waiting: Save | None = None
         self._writing = False
         self._closed = False
-        self._free: list[dict[str, Any]] = []
         self._committed: Manifest | None = None
         self._saved_at = time.monotonic()
         self._saved_step: int | None = None
@@ -75,9 +70,9 @@ class Saver:
             if self._waiting is not None:
                 if self._waiting.is_best and not is_best:
                     return
-                self._free.append(self._waiting.state)
+                self._copies.release(self._waiting.copy)
                 self._waiting = None
-        save = self._copy(is_best)
+        save = self._take(is_best)
         with self._lock:
             self._waiting = save
             self._lock.notify_all()
@@ -89,15 +84,16 @@ class Saver:
         self._drain()
         if self._committed is not None and self._committed.step == self._state.step:
             return
-        save = self._copy(is_best)
+        save = self._take(is_best)
         for attempt in range(1, FINAL_TRIES + 1):
             error = self._write(save)
             if error is None:
+                self._copies.release(save.copy)
                 return
             if attempt < FINAL_TRIES:
                 time.sleep(RETRY_S)
         raise CheckpointFailed(
-            f"the checkpoint of step {save.step} could not be committed in {FINAL_TRIES} tries: {error}"
+            f"the checkpoint of step {save.copy.step} could not be committed in {FINAL_TRIES} tries: {error}"
         ) from error
 
     def newest_committed(self, already_reported: int) -> int:
@@ -121,15 +117,11 @@ class Saver:
         by_time = checkpoint.every_s is not None and time.monotonic() - self._saved_at >= checkpoint.every_s
         return (by_step or by_time) and step != self._saved_step
 
-    def _copy(self, is_best: bool) -> Save:
-        began = time.perf_counter()
-        with self._lock:
-            reuse = self._free.pop() if self._free else None
-        state = copy_to_cpu(self._state.state_dict(), reuse)
-        self._saved_at, self._saved_step = time.monotonic(), self._state.step
+    def _take(self, is_best: bool) -> Save:
+        copy = self._copies.take()
+        self._saved_at, self._saved_step = time.monotonic(), copy.step
         best = self._state.best
-        stall_s = time.perf_counter() - began
-        return Save(self._state.step, self._state.epoch, state, is_best, best.checkpoint if best else None, stall_s)
+        return Save(copy, is_best, best.checkpoint if best else None)
 
     def _drain(self) -> None:
         with self._lock:
@@ -145,8 +137,7 @@ class Saver:
                     return
                 save, self._waiting, self._writing = self._waiting, None, True
             self._write(save)
-            with self._lock:
-                self._free.append(save.state)
+            self._copies.release(save.copy)
 
     def _write(self, save: Save) -> Exception | None:
         """Write, commit, report, and delete what retention lets go; the error when it was not committed."""
@@ -157,8 +148,8 @@ class Saver:
             self._committed = self._store.manifest(exc.name)
             return None
         except Exception as exc:
-            logger.exception("the checkpoint of step %d was not committed; training goes on", save.step)
-            ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": save.step, "error": f"{type(exc).__name__}: {exc}"})
+            logger.exception("the checkpoint of step %d was not committed; training goes on", save.copy.step)
+            ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": save.copy.step, "error": f"{type(exc).__name__}: {exc}"})
             return exc
         self._committed = manifest
         ctx.journal.emit(
@@ -170,7 +161,7 @@ class Saver:
                 "size_bytes": manifest.size_bytes,
                 "digest": manifest.digest,
                 "metrics": manifest.metrics,
-                "stall_s": round(save.stall_s, 6),
+                "stall_s": round(save.copy.stall_s, 6),
                 "write_s": round(time.perf_counter() - began, 6),
             },
         )
@@ -178,9 +169,9 @@ class Saver:
         return None
 
     def _commit(self, save: Save) -> Manifest:
-        ctx, state = self._ctx, dict(save.state)
+        ctx, state = self._ctx, dict(save.copy.state)
         model, ema = state.pop("model"), state.pop("ema")
-        with self._store.begin(save.step, ctx.submission) as writer:
+        with self._store.begin(save.copy.step, ctx.submission) as writer:
             files = {MODEL_FILE: model, STATE_FILE: state}
             if ema is not None:
                 files[EMA_FILE] = {**model, **ema}
@@ -188,7 +179,7 @@ class Saver:
                 with writer.write_file(name) as file:
                     torch.save(content, cast(IO[bytes], file))
             return writer.commit(
-                epoch=save.epoch,
+                epoch=save.copy.epoch,
                 attempt=ctx.attempt,
                 parent=state["parent"],
                 world_size=ctx.world_size,

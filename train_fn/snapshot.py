@@ -1,7 +1,8 @@
-"""Survivor snapshots: what a rank leaves on its node when an attempt breaks under it, for the next attempt to go on from.
+"""Snapshots: states that ranks keep on their node, outside of their processes, for the next attempt to go on from.
 
-A snapshot is one file in shared memory, published by a rename, with a label beside it. It counts only within its submission,
-and is removed when the run ends.
+A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where nobody may survive, rank 0
+publishes them while it trains (``publisher.py``). A snapshot is one file in shared memory, published by a rename, with a label
+beside it. It counts only within its submission, and is removed when the run ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class SnapshotStore:
     submission: int
 
     def write(self, label: Label, state: dict[str, Any]) -> None:
-        """Publish ``state``, then its label; older ones of this rank's node are then of no use to anybody. Raises OSError."""
+        """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not write it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._state_path(label)
         temporary = path.with_suffix(".tmp")
@@ -63,7 +64,6 @@ class SnapshotStore:
             temporary.unlink(missing_ok=True)
             raise
         self.write_label(label)
-        self._remove_before(label)
 
     def write_label(self, label: Label) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,13 +89,25 @@ class SnapshotStore:
             raise ValueError(f"the snapshot of step {label.step} by rank {label.rank} does not have the digest of its label")
         return state
 
+    def remove_older(self, newest: Label, *, keep: int) -> None:
+        """Remove what is older than ``newest``, but for the ``keep`` newest states of these."""
+        older = [label for label in self.labels() if (label.attempt, label.step) < (newest.attempt, newest.step)]
+        states = sorted((label for label in older if not label.problem), key=lambda label: (label.attempt, label.step))
+        kept = states[-keep:] if keep else []
+        for label in older:
+            if label not in kept:
+                self._remove(label)
+
     def remove_after(self, step: int) -> None:
         """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again.
 
-        What older submissions left never counts, and goes too.
+        What older submissions left never counts, and goes too; so does what a process that died in the middle of publishing
+        left without a label.
         """
         for path in self.directory.glob("s*-*"):
-            if int(path.name[1:].partition("-")[0]) < self.submission:
+            older = int(path.name[1:].partition("-")[0]) < self.submission
+            unfinished = path.suffix == ".tmp" or (path.suffix == ".pt" and not path.with_suffix(".json").is_file())
+            if older or unfinished:
                 path.unlink(missing_ok=True)
         for label in self.labels():
             if label.step > step or label.problem:
@@ -109,11 +121,6 @@ class SnapshotStore:
         """What snapshots may still take of the node's shared memory."""
         usage = shutil.disk_usage(shared_memory_root())
         return int(usage.free - usage.total * KEPT_FREE)
-
-    def _remove_before(self, newest: Label) -> None:
-        for label in self.labels():
-            if (label.attempt, label.step) < (newest.attempt, newest.step):
-                self._remove(label)
 
     def _remove(self, label: Label) -> None:
         self._label_path(label).unlink(missing_ok=True)
@@ -132,22 +139,44 @@ def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state`` on this node, or a label that says why not. None, or the problem."""
-    store = snapshot_store(ctx)
-    label = Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None)
-    problem = None
-    needed = size_bytes(state) + OVERHEAD_BYTES
-    if needed > store.free_bytes():
-        problem = f"a snapshot of {needed} bytes does not fit the {max(0, store.free_bytes())} bytes of shared memory left"
+    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem."""
+    store, label = snapshot_store(ctx), _label(ctx, state)
+    problem = None if label in store.labels() else _write_if_it_fits(store, label, state)  # it may have been published
+    if problem is None:
+        store.remove_older(label, keep=0)
     else:
-        try:
-            store.write(label, state)
-        except OSError as exc:
-            problem = f"the snapshot could not be written: {exc}"
-    if problem:
         logger.warning("step %d is not left on this node: %s", state["step"], problem)
         with suppress(OSError):
-            store.write_label(Label(**{**asdict(label), "digest": None, "problem": problem}))
+            store.write_label(replace(label, digest=None, problem=problem))
+    return problem
+
+
+def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+    """Keep ``state`` on this node beside the newest one before it: while one is written, another is whole. None, or the problem."""
+    return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
+
+
+def shortage(store: SnapshotStore, state: dict[str, Any]) -> str | None:
+    """Why ``state`` does not fit into the node's shared memory; None where it does."""
+    needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes())
+    if needed <= free:
+        return None
+    return f"a snapshot of {needed} bytes does not fit the {free} bytes of shared memory left"
+
+
+def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
+    return Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None)
+
+
+def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
+    """Room is made first, so that the node never holds more than two states of a rank."""
+    store.remove_older(label, keep=1)
+    problem = shortage(store, state)
+    if problem is None:
+        try:
+            store.write(label, state)
+        except (OSError, RuntimeError) as exc:  # torch has no class of its own for a file that it could not write
+            problem = f"the snapshot could not be written: {exc}"
     return problem
 
 

@@ -56,6 +56,7 @@ class RunRow(Row):
     steps_per_epoch: int | None
     world_size: int | None
     workers: list[dict[str, Any]]
+    snapshots: str | None
     metrics: dict[str, float]
     best: dict[str, Any] | None
     latest_checkpoint: dict[str, Any] | None

@@ -326,6 +326,7 @@ def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> R
         steps_per_epoch=None,
         world_size=None,
         workers=[],
+        snapshots=None,
         metrics={},
         best=None,
         latest_checkpoint=None,

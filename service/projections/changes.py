@@ -49,6 +49,7 @@ def _attempt_started(run: RunRow, event: EventRow) -> Changes:
         "restarts": run.restarts + (run.attempt > 0),
         "world_size": int(event.data["world_size"]),
         "workers": list(event.data["workers"]),
+        "snapshots": None,
         "reason_code": None,
         "reason_message": None,
     }
@@ -85,8 +86,12 @@ def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _training_started(run: RunRow, event: EventRow) -> Changes:
-    columns = {"total_steps": event.data.get("total_steps"), "steps_per_epoch": event.data.get("steps_per_epoch")}
+    columns = {name: event.data.get(name) for name in ("total_steps", "steps_per_epoch", "snapshots")}
     return Changes(columns, **_to(run, RunStatus.RUNNING))
+
+
+def _snapshots(run: RunRow, event: EventRow) -> Changes:
+    return Changes({"snapshots": event.data["snapshots"]})
 
 
 def _metrics(run: RunRow, event: EventRow) -> Changes:
@@ -229,6 +234,7 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.ATTEMPT_STARTED: _attempt_started,
     EventKind.RESTORED: _restored,
     EventKind.TRAINING_STARTED: _training_started,
+    EventKind.SNAPSHOTS: _snapshots,
     EventKind.METRICS: _metrics,
     EventKind.EVALUATED: _evaluated,
     EventKind.EPOCH_COMPLETED: _epoch_completed,

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from everstep.wire import Protection
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from everstep.wire import Loss, Protection
 from service.db.rows import RunRow
+
+_LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
+    {
+        "survivors": (
+            "no_steps",
+            "no_steps",
+            "The loss of a rank or of a node costs no step: ranks on other nodes keep the state.",
+        ),
+        "published": (
+            "few_steps",
+            "checkpoint",
+            "All ranks run on one node, which keeps the state of a recent step: the loss of their processes costs the few steps "
+            "since then, the loss of the node those since the last durable checkpoint.",
+        ),
+        None: (
+            "checkpoint",
+            "checkpoint",
+            "The loss of a rank or of a node costs the steps since the last durable checkpoint: no node keeps the state.",
+        ),
+    }
+)
+"""What the loss of processes and of a node costs, by how nodes keep the state of a run that trains."""
 
 
 def protection(run: RunRow) -> Protection:
     """What may die now without ending the run.
 
-    A rank, a node or the driver: the run goes on from its newest durable checkpoint, or from its first step where there is none
-    yet. The head holds the driver and Ray's own state, so its loss is survived only where someone brings it back; that is the
-    operator's to promise, and not claimed here.
+    A rank, a node or the driver: the run goes on from the newest state that its nodes still hold, or from its newest durable
+    checkpoint, or from its first step where there is none yet. A new driver counts durable checkpoints only. The head holds the
+    driver and Ray's own state, so its loss is survived only where someone brings it back; that is the operator's to promise, and
+    not claimed here.
     """
     if run.status.terminal:
-        return Protection(survives=(), worst_case_steps_lost=0)
+        return Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else 0
     since = max(0, run.step - durable)
     if run.spec["recovery"]["max_system_failures"] == 0:
-        return Protection(survives=("driver",), worst_case_steps_lost=since)
-    return Protection(survives=("rank", "node", "driver"), worst_case_steps_lost=since)
+        message = "The loss of a rank or of a node ends the run: recovery.max_system_failures is 0."
+        return Protection(survives=("driver",), worst_case_steps_lost=since, message=message)
+    process_loss: Loss | None = None
+    node_loss: Loss | None = None
+    message = "No rank trains now."
+    if run.workers:
+        process_loss, node_loss, message = _LOSSES.get(run.snapshots, _LOSSES[None])
+    return Protection(
+        survives=("rank", "node", "driver"),
+        worst_case_steps_lost=since,
+        process_loss=process_loss,
+        node_loss=node_loss,
+        message=message,
+    )

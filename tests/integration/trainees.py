@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import Dataset
 
 from train_fn import replica
+from train_fn.context import WorkerContext
 
 NUM_SAMPLES = 90
 
@@ -102,3 +104,48 @@ def too_little_shared_memory() -> None:
     from train_fn import snapshot
 
     snapshot.SnapshotStore.free_bytes = lambda self: 1000
+
+
+def publishing_all_the_time() -> None:
+    """Publish whenever nothing is being written, and write each state only when two more steps have changed the weights."""
+    from train_fn import publisher
+
+    publisher.COST_RATIO = 0.0
+    publish, offer, close = publisher.publish_snapshot, publisher.Publisher.offer, publisher.Publisher.close
+    boundary = threading.Condition()
+    step, closing = 0, False
+
+    def count_and_offer(self: publisher.Publisher) -> None:
+        nonlocal step
+        with boundary:
+            step = self._state.step
+            boundary.notify_all()
+        offer(self)
+
+    def publish_late(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+        with boundary:
+            boundary.wait_for(lambda: closing or step >= state["step"] + 2)
+        return publish(ctx, state)
+
+    def hurry_and_close(self: publisher.Publisher) -> None:
+        nonlocal closing
+        with boundary:
+            closing = True
+            boundary.notify_all()
+        close(self)
+
+    publisher.publish_snapshot = publish_late
+    publisher.Publisher.offer = count_and_offer  # type: ignore[method-assign]
+    publisher.Publisher.close = hurry_and_close  # type: ignore[method-assign]
+
+
+def publishing_once() -> None:
+    from train_fn import publisher
+
+    publisher.COST_RATIO = 1e9
+
+
+def publishing_nothing() -> None:
+    from train_fn.publisher import Publisher
+
+    Publisher.offer = lambda self: None  # type: ignore[method-assign]

@@ -43,6 +43,7 @@ def test_an_attempt_counts_and_clears_what_the_run_waited_for() -> None:
         "restarts": 0,
         "world_size": 1,
         "workers": WORKERS,
+        "snapshots": None,
         "reason_code": None,
         "reason_message": None,
     }
@@ -51,7 +52,7 @@ def test_an_attempt_counts_and_clears_what_the_run_waited_for() -> None:
 
 
 def test_training_makes_a_run_running_where_that_is_legal() -> None:
-    started = event(EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10)
+    started = event(EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10, snapshots="published")
     for before, after in (
         (RunStatus.STARTING, RunStatus.RUNNING),
         (RunStatus.RECOVERING, RunStatus.RUNNING),
@@ -61,7 +62,7 @@ def test_training_makes_a_run_running_where_that_is_legal() -> None:
     ):
         changes = project(run_row(before), started)
         assert changes.status == after
-        assert changes.columns == {"total_steps": 30, "steps_per_epoch": 10}
+        assert changes.columns == {"total_steps": 30, "steps_per_epoch": 10, "snapshots": "published"}
 
 
 def test_metrics_move_the_run() -> None:
@@ -311,9 +312,43 @@ def test_samples_of_the_lineage() -> None:
 
 def test_protection() -> None:
     run = run_row(step=15, latest_checkpoint={"step": 10, "committed_at": NOON, "size_bytes": 1})
-    assert protection(run).model_dump() == {"survives": ("rank", "node", "driver"), "worst_case_steps_lost": 5}
+    assert protection(run).model_dump() == {
+        "survives": ("rank", "node", "driver"),
+        "worst_case_steps_lost": 5,
+        "process_loss": None,
+        "node_loss": None,
+        "message": "No rank trains now.",
+    }
     assert protection(run_row(step=15)).worst_case_steps_lost == 15
-    assert protection(replace(run, status=RunStatus.SUCCEEDED)).model_dump() == {"survives": (), "worst_case_steps_lost": 0}
+    ended = protection(replace(run, status=RunStatus.SUCCEEDED))
+    assert (ended.survives, ended.worst_case_steps_lost, ended.process_loss) == ((), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "process_loss", "node_loss", "said"),
+    [
+        ("survivors", "no_steps", "no_steps", "ranks on other nodes keep the state"),
+        ("published", "few_steps", "checkpoint", "All ranks run on one node"),
+        ("none", "checkpoint", "checkpoint", "no node keeps the state"),
+        (None, "checkpoint", "checkpoint", "no node keeps the state"),
+    ],
+)
+def test_protection_says_what_each_death_would_cost(snapshots: str | None, process_loss: str, node_loss: str, said: str) -> None:
+    found = protection(run_row(workers=WORKERS, snapshots=snapshots))
+    assert (found.process_loss, found.node_loss) == (process_loss, node_loss)
+    assert found.message is not None and said in found.message
+    spec_without = {**run_row().spec, "recovery": {**run_row().spec["recovery"], "max_system_failures": 0}}
+    fragile = protection(run_row(workers=WORKERS, snapshots=snapshots, spec=spec_without))
+    assert (fragile.survives, fragile.process_loss, fragile.node_loss) == (("driver",), None, None)
+
+
+def test_protection_follows_what_rank_0_reports() -> None:
+    run = run_row(attempt=1, workers=WORKERS, snapshots="published")
+    changed = project(run, event(EventKind.SNAPSHOTS, step=5, snapshots="none", problem="does not fit"))
+    assert changed.columns == {"snapshots": "none"}
+    again = project(run, event(EventKind.ATTEMPT_STARTED, attempt=2, world_size=1, workers=WORKERS))
+    assert again.columns["snapshots"] is None, "the next attempt may run elsewhere"
+    assert project(run, event(EventKind.TRAINING_STARTED, snapshots="survivors")).columns["snapshots"] == "survivors"
 
 
 def test_thinning_keeps_extremes_and_ends() -> None:

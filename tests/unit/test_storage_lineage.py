@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from everstep.events import EventKind
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import Storage, open_storage
 from storage.journal import JournalWriter
-from storage.lineage import RestorePoint, in_lineage, restore_point
+from storage.lineage import RestorePoint, attempt_starts, in_lineage, restore_point
 from storage.run_dir import CheckpointName, RunDir
 from tests.unit.storage_places import event, memory_run_dir, quick_directory, record_restored, save
 
@@ -45,6 +46,26 @@ def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
     assert newest is not None and newest.name == "step-000000120.s002"
     assert rejected == []
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 100, 120, 150, 200]
+
+
+def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
+    assert attempt_starts(run_dir, 1) == {}
+    kinds = [
+        (1, EventKind.ATTEMPT_STARTED, {"world_size": 1}),
+        (1, EventKind.RESTORED, {"step": 0}),
+        (1, EventKind.METRICS, {"points": []}),
+        (2, EventKind.ATTEMPT_STARTED, {"world_size": 1}),
+        (3, EventKind.RESTORED, {"step": 57}),
+    ]
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append(
+            [
+                replace(event(number, kind, data=data), attempt=attempt)
+                for number, (attempt, kind, data) in enumerate(kinds, start=1)
+            ]
+        )
+    assert attempt_starts(run_dir, 1) == {1: 0, 3: 57}
+    assert attempt_starts(run_dir, 2) == {}
 
 
 def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:

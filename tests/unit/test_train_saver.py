@@ -17,6 +17,7 @@ from storage.checkpoints import CheckpointStore
 from storage.errors import StorageFull
 from storage.filesystem import open_storage
 from train_fn import saver as saver_module
+from train_fn.boundary_copy import BoundaryCopies
 from train_fn.context import Stop, WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.saver import Saver
@@ -97,7 +98,7 @@ class SlowStorage:
 
 def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state, slow = make_context(tmp_path), make_state(), SlowStorage(monkeypatch)
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
     saver.offer(is_best=False)
     assert slow.begun.acquire(timeout=10)
@@ -111,7 +112,7 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, 
 
 def test_saves_that_come_too_fast_are_merged_but_the_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state, slow = make_context(tmp_path, keep_latest=9), make_state(), SlowStorage(monkeypatch)
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     for step, is_best in [(10, False), (20, False), (30, False), (35, True), (40, False)]:
         advance(state, step)
         saver.offer(is_best=is_best)
@@ -126,7 +127,7 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_stays(tmp_path: Path, 
 
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     for step in (10, 20, 30, 40, 50):
         advance(state, step)
         if step == 20:
@@ -139,7 +140,7 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
 
 def test_a_failed_save_is_reported_and_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     begin, failures = CheckpointStore.begin, [StorageFull("no space left; free some")]
 
     def fail_once(store: CheckpointStore, step: int, submission: int) -> Any:
@@ -161,7 +162,7 @@ def test_a_failed_save_is_reported_and_the_next_one_is_made(tmp_path: Path, monk
 
 def test_the_final_checkpoint_must_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     monkeypatch.setattr(saver_module, "RETRY_S", 0.0)
 
     def fail(*_: Any) -> Any:
@@ -178,7 +179,7 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     now = [100.0]
     monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
     ctx, state = make_context(tmp_path, every_steps=None, every_s=5.0), make_state()
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     assert not saver._is_due()
     now[0] += 5
     assert saver._is_due()
@@ -189,7 +190,7 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_was_committed_before_is_not_written_again(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path), make_state()
     for _ in range(2):  # the second is the next attempt, at the same step
-        saver = Saver(ctx, state)
+        saver = Saver(ctx, state, BoundaryCopies(state))
         saver.save_now()
         saver.close()
     assert ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED) == [0]  # type: ignore[attr-defined]
@@ -197,7 +198,7 @@ def test_what_was_committed_before_is_not_written_again(tmp_path: Path) -> None:
 
 def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path, rank=1), make_state()
-    saver = Saver(ctx, state)
+    saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
     saver.offer(is_best=True)
     saver.save_now()

@@ -173,6 +173,7 @@ def test_newer_snapshots_replace_older_ones_and_other_submissions_do_not_show(tm
     first, second = (copy_to_cpu(make_state(num_steps=steps).state_dict()) for steps in (1, 2))
     store.write(make_label(first), first)
     store.write(make_label(second), second)
+    store.remove_older(make_label(second), keep=0)
     assert [label.step for label in store.labels()] == [2]
     assert later.labels() == []
     store.remove_after(1)

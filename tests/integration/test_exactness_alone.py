@@ -1,0 +1,155 @@
+"""A run without survivors goes on from what its only rank had published on the node, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.journal import JournalWriter
+from storage.run_dir import RunDir
+from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
+from tests.integration.test_exactness_precision import TRAINEES
+from tests.unit.storage_places import event, save
+from train_fn.node_dir import shared_memory_root
+from train_fn.snapshot import Label, SnapshotStore
+
+ALL_THE_TIME = f"{TRAINEES}:publishing_all_the_time"
+"""What is being written was copied two steps before: the weights have changed meanwhile."""
+
+
+def published(run_dir: RunDir) -> tuple[SnapshotStore, list[Label]]:
+    """What lies on the node, oldest first."""
+    store = SnapshotStore(shared_memory_root() / run_dir.run_id / "node0", submission=1)
+    return store, sorted(store.labels(), key=lambda label: (label.step, label.attempt))
+
+
+def kill_alone(job: Job, tmp_path: Path) -> None:
+    [outcome] = run_ranks(job, tmp_path)
+    assert outcome.exit_code == -9
+
+
+def state_at(step: int, tmp_path: Path) -> dict[str, Any]:
+    """The state of that step in a run that nothing disturbs and that publishes nothing: read from a checkpoint."""
+    run_dir = make_run_dir(tmp_path, f"run_until_{step}")
+    train_to_end(Job(run_dir, make_spec(), 1, stopped=("pause", step - 1), setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+    manifest = run_dir.checkpoints.list()[-1]
+    assert manifest.step == step
+
+    def read(file: str) -> Any:
+        return torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True)
+
+    model = read("model.pt")
+    averages = {name: value for name, value in read("model_ema.pt").items() if name in dict(model)}
+    return {**read("train_state.pt"), "model": model, "ema": averages}
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Without clocks and what a rank happened to know of checkpoints; averages of parameters only, as the file has them."""
+    kept = {name: value for name, value in state.items() if name not in ("tail", "parent")}
+    kept["ema"] = {name: kept["ema"][name] for name in sorted(kept["ema"]) if "running" not in name and "num_batches" not in name}
+    return kept
+
+
+def restored_in(outcome: Outcome) -> dict[str, Any]:
+    [restored] = outcome.of_kind(EventKind.RESTORED)
+    return restored
+
+
+def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+    whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
+    spec = RunSpec.model_validate({**make_spec().model_dump(), "checkpoint": {"every_steps": 1000}})
+    reference = train_to_end(Job(whole, spec, 1, setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+
+    kill_alone(Job(broken, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, labels = published(broken)
+    assert len(labels) == 2
+    newest = labels[-1]
+    assert 1 < newest.step <= 16
+    assert_same(comparable(store.read(newest)), comparable(state_at(newest.step, tmp_path)))
+
+    # Dies again before its first publication: the next attempt stands where this one did.
+    kill_alone(Job(broken, spec, 1, attempt=2, killed=(0, newest.step), setup=ALL_THE_TIME), tmp_path)
+    assert published(broken)[1][-1] == newest
+    kill_alone(Job(broken, spec, 1, attempt=3, killed=(0, newest.step + 8), setup=ALL_THE_TIME), tmp_path)
+    later = published(broken)[1][-1]
+    assert later.attempt == 3
+    assert later.step > newest.step
+
+    resumed = train_to_end(Job(broken, spec, 1, attempt=4, setup=ALL_THE_TIME), tmp_path)
+    restored = restored_in(resumed)
+    assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", later.step, [])
+    assert set(range(later.step + 1, LAST_STEP + 1)) <= resumed.losses.keys()
+    assert merged_losses(reference, resumed) == reference.losses
+    assert_same(final_state(whole), final_state(broken))
+    assert not (shared_memory_root() / broken.run_id).exists()
+
+
+def test_a_newer_checkpoint_beats_an_older_snapshot(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 14), setup=f"{TRAINEES}:publishing_once"), tmp_path)
+    assert [label.step for label in published(run_dir)[1]] == [1]
+    resumed = train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path)
+    restored = restored_in(resumed)
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+
+
+def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, labels = published(run_dir)
+    path = store.directory / f"s001-a001-{labels[-1].step:09d}-r0.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    resumed = train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path)
+    restored = restored_in(resumed)
+    assert (restored["source"], restored["step"]) == ("snapshot", labels[-2].step)
+    assert f"step {labels[-1].step} " in restored["rejected"][0]["name"]
+
+
+def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, [*_, newest] = published(run_dir)
+    spoilt = save(run_dir, 20).name
+    (Path(run_dir.checkpoints.path(spoilt)) / "model.pt").write_bytes(b"spoilt")
+    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path))
+    assert newest.step > 10, "the checkpoint of step 10 is sound"
+    assert (restored["source"], restored["step"]) == ("snapshot", newest.step)
+    assert [entry["name"] for entry in restored["rejected"]] == [spoilt]
+    assert not store.directory.exists()
+
+
+def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> None:
+    setup = f"{TRAINEES}:too_little_shared_memory"
+    outcome = train_to_end(Job(make_run_dir(tmp_path), make_spec(), 1, stopped=("pause", 4), setup=setup), tmp_path)
+    [started] = outcome.of_kind(EventKind.TRAINING_STARTED)
+    assert started["snapshots"] == "published"
+    [told] = outcome.of_kind(EventKind.SNAPSHOTS)
+    assert (told["step"], told["snapshots"]) == (1, "none")
+    assert "does not fit" in told["problem"]
+
+
+def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -> None:
+    """Attempt 2 ran where it could not see attempt 1's snapshots; attempt 3 meets them again."""
+    run_dir, spec = make_run_dir(tmp_path), make_spec()
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    store, labels = published(run_dir)
+    hidden = store.directory.rename(store.directory.with_name("away"))
+    kill_alone(Job(run_dir, spec, 1, attempt=2, killed=(0, 11), setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+    hidden.rename(store.directory)
+    data = {"step": 10, "epoch": 0, "source": "checkpoint", "checkpoint": "step-000000010.s001", "rejected": []}
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append([dataclasses.replace(event(1, EventKind.RESTORED, data=data), attempt=2)])
+
+    restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=3), tmp_path))
+    assert labels[-1].step > 10
+    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+    assert [entry["problem"] for entry in restored["rejected"]] == ["a later attempt went on from step 10"] * 2
