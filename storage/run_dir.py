@@ -133,6 +133,20 @@ class RunDir:
                 return stop
         raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}")
 
+    def write_deadline(self, at: float) -> None:
+        """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
+        self.files.write(self._path("control/deadline.json"), json.dumps({"at": at}).encode())
+
+    def deadline(self) -> float | None:
+        """When the run has to have ended, in unix seconds; None for a run without such. Raises CorruptFile."""
+        path = self._path("control/deadline.json")
+        try:
+            return float(json.loads(self.files.read(path))["at"])
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} does not hold a deadline: {exc}") from exc
+
     def delete(self) -> None:
         """The whole directory with everything in it."""
         self.files.delete_dir(self._path())

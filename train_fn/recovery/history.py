@@ -23,6 +23,8 @@ class History:
     last_attempt: int = 0
     last_step: int | None = None
     """Most steps done that any journal tells of."""
+    total_steps: int | None = None
+    """Steps of the whole run, once a rank has told."""
     world_size: int = 0
     """Ranks of the last attempt."""
     attempt_open: bool = False
@@ -31,6 +33,11 @@ class History:
     """Whether the last submission came to its end; it did not where its driver was lost."""
     last_at: float | None = None
     """When the last event happened, in unix seconds."""
+
+    @property
+    def steps_done(self) -> bool:
+        """Whether every step was done at some time, though perhaps not kept."""
+        return self.total_steps is not None and (self.last_step or 0) >= self.total_steps
 
     def with_event(self, event: JournalEvent) -> History:
         """The same with one event more."""
@@ -45,6 +52,8 @@ class History:
             changes |= {"attempt_open": True, "world_size": event.data["world_size"]}
         elif event.kind is EventKind.ATTEMPT_ENDED:
             changes["attempt_open"] = False
+        elif event.kind is EventKind.TRAINING_STARTED:
+            changes["total_steps"] = event.data.get("total_steps")
         elif event.kind is EventKind.METRICS and event.data["points"]:
             changes["last_step"] = max(self.last_step or 0, *(point["step"] for point in event.data["points"]))
         return dataclasses.replace(self, **changes)
