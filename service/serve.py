@@ -189,7 +189,7 @@ async def serve(
             await reach(ray, settings)
         reconciler = Reconciler(RunStore(database), EventStore(database), storage, ray)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(database, storage, view, reconciler.lag_s)
+        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         url = base_url(settings, listener)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))

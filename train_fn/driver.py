@@ -25,6 +25,7 @@ from everstep.spec import RunSpec
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir, Stop
+from train_fn.drills import Drills
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.ending import Stopping, ending
@@ -39,6 +40,7 @@ EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
 
 STOP_POLL_S = 0.5
+DRILL_POLL_S = 0.5
 FENCE_POLL_S = 5.0
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
@@ -92,6 +94,7 @@ class Driver:
         self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        threading.Thread(target=self._watch_drills, name="drills", daemon=True).start()
         job = RankJob(
             spec=spec,
             run_dir=self._run_dir,
@@ -225,6 +228,17 @@ class Driver:
             stop = self._stopping.decide(asked, time.time())
             if stop is not None:
                 self._client.announce_stop(stop)
+
+    def _watch_drills(self) -> None:
+        """Carry out the drills that an operator orders, beside the watch for stops: they take seconds."""
+        from train_fn.ray_train.faults import RayFaults
+
+        drills = Drills(self._run_dir, self._submission, self._client, RayFaults())
+        while not self._done.wait(DRILL_POLL_S):
+            try:
+                drills.tick()
+            except Exception as exc:  # a drill that cannot be read must not take the driver along
+                logger.warning("drills could not be looked for, trying again: %s", exc)
 
 
 def _facts() -> dict[str, Any]:
