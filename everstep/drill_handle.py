@@ -58,8 +58,8 @@ class DrillHandle:
     def wait(self, timeout_s: float = 600.0) -> DrillHandle:
         """Wait until the report is complete: the run has trained ten steps since, or ended, or the drill was not carried out.
 
-        Returns itself, whatever came of it: ``state`` and ``report.parity`` tell. A service that is away for a while does not end the
-        waiting. Raises WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away.
+        Returns itself, whatever came of it: ``state`` and ``report.parity`` tell. A service that is away for a while does not end
+        the waiting. Raises WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away.
         """
         timing = self._transport.timing
         started = alive_at = timing.now()

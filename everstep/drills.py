@@ -21,7 +21,7 @@ class DrillKind(StrEnum):
     KILL_DRIVER = "kill_driver"
     """SIGKILL of the run's driver."""
     DRAIN_NODE = "drain_node"
-    """Ray is told that the rank's node will be taken away in 30 s."""
+    """Ray is told that the rank's node will be taken away in 30 s; it gets no more ranks."""
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"
     """One byte of the newest checkpoint is flipped, then all ranks are killed and what they left in shared memory is removed:
     the run has to go on from an older checkpoint."""
@@ -60,12 +60,12 @@ class DrillParity(Answer):
 
     ``in_parity`` is true when all of this holds:
 
-    - the step numbers go on without a gap: of the ten steps before the one that the run went on from up to the newest after it, none
-      is missing (``missing_steps``);
-    - no step has two losses: where one was reported more than once, because it was repeated or reported again, its values differ by
-      no more than 1 part in 10,000, or 1 in 100 where the world size changed (``conflicting_steps``);
-    - the mean loss of the first ten steps after the recovery is not above the mean of the last ten before by more than three of their
-      standard deviations or a tenth, whichever is larger;
+    - the step numbers go on without a gap: of the ten steps before the one that the run went on from up to the newest after it,
+      none is missing (``missing_steps``);
+    - no step has two losses: where one was reported more than once, because it was repeated or reported again, its values differ
+      by no more than 1 part in 10,000, or 1 in 100 where the world size changed (``conflicting_steps``);
+    - the mean loss of the first ten steps after the recovery is not above the mean of the last ten before by more than three of
+      their standard deviations or a tenth, whichever is larger;
     - the sample ledger of the first epoch that ended since shows each sample used once (``samples_used_once``).
 
     It is null while fewer than ten steps were reported after the recovery and more may come. The events that carry the losses are

@@ -128,7 +128,9 @@ class ApiService:
 
     async def __aenter__(self) -> Self:
         self.database.migrate()
-        self.context = ApiContext(self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock, drills_enabled=self.drills)
+        self.context = ApiContext(
+            self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock, drills_enabled=self.drills
+        )
         self.runs, self.events = self.context.runs, self.context.events
         self._stack = AsyncExitStack()
         # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else every answer waits 40 ms.

@@ -15,7 +15,7 @@ from storage.errors import CorruptCheckpoint, CorruptFile
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, read_journal
 from storage.run_dir import DrillOrder, RunDir
-from train_fn.drills import Drills, DrillRefused, plan
+from train_fn.drills import DrillRefused, Drills, plan
 from train_fn.journal import ActorJournalClient, JournalActor
 from train_fn.recovery.history import RankPlace, read_history
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from train_fn.node_dir import snapshots_dir
-from train_fn.node_faults import find_raylet, kill_raylet, kill_ranks, signal_ranks
+from train_fn.node_faults import find_raylet, kill_ranks, kill_raylet, signal_ranks
 
 NODE_ID = "c0ffee" * 9
 PROGRAM = "sleep 60 & echo $!; wait"

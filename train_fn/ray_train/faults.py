@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from train_fn.drills import DrillRefused
-from train_fn.node_faults import kill_raylet, kill_ranks, signal_ranks
+from train_fn.node_faults import kill_ranks, kill_raylet, signal_ranks
 from train_fn.ray_train.nodes import look_at_nodes
 from train_fn.ray_train.seam import GcsClient, autoscaler_pb2
 from train_fn.recovery.history import RankPlace
