@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from everstep.drills import Drill, DrillKind, DrillReport, DrillState
-from everstep.errors import ServiceError, Unavailable, WaitTimeout
+from everstep.errors import Unavailable, WaitTimeout
 from everstep.follow import Patience
 from everstep.transport import Transport
 
@@ -38,6 +38,7 @@ class DrillHandle:
         self.drill = drill
         self._transport = transport
         self._patience = patience
+        self._path = f"/v1/runs/{quote(run_id, safe='')}/drills/{quote(drill.id, safe='')}"
 
     def __repr__(self) -> str:
         return f"<drill {self.id} {self.drill.kind} of rank {self.drill.rank}, {self.drill.state}>"
@@ -48,11 +49,7 @@ class DrillHandle:
 
     def refresh(self) -> DrillHandle:
         """Ask the service how far the drill is; returns itself."""
-        found = self._transport.pages(f"/v1/runs/{quote(self.run_id, safe='')}/drills", Drill)
-        drill = next((each for each in found if each.id == self.id), None)
-        if drill is None:
-            raise ServiceError(f"the service no longer lists drill {self.id} of run {self.run_id}")
-        self.drill = drill
+        self.drill = self._transport.get(self._path, Drill)
         return self
 
     def wait(self, timeout_s: float = 600.0) -> DrillHandle:

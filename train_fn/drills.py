@@ -6,13 +6,12 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.drills import DrillKind
 from everstep.events import EventKind
-from storage.errors import StorageError
 from storage.run_dir import DrillOrder, RunDir
 from train_fn.journal import ActorJournalClient
 from train_fn.recovery.history import History, RankPlace, read_history
@@ -90,11 +89,12 @@ def checkpoint_to_damage(lineage: Sequence[str]) -> str:
 class Drills:
     """Looks for orders in the run directory and carries them out. Not thread-safe."""
 
-    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient, faults: Faults) -> None:
+    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient, make_faults: Callable[[], Faults]) -> None:
+        """``make_faults`` is called for the first order: what it needs of Ray is loaded only then."""
         self._run_dir = run_dir
         self._submission = submission
         self._journal = journal
-        self._faults = faults
+        self._make_faults = make_faults
         self._taken: str | None = None
         """Id of the newest order that was looked at."""
 
@@ -111,32 +111,33 @@ class Drills:
         if order.id in history.drills:
             return
         try:
-            self._carry_out(order, plan(order, history, self._faults.head_node_ids()))
-        except (DrillRefused, StorageError) as exc:
+            faults = self._make_faults()
+            self._carry_out(order, plan(order, history, faults.head_node_ids()), faults)
+        except Exception as exc:  # whatever it was, the operator is to hear of it, and the run goes on
             logger.warning("drill %s, %s of rank %d, was not carried out: %s", order.id, order.kind, order.rank, exc)
             self._journal.emit(EventKind.DRILL_FAILED, {**_named(order), "problem": str(exc)}, attempt=order.attempt)
 
-    def _carry_out(self, order: DrillOrder, drill: DrillPlan) -> None:
+    def _carry_out(self, order: DrillOrder, drill: DrillPlan, faults: Faults) -> None:
         if order.kind is DrillKind.CORRUPT_CHECKPOINT:
-            self._corrupt(order, drill.ranks)
+            self._corrupt(order, drill.ranks, faults)
             return
         if order.kind is DrillKind.KILL_DRIVER:
             self._record(order, pid=os.getpid())
-            self._faults.kill_driver()
+            faults.kill_driver()
             return
         assert drill.target is not None
         self._record(order, drill.target.node_id, drill.target.pid)
         match order.kind:
             case DrillKind.KILL_WORKER:
-                self._faults.signal([drill.target], signal.SIGKILL)
+                faults.signal([drill.target], signal.SIGKILL)
             case DrillKind.HANG_WORKER:
-                self._faults.signal([drill.target], signal.SIGSTOP)
+                faults.signal([drill.target], signal.SIGSTOP)
             case DrillKind.KILL_NODE:
-                self._faults.kill_node(drill.target.node_id)
+                faults.kill_node(drill.target.node_id)
             case DrillKind.DRAIN_NODE:
-                self._faults.drain_node(drill.target.node_id, DRAIN_DEADLINE_S)
+                faults.drain_node(drill.target.node_id, DRAIN_DEADLINE_S)
 
-    def _corrupt(self, order: DrillOrder, ranks: Sequence[RankPlace]) -> None:
+    def _corrupt(self, order: DrillOrder, ranks: Sequence[RankPlace], faults: Faults) -> None:
         """Damage the newest checkpoint and kill all ranks.
 
         They are stopped first: a rank that saw a peer die would leave its state in shared memory, and rank 0 might commit a newer
@@ -144,15 +145,15 @@ class Drills:
         """
         checkpoint_to_damage(self._lineage())  # before anything is touched
         try:
-            self._faults.signal(ranks, signal.SIGSTOP)
+            faults.signal(ranks, signal.SIGSTOP)
             name = checkpoint_to_damage(self._lineage())
             self._record(order, checkpoint=name)
             self._run_dir.checkpoints.damage(name)
         except Exception:
             with contextlib.suppress(DrillRefused):  # the first problem says more
-                self._faults.signal(ranks, signal.SIGCONT)
+                faults.signal(ranks, signal.SIGCONT)
             raise
-        self._faults.kill_without_trace(ranks, self._run_dir.run_id)
+        faults.kill_without_trace(ranks, self._run_dir.run_id)
 
     def _lineage(self) -> list[str]:
         return [manifest.name for manifest in self._run_dir.checkpoints.lineage()]

@@ -25,7 +25,7 @@ from everstep.spec import RunSpec
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir, Stop
-from train_fn.drills import Drills
+from train_fn.drills import Drills, Faults
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.ending import Stopping, ending
@@ -231,14 +231,18 @@ class Driver:
 
     def _watch_drills(self) -> None:
         """Carry out the drills that an operator orders, beside the watch for stops: they take seconds."""
-        from train_fn.ray_train.faults import RayFaults
-
-        drills = Drills(self._run_dir, self._submission, self._client, RayFaults())
+        drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
         while not self._done.wait(DRILL_POLL_S):
             try:
                 drills.tick()
             except Exception as exc:  # a drill that cannot be read must not take the driver along
                 logger.warning("drills could not be looked for, trying again: %s", exc)
+
+
+def _ray_faults() -> Faults:
+    from train_fn.ray_train.faults import RayFaults
+
+    return RayFaults()
 
 
 def _facts() -> dict[str, Any]:

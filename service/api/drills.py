@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Path, Request
 from pydantic import ValidationError
 
 from everstep.drills import Drill, DrillRequest
 from everstep.events import EventKind
 from everstep.field_errors import field_errors
 from everstep.wire import Page
-from service.api.context import Context
+from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
 from service.api.spec_body import read_json
 from service.auth import Caller, VisibleRun
 from service.db.rows import EventRow, RunRow
-from service.problems import ProblemError, invalid_request
+from service.problems import ProblemError, invalid_request, not_found
 from service.projections import drills
 from service.states import TransitionConflict
 from storage.run_dir import DrillOrder
@@ -67,14 +67,28 @@ def _parse(raw: object) -> DrillRequest:
 @router.get("", summary="Drills of a run", responses=problem_answers(404))
 async def list_drills(run: VisibleRun, context: Context) -> Page[Drill]:
     """Every drill with its report, oldest first."""
-    events = await context.database_call(context.events.of_kinds, run.id, drills.KINDS)
-    items = []
-    for story in drills.stories(events):
-        metrics: list[EventRow] = []
-        if story.recovered is not None:
-            after = max(0, story.requested.seq - drills.METRICS_BEFORE)
-            metrics = await context.database_call(
-                context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
-            )
-        items.append(drills.drill(story, metrics))
-    return Page(items=tuple(items), next_cursor=None)
+    return Page(items=tuple([await _answer(context, run, story) for story in await _stories(context, run)]), next_cursor=None)
+
+
+@router.get("/{drill_id}", summary="One drill", responses=problem_answers(404))
+async def get_drill(
+    run: VisibleRun, context: Context, drill_id: Annotated[str, Path(max_length=32, description="Id of the drill: `drill_…`.")]
+) -> Drill:
+    for story in await _stories(context, run):
+        if story.id == drill_id:
+            return await _answer(context, run, story)
+    raise not_found(f"run {run.id} has no drill {drill_id[:40]!r}")
+
+
+async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
+    return drills.stories(await context.database_call(context.events.of_kinds, run.id, drills.KINDS))
+
+
+async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Drill:
+    metrics: list[EventRow] = []
+    if story.recovered is not None:
+        after = max(0, story.requested.seq - drills.METRICS_BEFORE)
+        metrics = await context.database_call(
+            context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
+        )
+    return drills.drill(story, metrics)

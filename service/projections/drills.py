@@ -49,6 +49,10 @@ class Story:
     """Whether nothing more can come: the run ended or paused, or another driver took over before the drill was taken up."""
 
     @property
+    def id(self) -> str:
+        return str(self.requested.data["id"])
+
+    @property
     def state(self) -> DrillState:
         if self.failed is not None:
             return DrillState.FAILED

@@ -74,6 +74,8 @@ async def test_a_drill_travels_to_the_driver_and_its_report_comes_back(api: ApiS
     assert list(report.phases) == ["detect", "leave", "decide", "start", "restore", "first_step"]
     assert (report.world_size_before, report.world_size_after, report.restored_from) == (2, 2, "snapshot")
     assert report.parity.in_parity is True and report.parity.num_steps_after == 10 and report.note is None
+    assert Drill.model_validate(await api.get(f"/v1/runs/{run_id}/drills/{drill.id}")) == done
+    problem(await api.http.get(f"/v1/runs/{run_id}/drills/drill_000000000000"), 404, "not_found")
 
 
 async def test_drills_are_off_unless_the_operator_says_so(tmp_path: Path) -> None:

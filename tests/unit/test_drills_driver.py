@@ -64,7 +64,7 @@ class Rig:
         self.faults = NotedFaults(run_dir)
         source = f"driver-{id(self)}"
         self.journal = ActorJournalClient(JournalActor(run_dir, submission).deliver, source, 0, interval_s=0.005)
-        self.drills = Drills(run_dir, submission, self.journal, self.faults)
+        self.drills = Drills(run_dir, submission, self.journal, lambda: self.faults)
 
     def begin_attempt(self, attempt: int = 1) -> None:
         workers = [{"rank": place.rank, "node_id": place.node_id, "node_ip": "10.0.0.1", "pid": place.pid} for place in PLACES]
