@@ -50,7 +50,7 @@ class RayFaults:
         deadline_ms = int((time.time() + deadline_s) * 1000)
         try:
             client = GcsClient(address=ray.get_runtime_context().gcs_address)
-            accepted, problem = client.drain_node(node_id, reason, "an Everstep drill", deadline_ms)
+            accepted, problem = client.drain_node(node_id, reason, "an Everstep drill", deadline_ms, timeout=_ON_NODE_S)
         except (RayError, RuntimeError) as exc:
             raise DrillRefused(f"Ray could not be asked to drain node {node_id}: {exc}") from exc
         if not accepted:
