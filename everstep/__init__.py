@@ -6,6 +6,8 @@
 """
 
 from everstep.client import Client
+from everstep.drill_handle import DrillHandle
+from everstep.drills import Drill, DrillKind
 from everstep.errors import (
     AuthError,
     Conflict,
@@ -50,6 +52,9 @@ __all__ = [
     "ClusterInfo",
     "Conflict",
     "CorruptDownload",
+    "Drill",
+    "DrillHandle",
+    "DrillKind",
     "Event",
     "EverstepError",
     "Failure",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from everstep import __version__, cli_nodes, cli_runs, cli_service
+from everstep import __version__, cli_drills, cli_nodes, cli_runs, cli_service
 from everstep.cli_terminal import JsonOption, UrlOption, begin
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ app.command()(cli_runs.download)
 app.command()(cli_runs.cancel)
 app.command()(cli_runs.pause)
 app.command()(cli_runs.resume)
+app.command()(cli_drills.drill)
 app.command()(cli_service.cluster)
 app.command()(cli_nodes.cordon)
 app.command()(cli_nodes.uncordon)

@@ -155,6 +155,10 @@ def event(item: Event) -> str | None:
             )
         case EventKind.STOP_REQUESTED:
             return f"asked to {data.get('stop')}"
+        case EventKind.DRILL_STARTED:
+            return f"drill: {data.get('kind')} of rank {data.get('rank')}"
+        case EventKind.DRILL_FAILED:
+            return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
         case _:
             return None
 

@@ -120,6 +120,7 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
     {
         "unauthorized": (401, AuthError),
         "forbidden": (403, AuthError),
+        "drills_disabled": (403, AuthError),
         "not_found": (404, NotFound),
         "conflict": (409, Conflict),
         "idempotency_conflict": (409, Conflict),

@@ -1,7 +1,7 @@
 """Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
 
 The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
-``run_created``, ``status`` and ``stop_requested``.
+``run_created``, ``status``, ``stop_requested`` and ``drill_requested``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ class EventKind(StrEnum):
     """By the service, on every transition. data: from, to, reason {code, message} | null."""
     STOP_REQUESTED = "stop_requested"
     """By the service. data: stop ("cancel" | "pause")."""
+    DRILL_REQUESTED = "drill_requested"
+    """By the service. data: id, kind, rank."""
     SUBMISSION_STARTED = "submission_started"
     """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep, ray, torch, python}."""
     WAITING = "waiting"
@@ -47,6 +49,10 @@ class EventKind(StrEnum):
     RECOVERED = "recovered"
     """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before, world_size_after,
     phases {name: seconds}."""
+    DRILL_STARTED = "drill_started"
+    """A fault is put in; durable before it is. data: id, kind, rank, node_id | null, pid | null, checkpoint | null."""
+    DRILL_FAILED = "drill_failed"
+    """A drill could not be carried out. data: id, kind, rank, problem."""
     ATTEMPT_ENDED = "attempt_ended"
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from everstep.archive import receive_checkpoint
+from everstep.drill_handle import DrillHandle
+from everstep.drills import Drill, DrillKind
 from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable, WaitTimeout
 from everstep.follow import Follower, Patience
 from everstep.spec import RunSpec
@@ -267,6 +269,25 @@ class RunHandle:
     def resume(self) -> RunHandle:
         """Queue a paused run again."""
         return self._act("resume")
+
+    def drill(self, kind: DrillKind | str, *, rank: int = 0) -> DrillHandle:
+        """Break something of this run on purpose, to see that it recovers: ``kill_worker``, ``hang_worker``, ``kill_node``,
+        ``drain_node`` (of ``rank``, or of its node), ``kill_driver``, ``corrupt_checkpoint``. Needs an admin's token and a service
+        that was started with ``--drills``.
+
+        >>> run.drill("kill_worker", rank=1).wait().report.parity.in_parity   # doctest: +SKIP
+        True
+
+        Raises AuthError, Conflict for a run that does not train now, InvalidSpec for a rank that it does not have.
+        """
+        body = {"kind": str(kind), "rank": rank}
+        response = self._transport.send("POST", f"{self._path}/drills", body=body, repeatable=False)
+        return DrillHandle(self._transport, self.id, self._transport.parse(response, Drill), self._patience)
+
+    def drills(self) -> list[DrillHandle]:
+        """Every drill of this run with its report, oldest first."""
+        found = self._transport.pages(f"{self._path}/drills", Drill)
+        return [DrillHandle(self._transport, self.id, drill, self._patience) for drill in found]
 
     def delete(self) -> None:
         """Remove a run that has ended, with its checkpoints, logs and history."""

@@ -197,7 +197,7 @@ async def serve(
         rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
         reconciler = Reconciler(RunStore(database), EventStore(database), NodeMarkStore(database), storage, ray, cordon_rule=rule)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(database, storage, view, reconciler.lag_s)
+        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         url = base_url(settings, listener)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))

@@ -126,6 +126,19 @@ class CheckpointStore:
         self._files.delete_file(f"{directory}/{MANIFEST}")
         self._files.delete_dir(directory)
 
+    def damage(self, name: str) -> str:
+        """Flip one byte of a checkpoint's smallest file, as a failing disk would: for drills. Returns the file's relative path.
+
+        Raises StorageNotFound, CorruptCheckpoint for one whose manifest is damaged already.
+        """
+        sizes = {relpath: entry.size_bytes for relpath, entry in self.manifest(name).files.items() if entry.size_bytes}
+        relpath = min(sizes, key=lambda each: sizes[each])
+        path = f"{self._directory(name)}/{relpath}"
+        data = bytearray(self._files.read(path))
+        data[len(data) // 2] ^= 0xFF
+        self._files.write(path, bytes(data))
+        return relpath
+
     def retain(self, keep_latest: int, best: str | None, submission: int | None = None) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 

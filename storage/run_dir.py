@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from everstep.drills import DrillKind
 from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
 from storage.files import Files
 from storage.filesystem import Storage
@@ -50,6 +51,17 @@ class CheckpointName:
     def parse(name: str) -> CheckpointName | None:
         match = _CHECKPOINT.fullmatch(name)
         return CheckpointName(int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class DrillOrder:
+    """A drill on its way from the service to a submission's driver."""
+
+    id: str
+    kind: DrillKind
+    rank: int
+    attempt: int
+    """Worker group that was meant; another one is not to be hit."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,35 @@ class RunDir:
                 return stop
         raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}")
 
+    def order_drill(self, submission: int, order: DrillOrder) -> None:
+        """Leave a drill for a submission's driver; it takes the place of an earlier one."""
+        self.files.write(self._drill_path(submission), json.dumps(asdict(order)).encode())
+
+    def drill_ordered(self, submission: int) -> DrillOrder | None:
+        """The newest drill that was left for a submission's driver, also one that it has carried out. Raises CorruptFile."""
+        path = self._drill_path(submission)
+        try:
+            found = json.loads(self.files.read(path))
+            return DrillOrder(str(found["id"]), DrillKind(found["kind"]), int(found["rank"]), int(found["attempt"]))
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} is not a drill: {exc}") from exc
+
+    def write_deadline(self, at: float) -> None:
+        """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
+        self.files.write(self._path("control/deadline.json"), json.dumps({"at": at}).encode())
+
+    def deadline(self) -> float | None:
+        """When the run has to have ended, in unix seconds; None for a run without such. Raises CorruptFile."""
+        path = self._path("control/deadline.json")
+        try:
+            return float(json.loads(self.files.read(path))["at"])
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} does not hold a deadline: {exc}") from exc
+
     def delete(self) -> None:
         """The whole directory with everything in it."""
         self.files.delete_dir(self._path())
@@ -159,6 +200,9 @@ class RunDir:
 
     def checkpoints_path(self, name: str = "") -> str:
         return self._path(f"checkpoints/{name}" if name else "checkpoints")
+
+    def _drill_path(self, submission: int) -> str:
+        return self._path(f"control/s{submission:03d}.drill.json")
 
     def _stop_path(self, submission: int) -> str:
         return self._path(f"control/s{submission:03d}.stop.json")

@@ -23,12 +23,13 @@ import ray
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from everstep.wire import ReasonCode
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir, Stop
+from train_fn.drills import Drills, Faults
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
+from train_fn.recovery.ending import Stopping, ending
 from train_fn.recovery.environment import rank_env, ray_train_env
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
@@ -41,6 +42,7 @@ EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
 
 STOP_POLL_S = 0.5
+DRILL_POLL_S = 0.5
 FENCE_POLL_S = 5.0
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
@@ -73,6 +75,7 @@ class Driver:
         self._train = train
         self._done = threading.Event()
         self._journal: ActorJournalClient | None = None
+        self._stopping = Stopping(None)
 
     def run(self) -> None:
         """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is durable on return.
@@ -85,6 +88,7 @@ class Driver:
             health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
             self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
         history = read_history(self._run_dir)
+        self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         actor = start_journal(self._run_dir, self._submission, ray.get_runtime_context().get_node_id())
@@ -92,6 +96,7 @@ class Driver:
         self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        threading.Thread(target=self._watch_drills, name="drills", daemon=True).start()
         job = RankJob(
             spec=spec,
             run_dir=self._run_dir,
@@ -192,13 +197,7 @@ class Driver:
     def _finish(self, outcome: Outcome) -> None:
         """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become durable."""
         self._done.set()
-        if outcome.failed is not None:
-            name, reason = "failed", {"code": outcome.failed.value, "message": outcome.message or ""}
-        elif outcome.stopped is not None:
-            code = ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
-            name, reason = "stopped", {"code": code.value, "message": f"stopped as asked: {outcome.stopped}"}
-        else:
-            name, reason = "succeeded", None
+        name, reason = ending(outcome, overdue=self._stopping.overdue)
         self._client.emit(EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step})
         logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
         if not self._client.close(FINAL_FLUSH_S):
@@ -215,13 +214,13 @@ class Driver:
             raise Replaced(f"submission {newest} of run {self._run_dir.run_id} has taken over from submission {self._submission}")
 
     def _watch(self) -> None:
-        """Hand the user's stop to the journal, whose replies tell every rank; end this driver once it is replaced."""
+        """Hand the user's stop, or the deadline's, to the journal, whose replies tell every rank; end this driver once it is
+        replaced."""
         next_fence = time.monotonic() + FENCE_POLL_S
         while not self._done.wait(STOP_POLL_S):
+            asked: Stop | None = None
             try:
-                stop: Stop | None = self._run_dir.stop_requested(self._submission)
-                if stop is not None:
-                    self._client.announce_stop(stop)
+                asked = self._run_dir.stop_requested(self._submission)
                 if time.monotonic() >= next_fence:
                     next_fence = time.monotonic() + FENCE_POLL_S
                     self._check_newest()
@@ -230,6 +229,24 @@ class Driver:
                 os._exit(EXIT_REPLACED)
             except StorageError as exc:
                 logger.warning("the run directory could not be read, trying again: %s", exc)
+            stop = self._stopping.decide(asked, time.time())
+            if stop is not None:
+                self._client.announce_stop(stop)
+
+    def _watch_drills(self) -> None:
+        """Carry out the drills that an operator orders, beside the watch for stops: they take seconds."""
+        drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
+        while not self._done.wait(DRILL_POLL_S):
+            try:
+                drills.tick()
+            except Exception as exc:  # a drill that cannot be read must not take the driver along
+                logger.warning("drills could not be looked for, trying again: %s", exc)
+
+
+def _ray_faults() -> Faults:
+    from train_fn.ray_train.faults import RayFaults
+
+    return RayFaults()
 
 
 def _facts() -> dict[str, Any]:

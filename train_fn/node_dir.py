@@ -17,6 +17,11 @@ def shared_memory_root() -> Path:
     return _own_dir(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
+def snapshots_dir(run_id: str) -> Path:
+    """Where ranks of a run leave their state on this machine."""
+    return shared_memory_root() / run_id
+
+
 def cache_root() -> Path:
     """This user's directory for what can be made again."""
     return _own_dir(Path(tempfile.gettempdir())) / "cache"

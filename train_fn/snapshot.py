@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from train_fn.context import WorkerContext
-from train_fn.node_dir import shared_memory_root
+from train_fn.node_dir import shared_memory_root, snapshots_dir
 from train_fn.state import digest
 from train_fn.tensor_tree import size_bytes
 
@@ -135,7 +135,7 @@ class SnapshotStore:
 
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
     """The store of this rank's node."""
-    return SnapshotStore(shared_memory_root() / ctx.run_dir.run_id / ctx.node_id, ctx.submission)
+    return SnapshotStore(snapshots_dir(ctx.run_dir.run_id) / ctx.node_id, ctx.submission)
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:

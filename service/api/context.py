@@ -15,6 +15,7 @@ from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
 from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
+from service.db.drills import DrillStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
@@ -51,14 +52,18 @@ class ApiContext:
         cluster_view: ClusterView,
         reconciler_lag_s: Callable[[], float | None],
         clock: Callable[[], float] = time.time,
+        *,
+        drills_enabled: bool = False,
     ) -> None:
         self.database = database
         self.storage = storage
         self.cluster_view = cluster_view
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
+        self.drills_enabled = drills_enabled
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
+        self.drills = DrillStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.node_marks = NodeMarkStore(database, clock)
         self.marks_file = MarksFile(storage, self.node_marks)

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from everstep.drills import DrillRequest
 from everstep.spec import RunSpec
 from everstep.wire import Problem
 from service import problems
@@ -18,7 +19,7 @@ _REF: Final = "#/components/schemas/{model}"
 _MEANINGS: Final = {
     400: "The request cannot be read (`malformed_json`, `too_deep`).",
     401: "No valid token (`unauthorized`).",
-    403: "The token's role or project does not allow this (`forbidden`).",
+    403: "The token's role or project does not allow this (`forbidden`), or this service does not (`drills_disabled`).",
     404: "No such thing, or it belongs to another project (`not_found`).",
     409: "The state does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`).",
     413: "The body is too large (`body_too_large`).",
@@ -43,6 +44,18 @@ SPEC_BODY: Final[dict[str, Any]] = {
                     "train": {"epochs": 5},
                     "scaling": {"min_workers": 1, "max_workers": 2},
                 },
+            }
+        },
+    }
+}
+
+DRILL_BODY: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"$ref": _REF.format(model="DrillRequest")},
+                "example": {"kind": "kill_worker", "rank": 1},
             }
         },
     }
@@ -80,7 +93,9 @@ def install(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            _, definitions = models_json_schema([(RunSpec, "validation"), (Problem, "serialization")], ref_template=_REF)
+            _, definitions = models_json_schema(
+                [(RunSpec, "validation"), (DrillRequest, "validation"), (Problem, "serialization")], ref_template=_REF
+            )
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
             _drop_default_validation_errors(schema)

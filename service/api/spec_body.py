@@ -1,4 +1,4 @@
-"""The body of POST /v1/runs: read with limits, parsed strictly, and named by its content for idempotency."""
+"""Bodies of requests: read with limits, parsed strictly, and named by its content for idempotency."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def content_sha256(value: Any) -> str:
 def _check_content_type(content_type: str | None) -> None:
     media_type = (content_type or "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
-        raise ProblemError(415, "unsupported_media_type", f"send the spec as application/json, not {media_type[:80]!r}")
+        raise ProblemError(415, "unsupported_media_type", f"send the body as application/json, not {media_type[:80]!r}")
 
 
 async def _read_limited(request: Request) -> bytes:

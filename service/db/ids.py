@@ -22,6 +22,11 @@ def new_run_id(now: float) -> str:
     return "run_" + _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)
 
 
+def new_drill_id(now: float) -> str:
+    """``drill_`` and 12 characters, as a run's."""
+    return new_run_id(now).replace("run_", "drill_", 1)
+
+
 def new_token_id() -> str:
     return "tok_" + _base32(secrets.randbits(60), 12)
 

@@ -2,7 +2,8 @@
 
 Rules, in this order for every run:
 
-- A run past its deadline fails.
+- A run past its deadline fails: one that waits at once, one that was submitted by its driver's own word. Where the driver is gone,
+  or says nothing for a grace, it fails here, and only once its journal was read to the end. One whose steps are all done does not.
 - A run that is asked to stop: the driver is told through its run directory; after a grace Ray ends the job; once the job is gone
   and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
@@ -19,9 +20,12 @@ from typing import Final
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.reconciler.capacity import admit
 from service.reconciler.facts import Facts, JobFact, RunFacts, Stop, TailFact
+from service.states import LIVE
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
 """How long a driver may take to commit its last checkpoint before Ray ends it."""
+DEADLINE_GRACE_S: Final = STOP_GRACE_S["pause"]
+"""The same at the deadline, where the driver stops by its own clock."""
 FIRST_BACKOFF_S: Final = 2.0
 LONGEST_BACKOFF_S: Final = 60.0
 MAX_FRUITLESS: Final = 10
@@ -95,8 +99,8 @@ def decide(facts: Facts) -> tuple[Decision, ...]:
     decisions: list[Decision] = []
     queued: list[RunFacts] = []
     for run in facts.runs:
-        if run.deadline_at is not None and facts.now >= run.deadline_at and run.status != RunStatus.STOPPING:
-            decisions.extend(_deadline(run))
+        if _is_late(run, facts):
+            decisions.extend(_late(run, facts))
         elif run.status == RunStatus.QUEUED:
             queued.append(run)
         elif run.status == RunStatus.STOPPING:
@@ -115,14 +119,39 @@ def backoff_s(fruitless: int) -> float:
     return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(fruitless - 2, 16))
 
 
-def _deadline(run: RunFacts) -> Iterator[Decision]:
-    message = "recovery.deadline_s has passed since the run was created"
-    yield ChangeStatus(
-        run.id, run.status, run.submission, RunStatus.FAILED, Reason(code=ReasonCode.DEADLINE_EXCEEDED, message=message)
+def _is_late(run: RunFacts, facts: Facts) -> bool:
+    return (
+        run.deadline_at is not None
+        and facts.now >= run.deadline_at
+        and not run.steps_done
+        and run.status in LIVE - {RunStatus.STOPPING}
     )
+
+
+def _late(run: RunFacts, facts: Facts) -> Iterator[Decision]:
+    """Past the deadline with steps left, as far as the journal was read.
+
+    The driver knows its deadline, stops the ranks with a last checkpoint and says so. Its journal is the truth: while more of it
+    may be there than was read, the run may have finished in time, and nothing is decided.
+    """
+    if run.status == RunStatus.QUEUED:
+        yield _deadline_exceeded(run)
+        return
+    gone = run.job in (JobFact.MISSING, JobFact.ENDED)
+    began_at = max(run.deadline_at or 0.0, run.submitted_at or 0.0)
+    if run.tail != TailFact.DRAINED or not (gone or facts.now - began_at > DEADLINE_GRACE_S):
+        if not gone:
+            yield from _submitted(run, facts)
+        return
+    yield _deadline_exceeded(run)
     # Only now: a driver that is told to stop first could report an end of its own.
-    if run.submission > 0:
-        yield EndJob(submission_id(run.id, run.submission))
+    yield EndJob(submission_id(run.id, run.submission))
+
+
+def _deadline_exceeded(run: RunFacts) -> Decision:
+    message = "recovery.deadline_s has passed since the run was created"
+    reason = Reason(code=ReasonCode.DEADLINE_EXCEEDED, message=message)
+    return ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
 
 
 def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:

@@ -130,7 +130,7 @@ class Executor:
         """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
         run = await self._run(run_id, after)
         try:
-            await asyncio.to_thread(self._storage.run_dir(run_id).write_spec, parse_spec(run.spec))
+            await asyncio.to_thread(self._write_request, run)
         except StorageError as exc:
             if run.status == RunStatus.QUEUED:
                 reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=str(exc))
@@ -140,6 +140,13 @@ class Executor:
         run = await asyncio.to_thread(self._runs.claim_submission, run_id, after)
         crash_point("after_claim")
         await self._submit(run)
+
+    def _write_request(self, run: RunRow) -> None:
+        """What the driver needs of the request: the spec, and until when it has time."""
+        run_dir, spec = self._storage.run_dir(run.id), parse_spec(run.spec)
+        if spec.recovery.deadline_s is not None:
+            run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
+        run_dir.write_spec(spec)
 
     async def _submit(self, run: RunRow) -> None:
         metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}

@@ -59,6 +59,9 @@ class RunFacts:
     job: JobFact = JobFact.UNKNOWN
     tail: TailFact = TailFact.BEHIND
     deadline_at: float | None = None
+    """When ``recovery.deadline_s`` is over, unix seconds."""
+    steps_done: bool = False
+    """Whether all steps are done: what is left is the last checkpoint and the driver's word."""
     min_workers: int = 1
     max_workers: int = 1
     world_size: int | None = None

@@ -211,6 +211,7 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         submitted_at=row.submitted_at,
         fruitless=row.submission - _last_fruitful(row),
         deadline_at=None if deadline_s is None else row.created_at + deadline_s,
+        steps_done=row.total_steps is not None and row.step >= row.total_steps,
         min_workers=scaling["min_workers"],
         max_workers=scaling["max_workers"],
         world_size=row.world_size,

@@ -72,7 +72,7 @@ class Journal:
         self.at = at
         self.n = 0
 
-    def event(self, kind: EventKind, at: float | None = None, **data: Any) -> JournalEvent:
+    def event(self, kind: EventKind, /, at: float | None = None, **data: Any) -> JournalEvent:
         self.n += 1
         self.at = self.at if at is None else at
         return JournalEvent(
@@ -120,7 +120,8 @@ class Journal:
 class ApiService:
     """The service's API over HTTP. ``http`` carries the admin's token; ``client(token)`` another's."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, drills: bool = False) -> None:
+        self.drills = drills
         self.clock = ManualClock()
         self.database = Database(f"sqlite:///{directory / 'everstep.db'}")
         self.storage = open_storage(str(directory / "storage"))
@@ -129,7 +130,9 @@ class ApiService:
 
     async def __aenter__(self) -> Self:
         self.database.migrate()
-        self.context = ApiContext(self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock)
+        self.context = ApiContext(
+            self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock, drills_enabled=self.drills
+        )
         self.runs, self.events = self.context.runs, self.context.events
         self._stack = AsyncExitStack()
         # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else every answer waits 40 ms.

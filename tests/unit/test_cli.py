@@ -379,6 +379,7 @@ def test_the_version_and_every_command_s_help() -> None:
     assert run_cli("--version").stdout.startswith("everstep ")
     overview = run_cli("--help").stdout
     commands = ["serve", "submit", "runs", "show", "watch", "logs", "why", "metrics", "samples"]
-    commands += ["checkpoints", "download", "cancel", "pause", "resume", "cluster", "cordon", "uncordon", "drain", "demo"]
+    commands += ["checkpoints", "download", "cancel", "pause", "resume", "drill"]
+    commands += ["cluster", "cordon", "uncordon", "drain", "demo"]
     for name in commands:
         assert name in overview and run_cli(name, "--help").exit_code == 0

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.reconciler.decide import (
+    DEADLINE_GRACE_S,
     MAX_FRUITLESS,
     STOP_GRACE_S,
     STRAY_GRACE_S,
@@ -97,13 +98,34 @@ def test_a_stop_is_delivered_then_forced_then_recorded(stop: Any, end: RunStatus
     assert decided(replace(told, job=JobFact.ENDED, tail=TailFact.BEHIND)) == (), "the driver may have said how it ended"
 
 
-def test_a_deadline_fails_the_run_before_its_job_is_ended() -> None:
-    late = run(deadline_at=NOW - 1, job=JobFact.ALIVE)
-    change, end = decided(late)
-    assert isinstance(change, ChangeStatus) and change.reason.code is ReasonCode.DEADLINE_EXCEEDED
-    assert end == EndJob("run_a-s001")
-    assert decided(run(RunStatus.QUEUED, deadline_at=NOW - 1)) == (replace(change, expected=RunStatus.QUEUED, submission=0),)
+def test_a_deadline_ends_a_waiting_run_at_once_and_a_driver_that_is_silent_after_a_grace() -> None:
+    [waiting] = decided(run(RunStatus.QUEUED, deadline_at=NOW - 1))
+    assert isinstance(waiting, ChangeStatus) and waiting.reason.code is ReasonCode.DEADLINE_EXCEEDED
+    late = run(deadline_at=NOW - 1, job=JobFact.ALIVE, tail=TailFact.DRAINED)
+    assert decided(late) == (), "its driver stops it with a last checkpoint, and says so"
+    silent = replace(late, deadline_at=NOW - DEADLINE_GRACE_S - 1, submitted_at=NOW - DEADLINE_GRACE_S - 9)
+    for job in (JobFact.ALIVE, JobFact.UNKNOWN):
+        change, end = decided(replace(silent, job=job))
+        assert change == replace(waiting, expected=RunStatus.RUNNING, submission=1)
+        assert end == EndJob("run_a-s001"), "only after the run has its verdict"
+    assert decided(replace(silent, submitted_at=NOW - 1)) == (), "a driver that has just begun learns of it first"
     assert decided(run(deadline_at=NOW + 1, job=JobFact.ALIVE)) == ()
+
+
+def test_a_lost_driver_is_not_replaced_after_the_deadline() -> None:
+    for job in (JobFact.ENDED, JobFact.MISSING):
+        change, _ = decided(run(deadline_at=NOW - 1, job=job, tail=TailFact.DRAINED))
+        assert isinstance(change, ChangeStatus) and change.reason.code is ReasonCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("job", list(JobFact))
+def test_a_run_that_may_have_finished_is_not_failed_by_its_deadline(job: JobFact) -> None:
+    """However late: its driver may have written ``finished``, and only the end of the journal tells."""
+    late = run(deadline_at=NOW - 10_000, job=job)
+    assert decided(replace(late, tail=TailFact.BEHIND)) == ()
+    done = replace(late, steps_done=True)
+    for tail in TailFact:
+        assert not any(isinstance(decision, ChangeStatus) for decision in decided(replace(done, tail=tail)))
 
 
 def test_strays_are_ended_after_a_grace() -> None:

@@ -15,7 +15,7 @@ import pytest
 from everstep.events import EventKind
 from everstep.wire import ReasonCode, RunStatus
 from service.db.tables import runs
-from service.reconciler.decide import STOP_GRACE_S
+from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
 from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.reconciler_world import World, world
 
@@ -225,14 +225,46 @@ async def test_storage_that_cannot_be_written_keeps_the_run_queued(here: World, 
     assert ray.submissions == []
 
 
-async def test_a_deadline_ends_the_run_and_its_job(here: World, ray: FakeRay) -> None:
+async def test_a_deadline_is_the_driver_s_to_keep_and_the_service_s_when_it_does_not(here: World, ray: FakeRay) -> None:
     run = here.create(recovery={"deadline_s": 60})
     await here.reconciler.tick()
+    assert here.storage.run_dir(run.id).deadline() == pytest.approx(run.created_at + 60)
     here.now += 61
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.STARTING and ray.stopped == []
+    here.now += DEADLINE_GRACE_S
     await here.reconciler.tick()
     row = here.get(run.id)
     assert (row.status, row.reason_code) == (RunStatus.FAILED, ReasonCode.DEADLINE_EXCEEDED)
     assert ray.stopped == [f"{run.id}-s001"]
+
+
+async def test_a_run_that_finished_before_its_deadline_succeeds_however_late_that_is_read(
+    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service was away when the run finished, and comes back after the deadline to a journal longer than one look."""
+    monkeypatch.setattr("service.reconciler.tail.BATCH_EVENTS", 1)
+    monkeypatch.setattr("service.reconciler.tail.MAX_BATCHES", 2)
+    run = here.create(recovery={"deadline_s": 60})
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS, SUCCEEDED)
+    ray.end(f"{run.id}-s001", "SUCCEEDED")
+    here.now += 61 + 2 * DEADLINE_GRACE_S
+    for _ in range(4):
+        await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.SUCCEEDED
+
+
+async def test_a_run_whose_steps_are_done_may_take_its_time_to_end(here: World, ray: FakeRay) -> None:
+    run = here.create(recovery={"deadline_s": 60})
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, (EventKind.METRICS, {"points": [{"step": 10, "at": 1.0, "values": {"loss": 0.5}}]}))
+    here.now += 61 + 2 * DEADLINE_GRACE_S
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.RUNNING, "it commits its last checkpoint"
+    here.write(run.id, 1, SUCCEEDED, first=5)
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.SUCCEEDED
 
 
 async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

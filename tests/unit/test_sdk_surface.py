@@ -14,7 +14,7 @@ from everstep import catalog, spec, wire
 
 PUBLIC = {
     *("Client", "RunHandle", "RunSpec", "Patience", "Run", "RunStatus", "ReasonCode", "Verdict", "Event", "LogLine", "Failure"),
-    *("Attempt", "Checkpoint", "Samples", "Goodput", "ClusterInfo", "Node"),
+    *("Attempt", "Checkpoint", "Samples", "Goodput", "ClusterInfo", "Node", "Drill", "DrillHandle", "DrillKind"),
     *("EverstepError", "InvalidSpec", "FieldError", "AuthError", "NotFound", "Conflict", "RateLimited", "Unavailable"),
     *("CorruptDownload", "RunFailed", "WaitTimeout", "UsageError", "ServiceError", "__version__"),
 }
@@ -67,7 +67,7 @@ def test_every_wire_type_is_frozen() -> None:
     assert all(kind.model_config.get("frozen") for kind in kinds if kind.__module__ == "everstep.wire")
 
 
-@pytest.mark.parametrize("name", ["Client", "RunHandle"])
+@pytest.mark.parametrize("name", ["Client", "RunHandle", "DrillHandle"])
 def test_every_public_method_is_documented(name: str) -> None:
     methods = inspect.getmembers(getattr(everstep, name), inspect.isfunction)
     assert [method for method, function in methods if not method.startswith("_") and not inspect.getdoc(function)] == []

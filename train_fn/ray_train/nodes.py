@@ -17,6 +17,11 @@ Look = Callable[[], tuple[NodeView, ...]]
 """``look_at_nodes`` as one process uses it."""
 
 
+def head_node_ids() -> set[str]:
+    """The head's node id; none where the GCS knows of no living head. Raises what Ray raises where the GCS does not answer."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD_RESOURCE in node["Resources"]}
+
+
 def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
     """Every node that the GCS believes alive, with whether its raylet accepts a connection right now, and how it is marked.
 

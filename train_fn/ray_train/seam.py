@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
-from ray._raylet import RAY_NODE_ID_KEY, PlacementGroupID  # type: ignore[attr-defined]
-from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+from ray._raylet import RAY_NODE_ID_KEY, GcsClient, InnerGcsClient, PlacementGroupID  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2, common_pb2, node_manager_pb2, node_manager_pb2_grpc
 from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
@@ -48,6 +48,7 @@ __all__ = [
     "FailureDecision",
     "FailurePolicy",
     "FinishedState",
+    "GcsClient",
     "LoopResult",
     "NoopDecision",
     "PlacementGroupCleanerCallback",
@@ -70,6 +71,7 @@ __all__ = [
     "WorkerGroupStateBuilder",
     "WorkerHealthCheckFailedError",
     "WorkerHealthCheckTimeoutError",
+    "autoscaler_pb2",
     "cluster_state",
     "common_pb2",
     "get_train_context",
@@ -138,6 +140,10 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "DataParallelTrainer._initialize_and_run_controller": (
         DataParallelTrainer._initialize_and_run_controller,
         ("self", "controller_init_kwargs"),
+    ),
+    "GcsClient.drain_node": (
+        InnerGcsClient.drain_node,
+        ("self", "node_id", "reason", "reason_message", "deadline_timestamp_ms", "timeout"),
     ),
     "DataParallelTrainer._create_default_callbacks": (DataParallelTrainer._create_default_callbacks, ("self",)),
 }

@@ -16,6 +16,15 @@ READ_BATCH = 5000
 
 
 @dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs."""
+
+    rank: int
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True)
 class History:
     """The past of a run, over all its submissions."""
 
@@ -23,14 +32,25 @@ class History:
     last_attempt: int = 0
     last_step: int | None = None
     """Most steps done that any journal tells of."""
+    total_steps: int | None = None
+    """Steps of the whole run, once a rank has told."""
     world_size: int = 0
     """Ranks of the last attempt."""
+    workers: tuple[RankPlace, ...] = ()
+    """Those ranks."""
     attempt_open: bool = False
     """Whether the last attempt began and has not ended."""
+    drills: frozenset[str] = frozenset()
+    """Ids of drills that were begun or refused."""
     finished: bool = True
     """Whether the last submission came to its end; it did not where its driver was lost."""
     last_at: float | None = None
     """When the last event happened, in unix seconds."""
+
+    @property
+    def steps_done(self) -> bool:
+        """Whether every step was done at some time, though perhaps not kept."""
+        return self.total_steps is not None and (self.last_step or 0) >= self.total_steps
 
     def with_event(self, event: JournalEvent) -> History:
         """The same with one event more."""
@@ -42,9 +62,14 @@ class History:
         elif event.kind is EventKind.FAILURE:
             changes["failures"] = (*self.failures, past_failure(event.data))
         elif event.kind is EventKind.ATTEMPT_STARTED:
-            changes |= {"attempt_open": True, "world_size": event.data["world_size"]}
+            workers = (RankPlace(place["rank"], place["node_id"], place["pid"]) for place in event.data["workers"])
+            changes |= {"attempt_open": True, "world_size": event.data["world_size"], "workers": tuple(workers)}
         elif event.kind is EventKind.ATTEMPT_ENDED:
             changes["attempt_open"] = False
+        elif event.kind in (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED):
+            changes["drills"] = self.drills | {event.data["id"]}
+        elif event.kind is EventKind.TRAINING_STARTED:
+            changes["total_steps"] = event.data.get("total_steps")
         elif event.kind is EventKind.METRICS and event.data["points"]:
             changes["last_step"] = max(self.last_step or 0, *(point["step"] for point in event.data["points"]))
         return dataclasses.replace(self, **changes)

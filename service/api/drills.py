@@ -1,0 +1,94 @@
+"""Drills of a run: asked for, and listed with what came of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Depends, Path, Request
+from pydantic import ValidationError
+
+from everstep.drills import Drill, DrillRequest
+from everstep.events import EventKind
+from everstep.field_errors import field_errors
+from everstep.wire import Page
+from service.api.context import ApiContext, Context
+from service.api.openapi import DRILL_BODY, problem_answers
+from service.api.spec_body import read_json
+from service.auth import Caller, VisibleRun
+from service.db.rows import EventRow, RunRow
+from service.problems import ProblemError, invalid_request, not_found
+from service.projections import drills
+from service.states import TransitionConflict
+from storage.run_dir import DrillOrder
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
+
+
+async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> RunRow:
+    """The run of the path, to be broken. Raises 403 for others than admins, and where the operator has not enabled drills."""
+    caller.require("admin")
+    if not context.drills_enabled:
+        detail = "drills are off here; start the service with --drills or with EVERSTEP_DRILLS=1 in its environment"
+        raise ProblemError(403, "drills_disabled", detail)
+    return run
+
+
+DrillableRun = Annotated[RunRow, Depends(drillable_run)]
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Put a fault into a run",
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=DRILL_BODY,
+)
+async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
+    """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
+    wanted = _parse(await read_json(request))
+    if run.world_size is None:
+        raise TransitionConflict(run.id, run.status, "a drill needs a run that trains: one that is RUNNING")
+    if wanted.rank >= run.world_size:
+        raise invalid_request("rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1} now, not {wanted.rank}")
+    event = await context.database_call(context.drills.request, run, wanted)
+    order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
+    await context.storage_call(context.storage.run_dir(run.id).order_drill, run.submission, order)
+    return drills.drill(drills.Story(event), ())
+
+
+def _parse(raw: object) -> DrillRequest:
+    try:
+        return DrillRequest.model_validate(raw)
+    except ValidationError as exc:
+        faults = field_errors(DrillRequest, raw, exc)
+        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults) from exc
+
+
+@router.get("", summary="Drills of a run", responses=problem_answers(404))
+async def list_drills(run: VisibleRun, context: Context) -> Page[Drill]:
+    """Every drill with its report, oldest first."""
+    return Page(items=tuple([await _answer(context, run, story) for story in await _stories(context, run)]), next_cursor=None)
+
+
+@router.get("/{drill_id}", summary="One drill", responses=problem_answers(404))
+async def get_drill(
+    run: VisibleRun, context: Context, drill_id: Annotated[str, Path(max_length=32, description="Id of the drill: `drill_…`.")]
+) -> Drill:
+    for story in await _stories(context, run):
+        if story.id == drill_id:
+            return await _answer(context, run, story)
+    raise not_found(f"run {run.id} has no drill {drill_id[:40]!r}")
+
+
+async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
+    return drills.stories(await context.database_call(context.events.of_kinds, run.id, drills.KINDS))
+
+
+async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Drill:
+    metrics: list[EventRow] = []
+    if story.recovered is not None:
+        after = max(0, story.requested.seq - drills.METRICS_BEFORE)
+        metrics = await context.database_call(
+            context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
+        )
+    return drills.drill(story, metrics)
