@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep.events import EventKind
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, read_journal
@@ -11,6 +13,7 @@ from tests.service_process import ServiceProcess, wait_for
 DEADLINE_S = 60.0
 
 
+@pytest.mark.chaos
 def test_a_deadline_passes_while_the_service_is_away(own_service: ServiceProcess) -> None:
     run = own_service.client().runs.create(digits("late", epochs=2000, recovery={"deadline_s": DEADLINE_S}))
     wait_for_step(run, 15, timeout_s=DEADLINE_S - 5)
