@@ -45,6 +45,7 @@ def nodes_of(run: RunHandle) -> list[str]:
     return [worker.node_id for worker in sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)]
 
 
+@pytest.mark.chaos
 def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
     run = client.runs.create(digits("drained", epochs=60))
     wait_for_step(run, 25)

@@ -50,6 +50,7 @@ def assert_passed(drill: DrillHandle) -> Any:
     return report
 
 
+@pytest.mark.chaos
 def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) -> None:
     run = drilled.client().runs.create(digits("drilled", **LONG))
     wait_for_step(run, 25)
@@ -96,6 +97,7 @@ def _once(run: RunHandle) -> bool | None:
     return report.parity.samples_used_once if report is not None and report.parity is not None else None
 
 
+@pytest.mark.chaos
 def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
     run = drilled.client().runs.create(digits("drilled by hand", **LONG))
     wait_for_step(run, 25)
