@@ -22,6 +22,7 @@ from everstep.events import EventKind
 from storage.filesystem import open_storage
 from tests.unit.storage_places import quick_directory
 from tests.unit.test_train_saver import advance, make_context, make_state
+from train_fn import node_dir
 from train_fn import publisher as publisher_module
 from train_fn import snapshot as snapshot_module
 from train_fn.boundary_copy import BoundaryCopies
@@ -41,7 +42,8 @@ DEADLINE_S = 20.0
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "shm"
     root.mkdir()
-    monkeypatch.setattr(snapshot_module, "shared_memory_root", lambda: root)
+    for module in (snapshot_module, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: root)
     return root
 
 
