@@ -18,13 +18,17 @@ def new_run_id(now: float) -> str:
 
     Two ids of one millisecond may collide (1 in 524,288); the primary key notices and the store draws again.
     """
-    milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
-    return "run_" + _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)
+    return "run_" + _dated(now)
 
 
 def new_drill_id(now: float) -> str:
     """``drill_`` and 12 characters, as a run's."""
-    return new_run_id(now).replace("run_", "drill_", 1)
+    return "drill_" + _dated(now)
+
+
+def _dated(now: float) -> str:
+    milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
+    return _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)
 
 
 def new_token_id() -> str:

@@ -9,7 +9,7 @@ from typing import Final
 from sqlalchemy import delete, insert, select, text, update
 
 from service.db.engine import Database
-from service.db.rows import MarkWord, NodeFailureRow, NodeMarkRow
+from service.db.rows import MarkWord, NodeFailure, NodeMarkRow
 from service.db.tables import events, node_marks
 
 GONE_KEPT_S: Final = 24 * 3600.0
@@ -87,13 +87,13 @@ class NodeMarkStore:
                     connection.execute(delete(node_marks).where(here))
         return tuple(gone)
 
-    def failures_since(self, since: float) -> list[NodeFailureRow]:
+    def failures_since(self, since: float) -> list[NodeFailure]:
         """Failures of all runs whose first failing rank, and its node, are known; oldest first."""
         query = select(events.c.run_id, events.c.at, events.c.data).where(_FAILURES, events.c.at >= since).order_by(events.c.at)
         with self._database.read() as connection:
             found = [(row.run_id, row.at, row.data) for row in connection.execute(query)]
         return [
-            NodeFailureRow(run_id, str(data["node_id"]), at, str(data.get("verdict")), str(data.get("exception") or ""))
+            NodeFailure(run_id, str(data["node_id"]), at, str(data.get("verdict")), str(data.get("exception") or ""))
             for run_id, at, data in found
             if data.get("node_id") and data.get("first_rank") is not None
         ]

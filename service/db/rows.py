@@ -164,11 +164,11 @@ class NodeMarkRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFailureRow:
-    """One failure that began with a rank on a node."""
+class NodeFailure:
+    """A failure that began with a rank on this node. ``at`` is unix seconds."""
 
     run_id: str
     node_id: str
     at: float
     verdict: str
-    exception: str
+    exception: str = ""

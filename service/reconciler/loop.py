@@ -24,8 +24,7 @@ from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
 from storage.filesystem import Storage
 
-BUSY_INTERVAL_S: Final = 0.5
-IDLE_INTERVAL_S: Final = 0.5
+INTERVAL_S: Final = 0.5
 TROUBLE_INTERVAL_S: Final = 2.0
 
 log = structlog.get_logger(__name__)
@@ -62,7 +61,6 @@ class Reconciler:
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
         self._clock = clock
         self._wake = asyncio.Event()
-        self._busy = False
         self.last_tick_at: float | None = None
         """When the last tick was finished, unix seconds; None before the first."""
 
@@ -85,7 +83,6 @@ class Reconciler:
         decisions = decide(facts)
         await self._executor.execute(decisions)
         self._node_care.tick()
-        self._busy = bool(facts.runs)
         self.last_tick_at = self._clock()
         return decisions
 
@@ -94,7 +91,7 @@ class Reconciler:
         while not stopping.is_set():
             try:
                 await self.tick()
-                pause_s = BUSY_INTERVAL_S if self._busy else IDLE_INTERVAL_S
+                pause_s = INTERVAL_S
             except DatabaseError as exc:
                 log.warning("the database does not answer; trying again", problem=str(exc))
                 pause_s = TROUBLE_INTERVAL_S

@@ -13,7 +13,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.rows import NodeMarkRow
 from service.marks_file import MarksFile
 from service.ray_jobs import RayError, RayJobs, RayNode
-from service.reconciler.unhealthy import CordonRule, NodeFailure, Suspect, choose_to_cordon, find_suspects
+from service.reconciler.unhealthy import CordonRule, Suspect, choose_to_cordon, find_suspects
 from storage.errors import StorageError
 
 INTERVAL_S: Final = 5.0
@@ -80,8 +80,7 @@ class NodeCare:
         if not self._rule.is_on:
             return ()
         now = self._clock()
-        rows = await asyncio.to_thread(self._marks.failures_since, now - self._rule.window_s)
-        failures = [NodeFailure(row.run_id, row.node_id, row.at, row.verdict, row.exception) for row in rows]
+        failures = await asyncio.to_thread(self._marks.failures_since, now - self._rule.window_s)
         pardoned = {node_id: word.at for node_id, word in words.items() if word.state == "open"}
         return find_suspects(failures, self._rule, now, pardoned)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import Verdict
+from service.db.rows import NodeFailure
+from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
 
 NODE_VERDICTS: Final = frozenset({Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG})
 """What may be the fault of a node. An error of the user's code, of storage or of the control plane is not."""
@@ -17,25 +19,14 @@ _SHOWN_RUNS: Final = 3
 
 
 @dataclass(frozen=True)
-class NodeFailure:
-    """A failure that began with a rank on this node. ``at`` is unix seconds."""
-
-    run_id: str
-    node_id: str
-    at: float
-    verdict: str
-    exception: str = ""
-
-
-@dataclass(frozen=True)
 class CordonRule:
     """How often a node may fail within ``window_s`` seconds; a limit of 0 is none."""
 
-    runs: int = 3
+    runs: int = DEFAULT_CORDON_RUNS
     """So many runs that failed on the node cordon it."""
-    failures: int = 5
+    failures: int = DEFAULT_CORDON_FAILURES
     """So many failures of any runs on the node cordon it."""
-    window_s: float = 3600.0
+    window_s: float = DEFAULT_CORDON_WINDOW_S
 
     @property
     def is_on(self) -> bool:

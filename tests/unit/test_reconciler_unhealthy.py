@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from everstep.events import EventKind
 from everstep.wire import Verdict
 from service.db.node_marks import GONE_KEPT_S
+from service.db.rows import NodeFailure
 from service.marks_file import MarksFile
 from service.ray_jobs import RayEndpoint, RayJobs
 from service.reconciler.node_care import BY_ITSELF, NodeCare
 from service.reconciler.tail import JournalTail
-from service.reconciler.unhealthy import CordonRule, NodeFailure, Suspect, choose_to_cordon, find_suspects
+from service.reconciler.unhealthy import CordonRule, Suspect, choose_to_cordon, find_suspects
 from storage.node_marks import PATH, read_node_marks
 from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.reconciler_world import World, world

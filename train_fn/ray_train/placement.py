@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
+from operator import attrgetter
 
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -90,5 +91,5 @@ def _is_placed(bundle: Bundle) -> bool:
 
 def _in_turns(bundles: list[Bundle]) -> list[Bundle]:
     """The same bundles, each node's first before any node's second."""
-    by_node = [list(group) for _, group in groupby(sorted(bundles, key=lambda b: b.node_id), key=lambda b: b.node_id)]
-    return [node[turn] for turn in range(max(map(len, by_node), default=0)) for node in by_node if turn < len(node)]
+    by_node = groupby(sorted(bundles, key=attrgetter("node_id")), key=attrgetter("node_id"))
+    return [bundle for turn in zip_longest(*(list(group) for _, group in by_node)) for bundle in turn if bundle is not None]

@@ -53,17 +53,26 @@ def fit_workers(
     ``held`` maps node ids to this run's bundles on them. ``strategy`` is Ray's placement strategy: STRICT_PACK needs one node
     for all, STRICT_SPREAD one node each.
     """
-    wanted = {name: amount for name, amount in per_worker.items() if amount > 0}
-    slots = [_slots(node, held.get(node.node_id, 0), wanted, max_workers) for node in nodes if node.usable]
+    wanted = _wanted(per_worker)
+    room = _room(nodes, held, wanted, max_workers).values()
     if strategy == "STRICT_PACK":
-        count = max(slots, default=0)
+        count = max(room, default=0)
     elif strategy == "STRICT_SPREAD":
-        count = sum(slot > 0 for slot in slots)
+        count = sum(slots > 0 for slots in room)
     else:
-        count = sum(slots)
+        count = sum(room)
     count = min(count, max_workers)
     lacking = max(0, min_workers - count)
     return Fit(count, {name: amount * lacking for name, amount in wanted.items()} if lacking else {})
+
+
+def _wanted(per_worker: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in per_worker.items() if amount > 0}
+
+
+def _room(nodes: Iterable[NodeView], held: Mapping[str, int], wanted: Mapping[str, float], most: int) -> dict[str, int]:
+    """Ranks that fit on each usable node, at most ``most``, by node id."""
+    return {node.node_id: _slots(node, held.get(node.node_id, 0), wanted, most) for node in nodes if node.usable}
 
 
 def _slots(node: NodeView, held: int, wanted: Mapping[str, float], most: int) -> int:
@@ -80,8 +89,7 @@ def choose_nodes(
 
     What the run holds already is used first, for that is there at once; the rest follows Ray's placement strategies.
     """
-    wanted = {name: amount for name, amount in per_worker.items() if amount > 0}
-    room = {n.node_id: _slots(n, held.get(n.node_id, 0), wanted, num_workers) for n in nodes if n.usable}
+    room = _room(nodes, held, _wanted(per_worker), num_workers)
     kept = {node: min(held.get(node, 0), slots) for node, slots in room.items()}
     if strategy == "STRICT_PACK":
         room = dict([max(room.items(), key=lambda item: (item[1] >= num_workers, kept[item[0]], item[1]))] if room else ())
@@ -89,12 +97,9 @@ def choose_nodes(
         room = {node: min(slots, 1) for node, slots in room.items()}
     if sum(room.values()) < num_workers:
         return None
+    together = 1 if strategy in ("PACK", "STRICT_PACK") else -1
     chosen: Counter[str] = Counter()
     for _ in range(num_workers):
         open_nodes = [node for node in room if chosen[node] < room[node]]
-        if strategy in ("SPREAD", "STRICT_SPREAD"):
-            best = max(open_nodes, key=lambda node: (chosen[node] < kept[node], -chosen[node], room[node]))
-        else:
-            best = max(open_nodes, key=lambda node: (chosen[node] < kept[node], chosen[node], room[node]))
-        chosen[best] += 1
+        chosen[max(open_nodes, key=lambda node: (chosen[node] < kept[node], together * chosen[node], room[node]))] += 1
     return chosen
