@@ -6,11 +6,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from everstep.drills import Drill, DrillKind, DrillReport, DrillState
-from everstep.errors import Unavailable, WaitTimeout
-from everstep.follow import Patience
+from everstep.follow import Patience, wait_until
 from everstep.transport import Transport
-
-_POLL_S = 0.5
 
 
 class DrillHandle:
@@ -58,18 +55,12 @@ class DrillHandle:
         Returns itself, whatever came of it: ``state`` and ``report.parity`` tell. A service that is away for a while does not end
         the waiting. Raises WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away.
         """
-        timing = self._transport.timing
-        started = alive_at = timing.now()
-        while True:
-            try:
-                self.refresh()
-                alive_at = timing.now()
-            except Unavailable:
-                if timing.now() - alive_at > self._patience.away_s:
-                    raise
-            if self.drill.complete:
-                return self
-            left_s = started + timeout_s - timing.now()
-            if left_s <= 0:
-                raise WaitTimeout(f"drill {self.id} of run {self.run_id} is still {self.drill.state} after {timeout_s:g} s")
-            timing.sleep(min(_POLL_S, left_s))
+        wait_until(
+            lambda: self.drill.complete,
+            self.refresh,
+            lambda: f"drill {self.id} of run {self.run_id} is still {self.drill.state} after {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+        )
+        return self

@@ -1,4 +1,4 @@
-"""Following what happens: a stream of server-sent events that survives lost connections without losing or repeating an item."""
+"""Waiting for something to come about, and following what happens over a stream that survives lost connections."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
-from everstep.errors import EverstepError, RateLimited, ServiceError, Unavailable
+from everstep.errors import EverstepError, RateLimited, ServiceError, Unavailable, WaitTimeout
 from everstep.sse import parse_sse
+from everstep.timing import Timing
 from everstep.transport import Params, Transport
 from everstep.wire import Event, LogLine
 
@@ -25,6 +26,40 @@ class Patience:
     """The service sends a heartbeat every 5 s; a connection that says nothing for so long is given up for a new one."""
     away_s: float = 600.0
     """After so many seconds without one good connection following ends with Unavailable."""
+
+
+def wait_until(
+    done: Callable[[], bool],
+    refresh: Callable[[], object],
+    late: Callable[[], str],
+    timing: Timing,
+    patience: Patience,
+    *,
+    timeout_s: float | None,
+    first_pause_s: float = 0.5,
+    most_pause_s: float = 0.5,
+) -> None:
+    """Call ``refresh`` until ``done``; the pauses between grow by half, from the first to the longest.
+
+    A service that is away for a while does not end the waiting. Raises WaitTimeout with the words of ``late`` after ``timeout_s``
+    seconds, Unavailable if the service stays away for longer than ``patience`` has.
+    """
+    started = alive_at = timing.now()
+    pause_s = first_pause_s
+    while True:
+        try:
+            refresh()
+            alive_at = timing.now()
+        except Unavailable:
+            if timing.now() - alive_at > patience.away_s:
+                raise
+        if done():
+            return
+        left_s = None if timeout_s is None else started + timeout_s - timing.now()
+        if left_s is not None and left_s <= 0:
+            raise WaitTimeout(late())
+        timing.sleep(pause_s if left_s is None else min(pause_s, left_s))
+        pause_s = min(most_pause_s, pause_s * 1.5)
 
 
 class Follower(Generic[Item]):

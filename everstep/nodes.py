@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from everstep.errors import Conflict, NotFound, Unavailable, UsageError, WaitTimeout
-from everstep.follow import Patience
+from everstep.errors import Conflict, NotFound, Unavailable, UsageError
+from everstep.follow import Patience, wait_until
 from everstep.transport import Transport
 from everstep.wire import ClusterInfo, Node
 
-_POLL_S = 0.5
 _SHOWN = 12
 
 
@@ -71,26 +70,26 @@ class Nodes:
         A service or a Ray that is away for a while does not end the waiting. Raises WaitTimeout after ``timeout_s`` seconds with
         the runs that are still there, Conflict where nobody drains the node, or no longer, Unavailable if they stay away.
         """
-        timing = self._transport.timing
-        started = alive_at = timing.now()
-        runs: tuple[str, ...] = ()
-        while True:
-            try:
-                node = self.get(node_id)
-            except Unavailable:
-                if timing.now() - alive_at > self._patience.away_s:
-                    raise
-            else:
-                alive_at, runs = timing.now(), node.runs
-                if node.state in ("DRAINED", "DEAD"):
-                    return node
-                if node.state != "DRAINING":
-                    raise Conflict(f"node {node_id} is {node.state}; nobody drains it now")
-            left_s = None if timeout_s is None else started + timeout_s - timing.now()
-            if left_s is not None and left_s <= 0:
-                there = f"ranks of {', '.join(runs)}" if runs else "no run that this token may see"
-                raise WaitTimeout(f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}")
-            timing.sleep(_POLL_S if left_s is None else min(_POLL_S, left_s))
+        node: Node | None = None
+
+        def look() -> None:
+            nonlocal node
+            node = self.get(node_id)
+
+        def drained() -> bool:
+            if node is None or node.state == "DRAINING":
+                return False
+            if node.state not in ("DRAINED", "DEAD"):
+                raise Conflict(f"node {node_id} is {node.state}; nobody drains it now")
+            return True
+
+        def late() -> str:
+            there = f"ranks of {', '.join(node.runs)}" if node is not None and node.runs else "no run that this token may see"
+            return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
+
+        wait_until(drained, look, late, self._transport.timing, self._patience, timeout_s=timeout_s)
+        assert node is not None
+        return node
 
     def _order(self, node_id: str, order: str, body: dict[str, Any]) -> Node:
         given = {name: value for name, value in body.items() if value is not None}

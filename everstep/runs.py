@@ -12,8 +12,8 @@ from urllib.parse import quote
 from everstep.archive import receive_checkpoint
 from everstep.drill_handle import DrillHandle
 from everstep.drills import Drill, DrillKind
-from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable, WaitTimeout
-from everstep.follow import Follower, Patience
+from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable
+from everstep.follow import Follower, Patience, wait_until
 from everstep.spec import RunSpec
 from everstep.transport import Transport
 from everstep.wire import (
@@ -113,23 +113,16 @@ class RunHandle:
         A service that is away for a while, or a pause, does not end the waiting. Raises RunFailed for FAILED and CANCELLED, with
         the last failure and its verdict; WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away.
         """
-        timing = self._transport.timing
-        started = alive_at = timing.now()
-        poll_s = _POLL_FIRST_S
-        while True:
-            try:
-                self.refresh()
-                alive_at = timing.now()
-            except Unavailable:
-                if timing.now() - alive_at > self._patience.away_s:
-                    raise
-            if self.run.status.terminal:
-                break
-            left_s = None if timeout_s is None else started + timeout_s - timing.now()
-            if left_s is not None and left_s <= 0:
-                raise WaitTimeout(f"run {self.id} is still {self.run.status} at step {self.run.step} after {timeout_s:g} s")
-            timing.sleep(poll_s if left_s is None else min(poll_s, left_s))
-            poll_s = min(_POLL_MOST_S, poll_s * 1.5)
+        wait_until(
+            lambda: self.run.status.terminal,
+            self.refresh,
+            lambda: f"run {self.id} is still {self.run.status} at step {self.run.step} after {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+            first_pause_s=_POLL_FIRST_S,
+            most_pause_s=_POLL_MOST_S,
+        )
         if self.run.status is not RunStatus.SUCCEEDED:
             raise self.failed()
         return self
