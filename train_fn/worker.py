@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.metadata
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,6 +31,9 @@ from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 TRAINING_THREAD = "TrainingThread"
 """How Ray Train names the thread that runs the training function."""
 
+RANK_NICENESS = -10
+"""Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
+
 FLUSH_S = 10.0
 """Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
 
@@ -44,6 +49,15 @@ def prepare(launch: RankLaunch) -> None:
     _launch = launch
     os.environ.update(launch.env)
     _yield_asked.clear()
+    take_precedence()
+
+
+def take_precedence() -> None:
+    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE); else it stays as it is."""
+    threads = Path("/proc/self/task")
+    for thread in [int(entry.name) for entry in threads.iterdir()] if threads.exists() else [0]:
+        with contextlib.suppress(OSError):  # not permitted, or a thread that has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, RANK_NICENESS)
 
 
 def ask_to_yield() -> None:

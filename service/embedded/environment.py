@@ -49,6 +49,8 @@ _DEFAULTS = {
     "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
     # A process that is to go has nothing to save: the ranks keep their state before.
     "RAY_kill_worker_timeout_milliseconds": "500",
+    # Ranks do the work of the machine; what gives way to them is the cluster's own processes (keeper).
+    "RAY_worker_niceness": "0",
     # No autoscaler listens here.
     "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }

@@ -33,7 +33,7 @@ from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_gr
 from service.embedded.environment import HEAD_VARIABLES, WORKER_NODE_VARIABLES
 from service.embedded.idle_pool import IdlePool
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
-from service.embedded.processes import end_members, lives, started_at
+from service.embedded.processes import end_members, give_way, lives, started_at
 
 WATCH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
@@ -165,6 +165,7 @@ class Keeper:
             dashboard_pid=pids["dashboard"],
             nodes=(_note_of(node, slot=0),),
         )
+        give_way(self._note.nodes[0].pids)
         self._publish()
 
     def _fill(self) -> None:
@@ -194,7 +195,9 @@ class Keeper:
             node_manager_port=0,
             env_vars=env,
         )
-        return _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
+        note = _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
+        give_way([pid for pid in note.pids if pid != note.raylet_pid])  # its ranks inherit from the raylet
+        return note
 
     def _params(self, name: str, *, num_cpus: int, num_gpus: int = 0) -> dict[str, object]:
         return {

@@ -14,6 +14,8 @@ import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
 RAY_TITLE = "ray::"
+CONTROL_NICENESS = 19
+"""Of the processes that only keep the cluster and the runs in order: they give way to ranks, which run at 0."""
 
 
 def belongs(process: psutil.Process, temp_dir: str) -> bool:
@@ -45,6 +47,16 @@ def started_at(pid: int) -> float:
         return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
         return 0.0
+
+
+def give_way(pids: Sequence[int]) -> None:
+    """Let processes and all that descends from them give way to the ranks, now and for what they start later."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(pid)
+            for process in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.nice(max(CONTROL_NICENESS, process.nice()))
 
 
 def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:

@@ -16,7 +16,7 @@ import pytest
 
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.note import ClusterNote
-from service.embedded.processes import lives, members
+from service.embedded.processes import CONTROL_NICENESS, lives, members
 from service.settings import Settings
 from tests.service_process import wait_for
 
@@ -55,6 +55,12 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     assert [node.is_head for node in note.nodes] == [True, False, False]
     resources = alive_nodes(cluster, note)
     assert sorted(nodes.get("CPU", 0.0) for nodes in resources.values()) == [0.0, 1.0, 1.0], "the head trains nothing"
+
+    # Whatever only keeps order gives way to ranks, which inherit from their node's raylet.
+    niceness = {pid: psutil.Process(pid).nice() for node in note.nodes for pid in node.pids}
+    raylets = {node.raylet_pid for node in note.nodes if not node.is_head}
+    assert {niceness[pid] for pid in raylets} == {0}
+    assert {value for pid, value in niceness.items() if pid not in raylets} == {CONTROL_NICENESS}
 
     # Ray's own authentication is on, and the token is the owner's.
     assert httpx.get(f"{note.dashboard_url}/api/v0/nodes", timeout=10).status_code == 401
