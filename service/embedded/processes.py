@@ -14,7 +14,7 @@ import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
 RAY_TITLE = "ray::"
-CONTROL_NICENESS = 19
+CONTROL_NICENESS = 5
 """Of the processes that only keep the cluster and the runs in order: they give way to ranks, which run at 0."""
 
 
