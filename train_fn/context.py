@@ -42,7 +42,10 @@ class WorkerContext:
     world_size: int
     local_rank: int
     local_world_size: int
+    """Ranks on this machine; several Ray nodes may share one."""
     node_id: str
+    num_nodes: int
+    """Ray nodes that the ranks of this attempt are on."""
     device: torch.device
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]

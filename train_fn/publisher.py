@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def snapshots_of(ctx: WorkerContext) -> Snapshots:
     """Who keeps states for this group."""
-    return "published" if ctx.local_world_size == ctx.world_size else "survivors"
+    return "published" if ctx.num_nodes == 1 else "survivors"
 
 
 class Cadence:

@@ -181,6 +181,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         local_rank=place.get_local_rank(),
         local_world_size=place.get_local_world_size(),
         node_id=ray.get_runtime_context().get_node_id(),
+        num_nodes=launch.num_nodes,
         device=_device(job.use_gpu),
         journal=journal,
         report_checkpoint=_reporter(job),

@@ -167,6 +167,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         local_rank=rank if job.one_node else 0,
         local_world_size=job.world_size if job.one_node else 1,
         node_id="node" if job.one_node else f"node{rank}",
+        num_nodes=1 if job.one_node else job.world_size,
         device=torch.device("cpu"),
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),

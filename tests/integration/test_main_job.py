@@ -157,6 +157,7 @@ def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProc
     wait_for_step(run, 25)
     workers = run.attempts()[-1].workers
     assert len({worker.node_id for worker in workers}) == 3
+    assert run.protection.node_loss == "no_steps"
     own_service.kill_node(workers[-1].node_id)
     run.wait(timeout_s=240)
     assert run.step == 6 * 12 and run.steps_lost == 0

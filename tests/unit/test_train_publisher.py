@@ -207,11 +207,11 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- who, and when not
 
 
-@pytest.mark.parametrize(("rank", "world_size", "local_world_size"), [(1, 2, 2), (0, 2, 1)])
+@pytest.mark.parametrize(("rank", "world_size", "num_nodes"), [(1, 2, 1), (0, 2, 2)])
 def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
-    rank: int, world_size: int, local_world_size: int, tmp_path: Path
+    rank: int, world_size: int, num_nodes: int, tmp_path: Path
 ) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path, rank), world_size=world_size, local_world_size=local_world_size)
+    ctx = dataclasses.replace(make_context(tmp_path, rank), world_size=world_size, num_nodes=num_nodes)
     publisher = make_publisher(ctx, make_state())
     publisher.offer()
     publisher.close()
@@ -221,7 +221,7 @@ def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rank_0_publishes_for_a_group_that_one_node_holds(world_size: int, tmp_path: Path) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path), world_size=world_size, local_world_size=world_size)
+    ctx = dataclasses.replace(make_context(tmp_path), world_size=world_size, num_nodes=1)
     state = make_state()
     publisher = make_publisher(ctx, state)
     publish(publisher, state, 1)
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_told_once_and_again_when_it_does(tmp_path: Path, m
 
 
 def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path), world_size=2, local_world_size=1)
+    ctx = dataclasses.replace(make_context(tmp_path), world_size=2, num_nodes=2)
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: 1000)
     publisher = make_publisher(ctx, make_state())
     publisher.offer()
@@ -313,7 +313,7 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_p
 
 def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(tmp_path: Path) -> None:
     """Rank 0 publishes step 3; then both ranks leave what they have when the third dies."""
-    ctx, state = dataclasses.replace(make_context(tmp_path), world_size=3, local_world_size=3), make_state()
+    ctx, state = dataclasses.replace(make_context(tmp_path), world_size=3, num_nodes=1), make_state()
     for step in (1, 3):
         advance(state, step)
         assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None

@@ -58,6 +58,7 @@ def make_context(tmp_path: Path, rank: int = 0, **checkpoint: Any) -> WorkerCont
         local_rank=0,
         local_world_size=1,
         node_id="node",
+        num_nodes=1,
         device=torch.device("cpu"),
         journal=Journal(),
         report_checkpoint=lambda name, metrics: None,

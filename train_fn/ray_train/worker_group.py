@@ -163,7 +163,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ).remote()
             for bundle in self._bundles
         ]
-        readiness = [actor.prepare.remote(self._launch) for actor in self._actors]
+        launch = dataclasses.replace(self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles}))
+        readiness = [actor.prepare.remote(launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
         try:
             ready: list[RankReady] = ray.get(readiness, timeout=self._settings.group_start_s)

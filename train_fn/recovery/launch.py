@@ -52,6 +52,8 @@ class RankLaunch:
     """Unix seconds at which the controller began to start the group."""
     env: dict[str, str] = field(default_factory=dict)
     recovery: RecoveryNote | None = None
+    num_nodes: int = 0
+    """Nodes that the ranks are on: filled in when these were chosen."""
 
 
 @dataclass(frozen=True)
