@@ -75,13 +75,11 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
     wait_for(lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING", GIVE_UP_S, "the recovery")
 
     def after_kill() -> dict[str, Any] | None:
-        points = [
-            point
-            for event in run.events()
-            if event.kind == "metrics" and event.attempt > attempt.attempt
-            for point in event.data["points"]
-        ]
-        return points[0] if points else None
+        events = [event for event in run.events() if event.kind == "metrics"]
+        known = {point["step"] for event in events if event.attempt <= attempt.attempt for point in event.data["points"]}
+        later = [point for event in events if event.attempt > attempt.attempt for point in event.data["points"]]
+        # An attempt reports again what the one before it may have failed to report.
+        return next((point for point in later if point["step"] not in known and point["at"] > killed_at), None)
 
     first = wait_for(after_kill, GIVE_UP_S, "the first new step")
     failure = run.failures()[0]
