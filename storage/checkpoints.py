@@ -121,8 +121,11 @@ class CheckpointStore:
         """
         manifest = self.manifest(name)
         for relpath in sorted(manifest.files):
-            for block in self._blocks(manifest, relpath):
-                on_block(len(block))
+            self._verify_file(manifest, relpath, on_block)
+
+    def verify_file(self, name: str, relpath: str) -> None:
+        """Read back one of its files. Raises as ``verify``."""
+        self._verify_file(self.manifest(name), relpath, lambda num_bytes: None)
 
     def read_file(self, name: str, relpath: str) -> bytes:
         """A file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
@@ -250,6 +253,10 @@ class CheckpointStore:
             except (CorruptCheckpoint, StorageNotFound):
                 continue  # newest_valid() reports it; or it was deleted since it was listed
         return found
+
+    def _verify_file(self, manifest: Manifest, relpath: str, on_block: Callable[[int], None]) -> None:
+        for block in self._blocks(manifest, relpath):
+            on_block(len(block))
 
     def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
         """As ``file_blocks``, with a missing or unreadable file told as what it is: a corrupt or a deleted checkpoint."""

@@ -12,19 +12,23 @@ from storage.manifest import Manifest
 from storage.run_dir import RunDir
 from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
 
+_LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
+
 
 def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU, as ``TrainState.load_state_dict`` takes it.
 
-    Files are read side by side, since taking their digests costs more than reading them. Raises CorruptCheckpoint where one is not
-    what the manifest says, StorageNotFound, StorageError.
+    Files are read side by side, since taking their digests costs more than reading them; those that are not loaded are verified
+    as well. Raises CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
     """
 
     def read(file: str) -> Any:
+        if file not in _LOADED:
+            return run_dir.checkpoints.verify_file(manifest.name, file)
         data = io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file))
         return torch.load(data, map_location="cpu", weights_only=True)
 
-    files = [file for file in (MODEL_FILE, STATE_FILE, EMA_FILE) if file in manifest.files or file != EMA_FILE]
-    with ThreadPoolExecutor(len(files)) as pool:
+    files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
+    with ThreadPoolExecutor(len(_LOADED)) as pool:
         trees = dict(zip(files, pool.map(read, files), strict=True))
     return {**trees[STATE_FILE], "model": trees[MODEL_FILE], "ema": trees.get(EMA_FILE), "parent": manifest.name}

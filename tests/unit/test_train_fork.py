@@ -246,6 +246,34 @@ def test_latest_and_best_without_a_service(storage: Storage, which: str, step: i
     assert [manifest.step for manifest in _candidates(parent, wanted)] == [step]
 
 
+# ---------------------------------------------------------------- a run's own checkpoints
+
+
+def spoil(run_dir: RunDir, step: int, file: str) -> str:
+    name = checkpoint(run_dir, step).name
+    path = Path(run_dir.checkpoints.path(name)) / file
+    path.write_bytes(path.read_bytes()[:-1])
+    return name
+
+
+def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_before(storage: Storage) -> None:
+    run_dir = storage.run_dir("run_a")
+    run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 8}))
+    name = spoil(run_dir, 8, "model.safetensors")
+    journal = run(run_dir, spec(train={"max_steps": 8}), submission=2)
+    [restored] = journal.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"], [bad["name"] for bad in restored["rejected"]]) == ("checkpoint", 4, [name])
+    assert [(each.step, each.submission) for each in run_dir.checkpoints.list()][-1] == (8, 2)
+
+
+def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(parent: RunDir, child: RunDir) -> None:
+    run(child, fork_of(parent, train={"max_steps": 13}))
+    names = [spoil(child, 13, "train_state.pt"), spoil(child, FORK_STEP, "model.pt")]
+    journal = run(child, fork_of(parent, train={"max_steps": 13}), submission=2)
+    [restored] = journal.of_kind(EventKind.RESTORED)
+    assert (restored["source"], [bad["name"] for bad in restored["rejected"]]) == ("fork", names)
+
+
 # ---------------------------------------------------------------- refusals
 
 
