@@ -19,6 +19,7 @@ from everstep.spec_file import read_spec
 from everstep.wire import Checkpoint
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: run_…")]
+WhichArgument = Annotated[str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")]
 
 
 @command
@@ -101,6 +102,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
             ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
             ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
             ("created", words.ago(run.created_at)),
+            ("forked from", f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None),
             ("step", f"{words.progress(run)}, epoch {run.epoch}"),
             ("ranks", run.world_size),
             ("metrics", words.numbers(run.metrics) or None),
@@ -216,6 +218,12 @@ def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = Non
     headers = ("epoch", "samples", "used once", "duplicates", "missing", "digest")
     rows = [(each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16]) for each in found.epochs]
     terminal().table(headers, rows, empty="no epoch has ended yet")
+    if found.origin is not None:
+        origin = found.origin
+        terminal().note(
+            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used {origin.samples} samples of epoch "
+            f"{origin.epoch}"
+        )
 
 
 @command
@@ -245,9 +253,23 @@ def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption =
 
 
 @command
+def verify(run_id: RunArgument, which: WhichArgument = "latest", json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Have the service read a checkpoint back; exit code 1 where a file is not what it should be."""
+    checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
+    if terminal().as_json:
+        terminal().json(checkpoint)
+    elif checkpoint.state == "corrupt":
+        terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
+    else:
+        terminal().line(f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its size and SHA-256")
+    if checkpoint.state == "corrupt":
+        raise typer.Exit(Exit.FAILED)
+
+
+@command
 def download(
     run_id: RunArgument,
-    which: Annotated[str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")] = "latest",
+    which: WhichArgument = "latest",
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False)
     ] = None,
@@ -255,11 +277,10 @@ def download(
     url: UrlOption = None,
 ) -> None:
     """Fetch a checkpoint; every file is verified before any appears."""
-    if which not in ("latest", "best") and not (which.isascii() and which.isdigit()):
-        raise UsageError(f"{which!r} names no checkpoint; give a step, latest or best")
     out = terminal()
+    named = _which(which)
     run = out.client().runs.get(run_id)
-    checkpoint = run.checkpoint(cast(Which, which))
+    checkpoint = run.checkpoint(named)
     target = directory or Path(f"{run_id}-{checkpoint.step}")
     _download(out, run, checkpoint, target)
     if out.as_json:
@@ -267,6 +288,13 @@ def download(
     else:
         out.line(str(target))
         out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified")
+
+
+def _which(text: str) -> Which:
+    """Raises UsageError where it names no checkpoint."""
+    if text not in ("latest", "best") and not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{text!r} names no checkpoint; give a step, latest or best")
+    return cast(Which, text)
 
 
 def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Path) -> None:

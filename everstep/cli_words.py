@@ -92,7 +92,9 @@ def failure(fault: Failure) -> str:
         "out_of_memory": f"{who}{place} ran out of memory{when}",
         "preemption": f"the node{place.removeprefix(' on node')} was told to leave{when}",
         "hang": f"{who}{place} stopped making progress{when}",
-        "storage": f"storage failed for {who}{place}{when}",
+        "storage": f"checkpoint {fault.evidence['checkpoint']} is damaged"
+        if "checkpoint" in fault.evidence
+        else f"storage failed for {who}{place}{when}",
         "control_plane": f"the driver or the Ray head was lost{when}",
     }.get(fault.verdict, f"{who}{place} failed{when}, for a reason that the evidence does not tell")
     lines = [f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"]
@@ -146,6 +148,8 @@ def event(item: Event) -> str | None:
             return f"checkpoint of step {data.get('step')}, {size(data.get('size_bytes') or 0)}"
         case EventKind.CHECKPOINT_FAILED:
             return f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training goes on"
+        case EventKind.CHECKPOINT_CORRUPT:
+            return f"checkpoint {data.get('name')} is corrupt: {data.get('problem')}"
         case EventKind.FAILURE:
             return _failure_line(item)
         case EventKind.RECOVERED:

@@ -127,6 +127,7 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
         "invalid_transition": (409, Conflict),
         "checkpoint_deleted": (409, Conflict),
         "corrupt_checkpoint": (409, CorruptDownload),
+        "range_not_satisfiable": (416, ServiceError),
         "invalid_spec": (422, InvalidSpec),
         "invalid_request": (422, InvalidSpec),
         "rate_limited": (429, RateLimited),

@@ -1,7 +1,7 @@
 """Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
 
 The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
-``run_created``, ``status``, ``stop_requested`` and ``drill_requested``.
+``run_created``, ``status``, ``stop_requested``, ``drill_requested`` and ``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class EventKind(StrEnum):
     ATTEMPT_STARTED = "attempt_started"
     """A worker group runs. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
     RESTORED = "restored"
-    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" | "snapshot"), checkpoint | null,
-    rejected [{name, problem}]."""
+    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" | "snapshot" | "fork"), checkpoint | null
+    (RUN_ID/NAME for a fork), rejected [{name, problem}], origin {run_id, checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
     device, backend, snapshots ("published" by rank 0 of a group on one node, or left by "survivors")."""
@@ -44,6 +44,8 @@ class EventKind(StrEnum):
     """A save failed; training goes on. data: step, error."""
     CHECKPOINT_DELETED = "checkpoint_deleted"
     """By retention. data: step, name."""
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" | "verify")."""
     FAILURE = "failure"
     """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
     RECOVERED = "recovered"
@@ -57,3 +59,7 @@ class EventKind(StrEnum):
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"
     """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code, message} | null, step."""
+
+
+BEGINNINGS = frozenset({"fresh", "fork"})
+"""Sources of a ``restored`` event that owe nothing to what older submissions of the run did."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from everstep.archive import receive_checkpoint
+from everstep.download import ArchiveChanged, ArchiveStream
 from everstep.drill_handle import DrillHandle
 from everstep.drills import Drill, DrillKind
 from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable
@@ -23,6 +25,7 @@ from everstep.wire import (
     Checkpoint,
     Event,
     Failure,
+    ForkedFrom,
     Goodput,
     LatestCheckpoint,
     Links,
@@ -37,7 +40,6 @@ from everstep.wire import (
 )
 
 Which = int | Literal["latest", "best"]
-MAX_DOWNLOADS = 3
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
@@ -76,6 +78,7 @@ class RunHandle:
         protection: Protection
         links: Links
         transitions: tuple[Transition, ...]
+        forked_from: ForkedFrom | None
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -209,8 +212,12 @@ class RunHandle:
         """One checkpoint: of a step, the newest, or the best by the spec's ``checkpoint.best_metric``. Raises NotFound."""
         return self._transport.get(f"{self._path}/checkpoints/{_which(which)}", Checkpoint)
 
-    def verify(self, which: Which = "latest") -> Checkpoint:
-        """Have the service read a checkpoint back. The answer's ``state`` is ``corrupt`` where a file is not what it should be."""
+    def verify_checkpoint(self, which: Which = "latest") -> Checkpoint:
+        """Have the service read a checkpoint back and compare every file with its size and SHA-256.
+
+        The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its ``problem`` says which. Raises
+        NotFound, and Conflict for one that retention deleted.
+        """
         path = f"{self._path}/checkpoints/{_which(which)}/verify"
         return self._transport.parse(self._transport.send("POST", path, repeatable=True), Checkpoint)
 
@@ -218,7 +225,8 @@ class RunHandle:
         """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt`` and ``manifest.json``.
 
         Every file is compared with the size and SHA-256 in the manifest, and the manifest with its own digest, before any appears
-        in ``directory``. A connection that breaks is begun anew, up to three times. ``on_bytes`` is told of every chunk's size.
+        in ``directory``. A connection that breaks is made again, and goes on where it stopped. ``on_bytes`` is told of every
+        chunk's size.
 
         >>> out = run.download_checkpoint("best", "out/")                       # doctest: +SKIP
         >>> weights = torch.load(out / "model.pt", weights_only=True)            # doctest: +SKIP
@@ -226,26 +234,27 @@ class RunHandle:
         Returns the directory. Raises NotFound, CorruptDownload, and OSError where the disk does not take it.
         """
         checkpoint = self.checkpoint(which)
-        path = f"{self._path}/checkpoints/{checkpoint.step}/archive"
-        target = Path(directory)
-        for tries in range(1, MAX_DOWNLOADS + 1):
+        try:
             try:
-                with self._transport.stream(path, headers={"Accept": "application/x-tar, application/problem+json"}) as response:
-                    # The answer says which checkpoint it is: a newer one of this step may have been committed meanwhile.
-                    digest = response.headers.get("X-Everstep-Digest", checkpoint.digest)
-                    receive_checkpoint(response.iter_raw(), target, digest, on_bytes or (lambda _num_bytes: None))
-                return target
-            except Unavailable:
-                if tries == MAX_DOWNLOADS:
-                    self._raise_if_corrupt(checkpoint)
-                    raise
-                self._transport.timing.sleep(self._transport.timing.backoff_s(tries))
-        raise AssertionError("unreachable")
+                self._download(checkpoint, Path(directory), on_bytes)
+            except ArchiveChanged:  # a newer submission committed another one of this step: begin anew
+                self._download(checkpoint, Path(directory), on_bytes)
+        except (Unavailable, CorruptDownload):
+            self._raise_if_corrupt(checkpoint)
+            raise
+        return Path(directory)
+
+    def _download(self, checkpoint: Checkpoint, target: Path, on_bytes: Callable[[int], None] | None) -> None:
+        archive = ArchiveStream(self._transport, f"{self._path}/checkpoints/{checkpoint.step}/archive")
+        chunks = iter(archive)
+        first = next(chunks, b"")  # with the answer that says which checkpoint this is
+        digest = archive.digest or checkpoint.digest
+        receive_checkpoint(itertools.chain((first,), chunks), target, digest, on_bytes or (lambda _num_bytes: None))
 
     def _raise_if_corrupt(self, checkpoint: Checkpoint) -> None:
         """The service breaks a download off where a file is not what the manifest says; ask it whether that was the reason."""
         with contextlib.suppress(EverstepError):
-            checkpoint = self.verify(checkpoint.step)
+            checkpoint = self.verify_checkpoint(checkpoint.step)
         if checkpoint.state == "corrupt":
             raise CorruptDownload(f"checkpoint {checkpoint.name} of run {self.id} is damaged in storage: {checkpoint.problem}")
 

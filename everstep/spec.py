@@ -134,6 +134,8 @@ class CheckpointSpec(Frozen):
     """Validation metric that names the best checkpoint, for example ``accuracy``; None keeps only the latest."""
     best_mode: Literal["min", "max"] = "max"
     """Whether the best is the smallest or the largest value."""
+    safetensors: bool = False
+    """Write the weights as ``model.safetensors`` too, beside ``model.pt``."""
 
 
 class RecoverySpec(Frozen):
@@ -145,6 +147,14 @@ class RecoverySpec(Frozen):
     """A rank without a step for so long is taken for hung; None learns it: max(60 s, 10 x p99 of its steps)."""
     deadline_s: Seconds | None = None
     """The run fails with ``deadline_exceeded`` so many seconds after its creation; None never."""
+
+
+class ResumeFrom(Frozen):
+    run_id: Annotated[str, Field(min_length=1, max_length=64)]
+    """Run of the same project whose checkpoint this one begins from."""
+    step: NonNegativeInt | Literal["latest", "best"] = "latest"
+    """Steps in that checkpoint; ``latest`` and ``best`` (by that run's ``checkpoint.best_metric``) become a number when the run is
+    submitted."""
 
 
 class RunSpec(Frozen):
@@ -181,8 +191,8 @@ class RunSpec(Frozen):
     """When state is saved and what is kept."""
     recovery: RecoverySpec = RecoverySpec()
     """Budgets and time-outs."""
-    resume_from: None = None
-    """Start from a checkpoint of another run; not served by this version."""
+    resume_from: ResumeFrom | None = None
+    """Begin from a checkpoint of another run: at its step, with its weights, optimizer and place in the data."""
     env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=256)
     """Environment of every rank, set before the process group exists."""
     secrets: dict[str, str] = Field(default_factory=dict)
@@ -190,7 +200,7 @@ class RunSpec(Frozen):
     runtime_env: None = None
     """Ray runtime environment; the operator allows none in this version."""
 
-    @field_validator("code", "resume_from", "runtime_env", mode="before")
+    @field_validator("code", "runtime_env", mode="before")
     @classmethod
     def _not_served(cls, value: Any, info: ValidationInfo) -> None:
         if value is not None:

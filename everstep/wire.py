@@ -140,6 +140,13 @@ class Best(Answer):
     """Optimizer steps at that evaluation."""
 
 
+class ForkedFrom(Answer):
+    run_id: str
+    """Run whose checkpoint this one began from."""
+    step: int
+    """Steps in that checkpoint."""
+
+
 class Run(Answer):
     """A user's training run."""
 
@@ -179,6 +186,8 @@ class Run(Answer):
     """Share of wall time that trained, 0..1; null before the first step."""
     links: Links
     transitions: tuple[Transition, ...]
+    forked_from: ForkedFrom | None = None
+    """By `resume_from`; null for a run that began afresh."""
 
 
 class Event(Answer):
@@ -216,7 +225,7 @@ class Attempt(Answer):
     last_step: int | None
     """Steps that were done when it ended, as far as reported."""
     restored_from: str | None
-    """Name of the checkpoint that it began from; null for a fresh start."""
+    """Name of the checkpoint that it began from, `RUN_ID/NAME` where that is another run's; null for a fresh start."""
     cause: str | None
     """Why it ended: ``finished``, ``stopped``, ``resized``, or a verdict."""
 
@@ -283,8 +292,25 @@ class EpochSamples(Answer):
     """Hash chain over the indices that the loaders yielded, in order of steps."""
 
 
+class SampleOrigin(Answer):
+    """Where a forked run's account begins. What came before is in the other run's; the ledger's chain goes on from there."""
+
+    run_id: str
+    checkpoint: str
+    step: int
+    """Steps done there."""
+    epoch: int
+    """Epoch that was in progress; its counts hold what both runs used of it."""
+    samples: int
+    """Samples of that epoch that the other run used."""
+    digest: str
+    """Hash chain over every step up to there."""
+
+
 class Samples(Answer):
     epochs: tuple[EpochSamples, ...]
+    origin: SampleOrigin | None = None
+    """Of a run that began from another run's checkpoint; null otherwise."""
 
 
 class GoodputBuckets(Answer):

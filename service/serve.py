@@ -35,6 +35,7 @@ from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
 from service.reconciler.loop import Reconciler
+from service.reconciler.scrub import ScrubRule
 from service.reconciler.unhealthy import CordonRule
 from service.settings import (
     DEFAULT_CPUS_PER_NODE,
@@ -46,6 +47,7 @@ from service.settings import (
     cordon_settings,
     existing_ray_token,
     home_directory,
+    scrub_settings,
 )
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
@@ -105,6 +107,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     )
     args = parser.parse_args(argv)
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
+    scrub_mb_per_s, scrub_interval_s = scrub_settings()
     return Settings(
         home=home_directory(),
         host=args.host,
@@ -119,6 +122,8 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         cordon_runs=cordon_runs,
         cordon_failures=cordon_failures,
         cordon_window_s=cordon_window_s,
+        scrub_mb_per_s=scrub_mb_per_s,
+        scrub_interval_s=scrub_interval_s,
     )
 
 
@@ -195,7 +200,9 @@ async def serve(
         if supervisor is None:
             await reach(ray, settings)
         rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
-        reconciler = Reconciler(RunStore(database), EventStore(database), NodeMarkStore(database), storage, ray, cordon_rule=rule)
+        scrub = ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s)
+        stores = RunStore(database), EventStore(database), NodeMarkStore(database)
+        reconciler = Reconciler(*stores, storage, ray, cordon_rule=rule, scrub_rule=scrub)
         view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)

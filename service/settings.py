@@ -16,6 +16,8 @@ DEFAULT_CPUS_PER_NODE = 1
 DEFAULT_CORDON_RUNS = 3
 DEFAULT_CORDON_FAILURES = 5
 DEFAULT_CORDON_WINDOW_S = 3600.0
+DEFAULT_SCRUB_MB_PER_S = 10.0
+DEFAULT_SCRUB_INTERVAL_S = 24 * 3600.0
 
 
 N = TypeVar("N", int, float)
@@ -60,6 +62,10 @@ class Settings:
     without being asked for."""
     cordon_window_s: float = DEFAULT_CORDON_WINDOW_S
     """The window in seconds."""
+    scrub_mb_per_s: float = DEFAULT_SCRUB_MB_PER_S
+    """Megabytes (10**6 bytes) of kept checkpoints that are read back a second, over all runs; 0 reads none back."""
+    scrub_interval_s: float = DEFAULT_SCRUB_INTERVAL_S
+    """Seconds after which a checkpoint is read back again."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -75,6 +81,10 @@ class Settings:
                 raise SettingsError(f"{name} {getattr(self, name)} is negative; 0 is no limit")
         if not 0 < self.cordon_window_s < float("inf"):
             raise SettingsError(f"cordon_window_s {self.cordon_window_s:g} is no length of time; give seconds above 0")
+        if not 0 <= self.scrub_mb_per_s < float("inf"):
+            raise SettingsError(f"scrub_mb_per_s {self.scrub_mb_per_s:g} is no rate; give megabytes a second, 0 for no scrubbing")
+        if not 0 < self.scrub_interval_s < float("inf"):
+            raise SettingsError(f"scrub_interval_s {self.scrub_interval_s:g} is no length of time; give seconds above 0")
         if not self.database_url:
             object.__setattr__(self, "database_url", f"sqlite:///{self.home / 'everstep.db'}")
         if not self.storage_uri:
@@ -132,6 +142,17 @@ def cordon_settings(environ: Mapping[str, str] = os.environ) -> tuple[int, int, 
         _number(environ, "EVERSTEP_CORDON_RUNS", DEFAULT_CORDON_RUNS),
         _number(environ, "EVERSTEP_CORDON_FAILURES", DEFAULT_CORDON_FAILURES),
         _number(environ, "EVERSTEP_CORDON_WINDOW_S", DEFAULT_CORDON_WINDOW_S),
+    )
+
+
+def scrub_settings(environ: Mapping[str, str] = os.environ) -> tuple[float, float]:
+    """``scrub_mb_per_s`` and ``scrub_interval_s`` from EVERSTEP_SCRUB_MB_PER_S and so on, or their defaults.
+
+    Raises SettingsError naming a variable that is not a number.
+    """
+    return (
+        _number(environ, "EVERSTEP_SCRUB_MB_PER_S", DEFAULT_SCRUB_MB_PER_S),
+        _number(environ, "EVERSTEP_SCRUB_INTERVAL_S", DEFAULT_SCRUB_INTERVAL_S),
     )
 
 

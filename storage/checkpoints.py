@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
-from storage.archive import tar_stream, verified_blocks
+from storage.archive import Archive, file_blocks
 from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
 from storage.errors import CorruptCheckpoint, CorruptFile, InvalidStorage, StorageNotFound, StorageUnreadable
 from storage.files import Files
 from storage.lineage import RestorePoint, in_lineage, restore_point
 from storage.manifest import MANIFEST, Manifest, parse_manifest
 from storage.run_dir import CheckpointName, RunDir
+
+T = TypeVar("T")
+_TRASH = ".trash-"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class CheckpointStore:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._restore_points: dict[int, RestorePoint] = {}
+        self._rejected: set[str] = set()
+        """Checkpoints that this object found to be corrupt."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return CheckpointStore, (self._run_dir,)
@@ -49,6 +55,7 @@ class CheckpointStore:
                 return False
             return True
 
+        self._rejected.discard(str(name))
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
@@ -68,16 +75,28 @@ class CheckpointStore:
 
         Raises StorageError when the storage itself is in trouble: that must not send a run back to an older checkpoint.
         """
+        newest, _, rejected = self.read_newest(lambda manifest: self.verify(manifest.name), before_submission)
+        return newest, rejected
+
+    def read_newest(
+        self, read: Callable[[Manifest], T], before_submission: int | None = None
+    ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
+        """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is read, and read once.
+
+        Args:
+            read: raises CorruptCheckpoint where the checkpoint is not what its manifest says, as ``read_file`` does.
+        """
         rejected: builtins.list[Rejected] = []
         for name in reversed(self._lineage_names(before_submission)):
             try:
-                self.verify(str(name))
-                return self.manifest(str(name)), rejected
+                manifest = self.manifest(str(name))
+                return manifest, read(manifest), rejected
             except StorageNotFound:
                 continue  # deleted since it was listed
             except CorruptCheckpoint as exc:
+                self._rejected.add(str(name))
                 rejected.append(Rejected(str(name), str(exc)))
-        return None, rejected
+        return None, None, rejected
 
     def manifest(self, name: str) -> Manifest:
         """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its manifest is not valid."""
@@ -94,12 +113,19 @@ class CheckpointStore:
             )
         return manifest
 
-    def verify(self, name: str) -> None:
-        """Read back every file. Raises CorruptCheckpoint for the first that differs, StorageNotFound for no checkpoint."""
+    def verify(self, name: str, on_block: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Read back every file. Raises CorruptCheckpoint for the first that differs, StorageNotFound for no checkpoint.
+
+        Args:
+            on_block: told the size of every block that was read; it may wait to hold a rate, or raise to break off.
+        """
         manifest = self.manifest(name)
         for relpath in sorted(manifest.files):
-            for _ in self._blocks(manifest, relpath):
-                pass
+            self._verify_file(manifest, relpath, on_block)
+
+    def verify_file(self, name: str, relpath: str) -> None:
+        """Read back one of its files. Raises as ``verify``."""
+        self._verify_file(self.manifest(name), relpath, lambda num_bytes: None)
 
     def read_file(self, name: str, relpath: str) -> bytes:
         """A file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
@@ -108,13 +134,13 @@ class CheckpointStore:
             raise StorageNotFound(f"checkpoint {name} has no file {relpath}; it has {sorted(manifest.files)}")
         return b"".join(self._blocks(manifest, relpath))
 
-    def archive(self, name: str) -> Iterator[bytes]:
-        """The checkpoint as a tar stream, in blocks, verified as it passes.
+    def archive(self, name: str) -> Archive:
+        """The checkpoint as a tar file, to be streamed in blocks that are verified as they pass.
 
-        Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint midway for a file.
+        Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint in the stream for a file.
         """
         manifest = self.manifest(name)
-        return tar_stream(manifest, partial(self._blocks, manifest))
+        return Archive(manifest, partial(self._blocks, manifest))
 
     def path(self, name: str) -> str:
         """The checkpoint's directory as the filesystem names it."""
@@ -142,8 +168,9 @@ class CheckpointStore:
     def retain(self, keep_latest: int, best: str | None, submission: int | None = None) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 
-        Kept are the ``keep_latest`` newest of the lineage (at least one) and ``best``. Call it only from the one process
-        that saves, between saves.
+        Kept are the ``keep_latest`` newest of the lineage (at least one) that were not found to be corrupt, ``best``, and those
+        that other runs are to begin from. What is corrupt goes once the sound ones that are kept are all newer. Call it only from
+        the one process that saves, between saves.
 
         Args:
             submission: who asks; where a newer one has a journal, nothing is deleted.
@@ -153,9 +180,12 @@ class CheckpointStore:
         lineage = self.lineage()
         if not lineage:
             return []
+        sound = [manifest for manifest in lineage if manifest.name not in self._rejected] or lineage
         # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
-        latest = sorted(lineage, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
-        kept = {manifest.name for manifest in latest} | {lineage[-1].name, best}
+        latest = sorted(sound, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
+        kept = {manifest.name for manifest in latest} | {sound[-1].name, best}
+        kept |= self._awaited(lineage)
+        kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
         doomed = [
@@ -168,12 +198,31 @@ class CheckpointStore:
         self._sweep(newest)
         return doomed
 
+    def collect_orphans(self) -> builtins.list[str]:
+        """Remove what writers left that is no checkpoint, of a run that has ended: nobody who counts writes there any more.
+
+        Who was only slow finds its marker gone, and cannot commit. Returns the directories' names.
+        """
+        committed = {str(name) for name in self._committed()}
+        orphans = [
+            entry.name
+            for entry in self._files.list(self._run_dir.checkpoints_path())
+            if entry.name not in committed and (entry.name.startswith(_TRASH) or CheckpointName.parse(entry.name))
+        ]
+        for name in orphans:
+            self._files.delete_dir(self._run_dir.checkpoints_path(name))
+        return orphans
+
+    def _awaited(self, lineage: builtins.list[Manifest]) -> set[str]:
+        steps = self._run_dir.kept_steps()
+        return {manifest.name for manifest in lineage if manifest.step in steps}
+
     def _sweep(self, newest: CheckpointName) -> None:
         """Remove directories that never became checkpoints and never will."""
         committed = set(self._committed())
         for entry in self._files.list(self._run_dir.checkpoints_path()):
             name = CheckpointName.parse(entry.name)
-            if entry.name.startswith(".trash-") or (name and name not in committed and self._is_past(name, newest)):
+            if entry.name.startswith(_TRASH) or (name and name not in committed and self._is_past(name, newest)):
                 self._files.delete_dir(self._run_dir.checkpoints_path(entry.name))
 
     @staticmethod
@@ -205,11 +254,15 @@ class CheckpointStore:
                 continue  # newest_valid() reports it; or it was deleted since it was listed
         return found
 
-    def _blocks(self, manifest: Manifest, relpath: str) -> Iterator[bytes]:
-        """As ``verified_blocks``, with a missing or unreadable file told as what it is: a corrupt or a deleted checkpoint."""
+    def _verify_file(self, manifest: Manifest, relpath: str, on_block: Callable[[int], None]) -> None:
+        for block in self._blocks(manifest, relpath):
+            on_block(len(block))
+
+    def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
+        """As ``file_blocks``, with a missing or unreadable file told as what it is: a corrupt or a deleted checkpoint."""
         entry = manifest.files[relpath]
         try:
-            yield from verified_blocks(self._files, self._directory(manifest.name), manifest, relpath)
+            yield from file_blocks(self._files, self._directory(manifest.name), manifest, relpath, offset)
         except StorageNotFound as exc:
             self.manifest(manifest.name)  # deleted while it was read: says so
             raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "no file") from exc

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from everstep.events import EventKind
+from everstep.events import BEGINNINGS, EventKind
 from storage.journal import read_journal
 from storage.run_dir import CheckpointName, RunDir
 
@@ -24,7 +24,7 @@ class RestorePoint:
     step: int
     """Steps done; nothing of older submissions beyond it counts."""
     fresh: bool
-    """It began anew: nothing of older submissions counts at all."""
+    """It began anew, or again from another run's checkpoint: nothing of older submissions counts at all."""
 
 
 def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
@@ -36,7 +36,7 @@ def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
             return None
         for event in events:
             if event.kind is EventKind.RESTORED:
-                return RestorePoint(int(event.data["step"]), event.data.get("source") == "fresh")
+                return RestorePoint(int(event.data["step"]), event.data.get("source") in BEGINNINGS)
 
 
 def attempt_starts(run_dir: RunDir, submission: int) -> dict[int, int]:

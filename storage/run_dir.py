@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +25,7 @@ _SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
 _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
+_KEPT = "control/kept.json"
 DRIVER_ATTEMPT = 0
 STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
@@ -173,6 +175,20 @@ class RunDir:
             return None
         except (ValueError, KeyError, TypeError) as exc:
             raise CorruptFile(f"{self.files.path(path)} does not hold a deadline: {exc}") from exc
+
+    def keep_steps(self, steps: Collection[int]) -> None:
+        """Have retention leave the checkpoints of these steps alone, and of no others: other runs are to begin from them."""
+        self.files.write(self._path(_KEPT), json.dumps({"steps": sorted(steps)}).encode())
+
+    def kept_steps(self) -> frozenset[int]:
+        """What ``keep_steps`` was last told. Raises CorruptFile."""
+        path = self._path(_KEPT)
+        try:
+            return frozenset(int(step) for step in json.loads(self.files.read(path))["steps"])
+        except StorageNotFound:
+            return frozenset()
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} does not say which steps to keep: {exc}") from exc
 
     def delete(self) -> None:
         """The whole directory with everything in it."""

@@ -4,6 +4,7 @@ TrainError
 ├── NonFiniteLoss      the loss of a global batch is NaN or infinite; no rank took the step
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
 ├── DataChanged        the data set is not the one that the state to resume was trained on
+├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── PeersGone          what all ranks do together did not come about
 ├── CheckpointFailed   the final checkpoint could not be committed
@@ -52,6 +53,10 @@ class DataMissing(TrainError):
 
 class DataChanged(TrainError):
     """Resuming on other data would repeat and skip samples silently."""
+
+
+class ForkRefused(TrainError):
+    """What ``resume_from`` names is not there, damaged, or does not fit the run; the message names every difference."""
 
 
 class BadTask(TrainError):

@@ -21,6 +21,7 @@ from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica, end_process_group
 from train_fn.reporter import Reporter
 from train_fn.restore import restore
+from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_totals import StepSum, StepTotals
@@ -63,11 +64,15 @@ class Attempt:
         sweep_forgotten(ctx)
         replica = self._replica = build_replica(ctx)
         require_best_metric(ctx, replica)
+        if ctx.spec.checkpoint.safetensors:
+            require_safetensors(replica.state.model.state_dict())
         self.phase = "restore"
-        restore(ctx, replica)
+        restored = restore(ctx, replica)
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
+        if restored.origin is not None:
+            self._saver.offer(is_best=True)  # due at once: from then on the run needs nothing of the one that it was forked from
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
         self._loader = Loader(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from everstep.events import EventKind
 from storage.lineage import attempt_starts
-from storage.manifest import Manifest
 from storage.run_dir import CheckpointName
+from train_fn.checkpoint_read import load_checkpoint
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
 from train_fn.errors import DataChanged
+from train_fn.fork import Origin, read_origin
 from train_fn.replica import Replica
-from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
 from train_fn.snapshot import snapshot_store
 from train_fn.tensor_tree import put_together, shapes, take_apart
 
@@ -30,25 +30,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """Where an attempt begins. ``checkpoint`` names the one that the state was read from."""
+    """Where an attempt begins. ``checkpoint`` names what the state was read from; ``RUN_ID/NAME`` where it is another run's."""
 
     source: str
-    """``fresh``, ``checkpoint`` or ``snapshot``."""
+    """``fresh``, ``checkpoint``, ``snapshot``, or ``fork``: from another run's checkpoint."""
     holder: int
     """Rank that has it."""
     checkpoint: str | None
     rejected: tuple[Rejection, ...]
+    origin: Origin | None = None
+    """Of a fork."""
 
 
-def restore(ctx: WorkerContext, replica: Replica) -> None:
+def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     """Join the peers and begin where the run was: the same state on every rank when this returns.
 
     Raises:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
+        ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
         StorageError: the storage could not be asked for checkpoints.
     """
     _check_data(replica)
-    restored, state = _find(ctx, replica.peers)
+    restored, state = _find(ctx, replica)
     replica.join()
     mine = replica.state.state_dict() if restored.source == "fresh" else state
     replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
@@ -56,16 +59,17 @@ def restore(ctx: WorkerContext, replica: Replica) -> None:
     logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)
     if ctx.world_rank == 0:
         ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
+    return restored
 
 
-def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | None]:
+def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to go on from; its holder also returns it.
 
     Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A snapshot that turns out to be
     unreadable is struck off, and the rest vote again. One that is older than the last attempt stands only where no attempt since
     began at less; that takes reading the journal, which is done for such a snapshot alone.
     """
-    store = snapshot_store(ctx)
+    peers, store = replica.peers, snapshot_store(ctx)
     offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(store.labels())) for label in labels]
     newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
     struck: tuple[Rejection, ...] = ()
@@ -74,7 +78,7 @@ def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | 
         elected = elect(offers, ctx.submission)
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
-            restored, state = _find_durable(ctx, peers, elected, struck)
+            restored, state = _find_durable(ctx, replica, elected, struck)
             newest_durable = _step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
                 return restored, state
@@ -100,20 +104,26 @@ def _find(ctx: WorkerContext, peers: Peers) -> tuple[Restored, dict[str, Any] | 
 
 
 def _find_durable(
-    ctx: WorkerContext, peers: Peers, elected: Elected, struck: tuple[Rejection, ...]
+    ctx: WorkerContext, replica: Replica, elected: Elected, struck: tuple[Rejection, ...]
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """The newest checkpoint that verifies, read by rank 0; a fresh start where there is none."""
+    """The newest checkpoint that verifies, read by rank 0. Where there is none the run begins: afresh, or as its spec asks from
+    another run's checkpoint."""
     found: Restored | Exception | None = None
     state = None
-    if peers.rank == 0:
+    if replica.peers.rank == 0:
         try:
-            manifest, rejected = ctx.run_dir.checkpoints.newest_valid()
+            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir))
             bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
-            found = Restored("checkpoint" if manifest else "fresh", 0, manifest.name if manifest else None, bad)
-            state = _load_checkpoint(ctx, manifest) if manifest else None
+            if manifest is not None:
+                found = Restored("checkpoint", 0, manifest.name, bad)
+            elif ctx.spec.resume_from is not None:
+                origin, state = read_origin(ctx, ctx.spec.resume_from, replica.state)
+                found = Restored("fork", 0, origin.name, bad, origin)
+            else:
+                found = Restored("fresh", 0, None, bad)
         except Exception as exc:
             found = exc
-    found = peers.share(found, 0)
+    found = replica.peers.share(found, 0)
     if isinstance(found, Exception):
         raise found
     assert found is not None
@@ -121,7 +131,7 @@ def _find_durable(
 
 
 def _step_of(restored: Restored) -> int:
-    """Steps in the checkpoint that was found; -1 for none."""
+    """Steps in the run's own checkpoint that was found; -1 for none."""
     name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
     return name.step if name else -1
 
@@ -130,15 +140,6 @@ def _newest_step(ctx: WorkerContext) -> int:
     """Steps in the newest checkpoint that is listed, verified or not; -1 for none."""
     lineage = ctx.run_dir.checkpoints.lineage()
     return lineage[-1].step if lineage else -1
-
-
-def _load_checkpoint(ctx: WorkerContext, manifest: Manifest) -> dict[str, Any]:
-    def read(file: str) -> Any:
-        data = io.BytesIO(ctx.run_dir.checkpoints.read_file(manifest.name, file))
-        return torch.load(data, map_location="cpu", weights_only=True)
-
-    ema = read(EMA_FILE) if EMA_FILE in manifest.files else None
-    return {**read(STATE_FILE), "model": read(MODEL_FILE), "ema": ema, "parent": manifest.name}
 
 
 def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
@@ -182,10 +183,11 @@ def _check_data(replica: Replica) -> None:
 
 
 def _event(replica: Replica, restored: Restored) -> dict[str, Any]:
-    return {
+    data = {
         "step": replica.state.step,
         "epoch": replica.state.epoch,
         "source": restored.source,
         "checkpoint": restored.checkpoint,
         "rejected": [{"name": entry.name, "problem": entry.problem} for entry in restored.rejected],
     }
+    return data | {"origin": asdict(restored.origin)} if restored.origin else data

@@ -17,6 +17,7 @@ from storage.run_dir import CheckpointName
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
+from train_fn.safetensors_file import safetensors_name, write_safetensors
 from train_fn.state import TrainState
 
 MODEL_FILE = "model.pt"
@@ -178,6 +179,9 @@ class Saver:
             for name, content in files.items():
                 with writer.write_file(name) as file:
                     torch.save(content, cast(IO[bytes], file))
+                if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
+                    with writer.write_file(safetensors_name(name)) as file:
+                        write_safetensors(content, cast(IO[bytes], file))
             return writer.commit(
                 epoch=save.copy.epoch,
                 attempt=ctx.attempt,

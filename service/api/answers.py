@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from everstep.wire import Best, Event, LatestCheckpoint, Links, Reason, ReasonCode, Run, RunStatus, Transition
+from everstep.wire import Best, Event, ForkedFrom, LatestCheckpoint, Links, Reason, ReasonCode, Run, RunStatus, Transition
 from service.db.rows import EventRow, RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 from service.projections.protection import protection
@@ -54,6 +54,7 @@ def run_answer(run: RunRow, transitions: Sequence[TransitionRow], dashboard_url:
         goodput=TimeLedger.load(run.time_ledger).close(_end(run, now)).goodput,
         links=_links(run, dashboard_url),
         transitions=tuple(_transition(row) for row in transitions),
+        forked_from=ForkedFrom.model_validate(run.spec["resume_from"]) if run.spec.get("resume_from") else None,
     )
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Header, Path
 from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
+from service.api.byte_range import asked_range
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.auth import ControlledRun, VisibleRun
@@ -19,6 +20,8 @@ from service.projections import checkpoints
 from storage.errors import CorruptCheckpoint, StorageNotFound
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/checkpoints", tags=["checkpoints"])
+
+TAR: Final = "application/x-tar"
 
 Which = Annotated[str, Path(max_length=32, description="A step, `latest` or `best`.")]
 
@@ -39,31 +42,51 @@ async def get_checkpoint(run: VisibleRun, context: Context, step: Which) -> Chec
     summary="Download a checkpoint",
     response_class=StreamingResponse,
     responses={
-        200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
-        **problem_answers(404, 409, 422),
+        200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}},
+        206: {
+            "content": {TAR: {"schema": {"type": "string", "format": "binary"}}},
+            "description": "The part that `Range` asks for.",
+        },
+        **problem_answers(404, 409, 416, 422),
     },
 )
-async def get_archive(run: VisibleRun, context: Context, step: Which) -> StreamingResponse:
-    """An uncompressed tar stream: `manifest.json` first, then every file. Each file is verified as it is sent; the connection
-    breaks off before the archive's end where one is not what the manifest says."""
+async def get_archive(
+    run: VisibleRun,
+    context: Context,
+    step: Which,
+    range_: Annotated[
+        str | None, Header(alias="Range", description="`bytes=FIRST-LAST`, `bytes=FIRST-` or `bytes=-COUNT`.")
+    ] = None,
+    if_range: Annotated[str | None, Header(description="The `ETag` of the earlier part; all is sent where it is another.")] = None,
+) -> StreamingResponse:
+    """An uncompressed tar file: `manifest.json` first, then every file. Each file that is sent whole is verified as it is sent;
+    the connection breaks off before the archive's end where one is not what the manifest says.
+
+    The bytes are the same every time, so that a download that broke off goes on with `Range` and `If-Range`. Who puts parts
+    together compares the digests of the manifest."""
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise not_found(f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept")
-    first, rest = await context.storage_call(_open_archive, context, run.id, checkpoint.name)
-    return StreamingResponse(
-        chain((first,), rest),
-        media_type="application/x-tar",
-        headers={
-            "Content-Disposition": f'attachment; filename="{run.id}-{checkpoint.name}.tar"',
-            "X-Everstep-Checkpoint": checkpoint.name,
-            "X-Everstep-Digest": f"sha256:{checkpoint.digest}",
-        },
-    )
+    archive = await context.storage_call(lambda: context.storage.run_dir(run.id).checkpoints.archive(checkpoint.name))
+    etag = f'"{archive.manifest.digest}"'
+    wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
+    begin, end = wanted or (0, archive.size_bytes)
+    first, rest = await context.storage_call(_begin, archive.stream(begin, end))
+    headers = {
+        "Content-Disposition": f'attachment; filename="{run.id}-{checkpoint.name}.tar"',
+        "Content-Length": str(end - begin),
+        "Accept-Ranges": "bytes",
+        "ETag": etag,
+        "X-Everstep-Checkpoint": checkpoint.name,
+        "X-Everstep-Digest": f"sha256:{archive.manifest.digest}",
+    }
+    if wanted:
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
+    return StreamingResponse(chain((first,), rest), 206 if wanted else 200, headers, media_type=TAR)
 
 
-def _open_archive(context: ApiContext, run_id: str, name: str) -> tuple[bytes, Iterator[bytes]]:
-    """The first block too, so that a checkpoint that is not there is a 404 and not a broken download."""
-    blocks = context.storage.run_dir(run_id).checkpoints.archive(name)
+def _begin(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The first block too, so that a file that is not there is a 404 or a 409 and not a broken download."""
     return next(blocks), blocks
 
 
@@ -75,7 +98,7 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
     if checkpoint.state == "deleted":
         raise ProblemError(409, "checkpoint_deleted", f"checkpoint {checkpoint.name} was deleted; there is nothing to verify")
     problem = await context.storage_call(_verify, context, run.id, checkpoint.name)
-    await context.database_call(context.events.record_check, run.id, checkpoint.name, problem)
+    await context.database_call(context.events.record_check, run.id, checkpoint.name, problem, "verify")
     return await _find(context, run, str(checkpoint.step))
 
 
@@ -96,23 +119,10 @@ async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
 
 async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
     """Raises 404 for a checkpoint that never was, 422 for what names none."""
-    found = await _all(context, run)
-    if which == "latest":
-        checkpoint = checkpoints.newest(found)
-        missing = f"run {run.id} has no committed checkpoint yet"
-    elif which == "best":
-        metric = run.spec["checkpoint"]["best_metric"]
-        checkpoint = checkpoints.best(found, metric, run.spec["checkpoint"]["best_mode"])
-        missing = (
-            f"run {run.id} has no committed checkpoint with the metric {metric!r} yet"
-            if metric
-            else f"run {run.id} keeps no best checkpoint: its spec sets no checkpoint.best_metric; ask for latest"
-        )
-    elif which.isascii() and which.isdigit() and len(which) <= 18:
-        checkpoint = checkpoints.at_step(found, int(which))
-        missing = f"run {run.id} has no checkpoint of step {int(which)}"
-    else:
-        raise invalid_request("step", msg=f"{which!r} is not a step, latest or best")
+    try:
+        checkpoint, missing = checkpoints.choose(await _all(context, run), run.id, run.spec, which)
+    except ValueError as exc:
+        raise invalid_request("step", msg=str(exc)) from exc
     if checkpoint is None:
         raise not_found(missing)
     return checkpoint

@@ -21,6 +21,7 @@ from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
+from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
 from storage.filesystem import Storage
 
@@ -63,6 +64,7 @@ class ApiContext:
         self.drills_enabled = drills_enabled
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
+        self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.drills = DrillStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.node_marks = NodeMarkStore(database, clock)

@@ -51,6 +51,12 @@ class _StateCollector(Collector):
         for status, count in self._context.runs.count_by_status().items():
             runs.add_metric((status.value,), count)
         yield runs
+        checked = GaugeMetricFamily(
+            "everstep_checked_checkpoints", "Checkpoints by what they were when they were last read back.", labels=("result",)
+        )
+        for result, count in zip(("sound", "corrupt"), self._context.runs.checkpoints.count_checks(), strict=True):
+            checked.add_metric((result,), count)
+        yield checked
         lag = self._context.reconciler_lag_s()
         if lag is not None:
             yield GaugeMetricFamily("everstep_reconciler_lag_seconds", "Seconds since the reconciler's last finished tick.", lag)

@@ -12,6 +12,7 @@ from everstep.wire import Page, Run, RunStatus
 from service.api.answers import run_answer
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, problem_answers
+from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
 from service.auth import Caller, ControlledRun, VisibleRun
@@ -49,9 +50,10 @@ async def create_run(
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
-    run, is_new = await context.database_call(
-        context.runs.create, spec, caller.token_id, _idempotency(idempotency_key, caller, raw)
-    )
+    idempotency = _idempotency(idempotency_key, caller, raw)
+    if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
+        spec = await with_origin(context, spec)
+    run, is_new = await context.database_call(context.runs.create, spec, caller.token_id, idempotency)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/runs/{run.id}"
     return (await run_answers(context, [run]))[0]
@@ -144,6 +146,10 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
     """Runs that have ended only. Removes its directory with every checkpoint and log, then its history."""
     if not run.status.terminal:
         raise TransitionConflict(run.id, run.status, "only a run that has ended can be deleted; cancel it first")
+    if run.id in await context.database_call(context.runs.checkpoints.awaited):
+        raise TransitionConflict(
+            run.id, run.status, "another run is to begin from its checkpoint; wait until that trains, or cancel that"
+        )
     # The directory first: a crash between the two leaves a run that can be deleted again, never bytes that nobody owns.
     await context.storage_call(context.storage.run_dir(run.id).delete)
     await context.database_call(context.runs.delete, run.id)

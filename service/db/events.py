@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
+from everstep.events import EventKind
 from service.db.engine import Database, DatabaseError
 from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
 from service.db.tables import checkpoint_checks, events, metrics, runs
 from service.db.writer import RunWriter
 from service.projections.changes import Changes, project
 from storage.journal import JournalEvent
+from storage.run_dir import CheckpointName
 
 logger = structlog.get_logger(__name__)
 
@@ -64,6 +67,8 @@ class EventStore:
                 if event.n != writer.run.journal_n + 1:
                     raise JournalGap(f"journal of {run_id} s{submission:03d}: event {event.n} follows {writer.run.journal_n}")
                 _apply(writer, event)
+                if event.kind == EventKind.RESTORED:
+                    _record_rejected(connection, run_id, event)
             writer.set({"journal_cursor": cursor})
             return writer.save()
 
@@ -112,15 +117,43 @@ class EventStore:
         with self._database.read() as connection:
             return {row["name"]: CheckpointCheck.of(row) for row in connection.execute(query).mappings()}
 
-    def record_check(self, run_id: str, name: str, problem: str | None) -> CheckpointCheck:
-        """Remember that a checkpoint was read back just now, and what was wrong with it."""
+    def record_check(self, run_id: str, name: str, problem: str | None, found_by: Literal["scrub", "verify"]) -> CheckpointCheck:
+        """Remember that a checkpoint was read back just now, and what was wrong with it.
+
+        Damage that was not known is an event of the run, unless that has ended: nothing comes behind a history's end.
+        Raises TransitionConflict where the run is gone.
+        """
         check = CheckpointCheck(name, self._clock(), problem)
-        key = (checkpoint_checks.c.run_id == run_id, checkpoint_checks.c.name == name)
-        values = {"verified_at": check.verified_at, "problem": problem}
         with self._database.write() as connection:
-            if connection.execute(checkpoint_checks.update().where(*key).values(values)).rowcount == 0:
-                connection.execute(checkpoint_checks.insert().values(run_id=run_id, name=name, **values))
+            writer = RunWriter.lock(connection, run_id, check.verified_at)
+            known = _write_check(connection, run_id, check)
+            if problem and not known and not writer.run.status.terminal:
+                parsed = CheckpointName.parse(name)
+                data = {"step": parsed.step if parsed else None, "name": name, "problem": problem, "found_by": found_by}
+                row = writer.append(EventKind.CHECKPOINT_CORRUPT, check.verified_at, data)
+                writer.set(_changes(writer.run, row).columns)
+                writer.save()
         return check
+
+
+def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) -> bool:
+    """Whether the check before it had found the checkpoint to be corrupt already."""
+    checks = checkpoint_checks.c
+    key = (checks.run_id == run_id, checks.name == check.name)
+    before = connection.execute(select(checks.problem).where(*key)).one_or_none()
+    values = {"verified_at": check.verified_at, "problem": check.problem}
+    if before is None:
+        connection.execute(checkpoint_checks.insert().values(run_id=run_id, name=check.name, **values))
+    else:
+        connection.execute(checkpoint_checks.update().where(*key).values(values))
+    return before is not None and before.problem is not None
+
+
+def _record_rejected(connection: Connection, run_id: str, event: JournalEvent) -> None:
+    """A restore read these checkpoints back, too."""
+    for rejected in event.data.get("rejected") or ():
+        if CheckpointName.parse(str(rejected.get("name"))):
+            _write_check(connection, run_id, CheckpointCheck(rejected["name"], event.at, str(rejected.get("problem"))))
 
 
 def _apply(writer: RunWriter, event: JournalEvent) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from everstep.wire import Reason, RunStatus
+from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
 from service.db.ids import new_run_id
 from service.db.rows import RunRow, Stop, TransitionRow
@@ -56,6 +57,7 @@ class RunStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
+        self.checkpoints = CheckpointRecords(database)
 
     # ---------------------------------------------------------------- made and read
 
@@ -105,6 +107,15 @@ class RunStore:
                 )
             )
         return run
+
+    def knows(self, idempotency: IdempotencyKey | None) -> bool:
+        """Whether the key was used before, whatever for: ``create`` says what that means."""
+        if idempotency is None:
+            return False
+        keys = idempotency_keys.c
+        query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+        with self._database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
 
     def get(self, run_id: str) -> RunRow | None:
         with self._database.read() as connection:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from everstep.events import EventKind
+from everstep.events import BEGINNINGS, EventKind
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.projections.metric_names import lookup, validation_name
@@ -70,7 +70,7 @@ def _restored(run: RunRow, event: EventRow) -> Changes:
 
 def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str, Any]]:
     """Checkpoints that a restore lets stand: sound, and for those of older submissions not beyond where it went on."""
-    fresh, step = restored.data.get("source") == "fresh", int(restored.data["step"])
+    fresh, step = restored.data.get("source") in BEGINNINGS, int(restored.data["step"])
     rejected = {item["name"] for item in restored.data.get("rejected") or ()}
     return [
         item
@@ -160,7 +160,8 @@ def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:
     return Changes(_checkpoints([*_without(run, data["name"]), committed]))
 
 
-def _checkpoint_deleted(run: RunRow, event: EventRow) -> Changes:
+def _checkpoint_gone(run: RunRow, event: EventRow) -> Changes:
+    """Deleted or found to be corrupt: either way nothing to go back to."""
     return Changes(_checkpoints(_without(run, event.data["name"])))
 
 
@@ -239,7 +240,8 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.EVALUATED: _evaluated,
     EventKind.EPOCH_COMPLETED: _epoch_completed,
     EventKind.CHECKPOINT_COMMITTED: _checkpoint_committed,
-    EventKind.CHECKPOINT_DELETED: _checkpoint_deleted,
+    EventKind.CHECKPOINT_DELETED: _checkpoint_gone,
+    EventKind.CHECKPOINT_CORRUPT: _checkpoint_gone,
     EventKind.FAILURE: _failure,
     EventKind.RECOVERED: _recovered,
     EventKind.WAITING: _waiting,

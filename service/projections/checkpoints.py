@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from everstep.events import EventKind
+from everstep.events import BEGINNINGS, EventKind
 from everstep.wire import Checkpoint
 from service.db.rows import CheckpointCheck, EventRow
 from service.projections.metric_names import lookup
@@ -44,12 +44,30 @@ def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck
 
 def _lineage(found: dict[str, dict[str, Any]], restored: EventRow) -> dict[str, dict[str, Any]]:
     """What the first restore of a submission lets stand of older ones."""
-    fresh, step = restored.data.get("source") == "fresh", restored.data["step"]
+    fresh, step = restored.data.get("source") in BEGINNINGS, restored.data["step"]
     return {
         name: data
         for name, data in found.items()
         if data["submission"] >= restored.submission or (not fresh and data["step"] <= step)
     }
+
+
+def choose(found: Sequence[Checkpoint], run_id: str, spec: Mapping[str, Any], which: str) -> tuple[Checkpoint | None, str]:
+    """The checkpoint that ``which`` names (``latest``, ``best``, or a step in decimal digits), and what to say where there is none.
+
+    Raises ValueError where it names none at all.
+    """
+    if which == "latest":
+        return newest(found), f"run {run_id} has no committed checkpoint yet"
+    if which == "best":
+        metric = spec["checkpoint"]["best_metric"]
+        if not metric:
+            return None, f"run {run_id} keeps no best checkpoint: its spec sets no checkpoint.best_metric; ask for latest"
+        missing = f"run {run_id} has no committed checkpoint with the metric {metric!r} yet"
+        return best(found, metric, spec["checkpoint"]["best_mode"]), missing
+    if which.isascii() and which.isdigit() and len(which) <= 18:
+        return at_step(found, int(which)), f"run {run_id} has no checkpoint of step {int(which)}"
+    raise ValueError(f"{which[:40]!r} is not a step, latest or best")
 
 
 def newest(found: Iterable[Checkpoint]) -> Checkpoint | None:

@@ -9,8 +9,9 @@ from typing import Any, Final
 from everstep.events import EventKind
 from everstep.wire import Failure, Verdict
 from service.db.rows import EventRow
+from storage.run_dir import CheckpointName
 
-KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RECOVERED})
+KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RECOVERED, EventKind.RESTORED, EventKind.CHECKPOINT_CORRUPT})
 _FROM_RECOVERY: Final = ("detect_s", "recovery_s", "steps_lost", "world_size_before", "world_size_after")
 _DEFAULTS: Final[dict[str, Any]] = {
     **{name: None for name in Failure.model_fields if name not in ("at", "attempt")},
@@ -20,19 +21,43 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 def failures(events: Iterable[EventRow]) -> list[Failure]:
-    """Every failure, oldest first. Figures of the recovery go to the failure that it followed, where the failure has none."""
+    """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the failure of an attempt that it
+    followed, where that has none."""
     found: list[dict[str, Any]] = []
-    waiting = False
+    waiting: dict[str, Any] | None = None
     for event in events:
         if event.kind == EventKind.FAILURE:
-            found.append({**_DEFAULTS, **event.data, "at": event.at, "attempt": event.attempt})
-            waiting = True
-        elif event.kind == EventKind.RECOVERED and waiting:
+            waiting = {**_DEFAULTS, **event.data, "at": event.at, "attempt": event.attempt}
+            found.append(waiting)
+        elif event.kind == EventKind.RECOVERED and waiting is not None:
             for name in _FROM_RECOVERY:
-                if found[-1][name] is None:
-                    found[-1][name] = event.data.get(name)
-            waiting = False
-    return [_failure(data) for data in found]
+                if waiting[name] is None:
+                    waiting[name] = event.data.get(name)
+            waiting = None
+        elif event.kind == EventKind.RESTORED:
+            instead = event.data.get("checkpoint") or event.data.get("source")
+            action = f"went on from step {event.data.get('step')} ({instead})"
+            found += [_corrupt(event, bad, action) for bad in event.data.get("rejected") or ()]
+        elif event.kind == EventKind.CHECKPOINT_CORRUPT:
+            found.append(_corrupt(event, event.data, "a restore passes it over"))
+    return [_failure(data) for data in found if data]
+
+
+def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any]:
+    """A checkpoint that was found to be damaged, as a failure of storage; empty where it was a snapshot."""
+    name = CheckpointName.parse(str(bad.get("name")))
+    if name is None:
+        return {}
+    return {
+        **_DEFAULTS,
+        "at": event.at,
+        "attempt": event.attempt,
+        "verdict": Verdict.STORAGE.value,
+        "step": name.step,
+        "exception": bad.get("problem"),
+        "evidence": {"checkpoint": str(name), "found_by": bad.get("found_by", "restore")},
+        "action": action,
+    }
 
 
 def _failure(data: dict[str, Any]) -> Failure:

@@ -42,7 +42,9 @@ def protection(run: RunRow) -> Protection:
     """
     if run.status.terminal:
         return Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
-    durable = run.latest_checkpoint["step"] if run.latest_checkpoint else 0
+    origin = run.spec.get("resume_from")
+    begun_at = origin["step"] if origin else 0
+    durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)
     if run.spec["recovery"]["max_system_failures"] == 0:
         message = "The loss of a rank or of a node ends the run: recovery.max_system_failures is 0."

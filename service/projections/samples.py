@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from everstep.events import EventKind
-from everstep.wire import EpochSamples, Samples
+from everstep.wire import EpochSamples, SampleOrigin, Samples
 from service.db.rows import EventRow
 
 KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
@@ -15,10 +15,13 @@ KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
 def samples(events: Iterable[EventRow]) -> Samples:
     """Counts of each epoch that ended. Going back before an epoch's end takes its counts back: it will end again."""
     ended: dict[int, EpochSamples] = {}
+    origin: SampleOrigin | None = None
     for event in events:
         if event.kind == EventKind.EPOCH_COMPLETED:
             counts = EpochSamples.model_validate(event.data)
             ended[counts.epoch] = counts
         elif event.kind == EventKind.RESTORED:
             ended = {epoch: counts for epoch, counts in ended.items() if epoch < event.data["epoch"]}
-    return Samples(epochs=tuple(ended[epoch] for epoch in sorted(ended)))
+            if event.data.get("origin"):
+                origin = SampleOrigin.model_validate(event.data["origin"])
+    return Samples(epochs=tuple(ended[epoch] for epoch in sorted(ended)), origin=origin)

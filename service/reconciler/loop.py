@@ -14,18 +14,25 @@ from service.db.engine import DatabaseError
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
+from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
 from service.ray_jobs import RayJobs
+from service.reconciler.background import Background
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
+from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
+from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
+from storage.errors import StorageError
 from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
 TROUBLE_INTERVAL_S: Final = 2.0
+KEPT_STEPS_INTERVAL_S: Final = 5.0
+SCRUB_INTERVAL_S: Final = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +47,7 @@ class Reconciler:
         storage: Where run directories lie.
         ray: The cluster.
         cordon_rule: When a node is cordoned by itself.
+        scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
         clock: Unix seconds.
     """
@@ -53,12 +61,19 @@ class Reconciler:
         ray: RayJobs,
         *,
         cordon_rule: CordonRule = DEFAULT_RULE,
+        scrub_rule: ScrubRule = DEFAULT_SCRUB_RULE,
         entrypoint: Entrypoint | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri))
         self._observer = Observer(runs, node_marks, JournalTail(storage, events), ray, self._executor.delivered, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
+        self._kept_steps = KeptSteps(storage, runs.checkpoints)
+        self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
+        self._beside = (
+            Background(KEPT_STEPS_INTERVAL_S, self._publish_kept_steps),
+            Background(SCRUB_INTERVAL_S, self._scrubber.work),
+        )
         self._clock = clock
         self._wake = asyncio.Event()
         self.last_tick_at: float | None = None
@@ -83,6 +98,8 @@ class Reconciler:
         decisions = decide(facts)
         await self._executor.execute(decisions)
         self._node_care.tick()
+        for work in self._beside:
+            work.tick()
         self.last_tick_at = self._clock()
         return decisions
 
@@ -103,9 +120,18 @@ class Reconciler:
 
     async def close(self) -> None:
         """Let go of what is under way. Any line of it may be repeated by the next process."""
+        self._scrubber.stop()
+        for work in self._beside:
+            await work.close()
         await self._node_care.close()
         await self._observer.close()
         await self._executor.close()
+
+    async def _publish_kept_steps(self) -> None:
+        try:
+            await asyncio.to_thread(self._kept_steps.publish)
+        except StorageError as exc:
+            log.warning("drivers cannot be told which checkpoints others wait for; trying again", problem=str(exc))
 
     async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
         self._wake.clear()

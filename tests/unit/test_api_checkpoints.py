@@ -96,6 +96,41 @@ async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
         assert stream is not None and json.loads(stream.read())["digest"] == manifest.digest
 
 
+async def test_an_archive_comes_in_parts(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    manifest = save(api, run_id, journal, 10)
+    path = f"/v1/runs/{run_id}/checkpoints/10/archive"
+    whole = await api.http.get(path)
+    size, etag = len(whole.content), whole.headers["etag"]
+    assert (whole.headers["accept-ranges"], whole.headers["content-length"]) == ("bytes", str(size))
+    assert etag == f'"{manifest.digest}"'
+    for asked, begin, end in (
+        ("bytes=0-0", 0, 1),
+        ("bytes=1000-200000", 1000, 200_001),
+        ("bytes=300000-", 300_000, size),
+        (f"bytes=500-{size + 99}", 500, size),
+        ("bytes=-100", size - 100, size),
+        (f"bytes=-{size + 1}", 0, size),
+    ):
+        part = await api.http.get(path, headers={"Range": asked, "If-Range": etag})
+        assert part.status_code == 206, asked
+        assert part.headers["content-range"] == f"bytes {begin}-{end - 1}/{size}"
+        assert part.content == whole.content[begin:end], asked
+    for headers in (
+        {"Range": "bytes=5-", "If-Range": '"another"'},
+        {"Range": "bytes=9-5"},
+        {"Range": "bytes=0-1,5-6"},
+        {"Range": "bytes=-"},
+        {"Range": "lines=1-2"},
+    ):
+        answer = await api.http.get(path, headers=headers)
+        assert (answer.status_code, answer.content) == (200, whole.content), headers
+    for asked in (f"bytes={size}-", "bytes=-0"):
+        beyond = await api.http.get(path, headers={"Range": asked})
+        assert code(beyond) == (416, "range_not_satisfiable")
+        assert beyond.headers["content-range"] == f"bytes */{size}"
+
+
 async def test_an_archive_of_what_is_gone(api: ApiService) -> None:
     run_id, journal = await api.running()
     manifest = save(api, run_id, journal, 10)

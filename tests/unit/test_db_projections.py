@@ -29,6 +29,24 @@ def event(kind: str, seq: int = 1, *, at: float = NOON, submission: int = 1, att
     return EventRow(seq, at, kind, submission, attempt, data)
 
 
+def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> None:
+    rejected = [
+        {"name": "step-000000020.s001", "problem": "model.pt: expected 7 bytes, found 5 bytes"},
+        {"name": "snapshot of step 25 by rank 0 of attempt 1", "problem": "cannot be read"},
+    ]
+    found = failures.failures(
+        [
+            event(EventKind.FAILURE, verdict="worker_lost", step=25),
+            event(EventKind.RESTORED, attempt=2, step=10, source="checkpoint", checkpoint="step-000000010.s001", rejected=rejected),
+            event(EventKind.RECOVERED, attempt=2, recovery_s=1.5, steps_lost=15),
+        ]
+    )
+    assert [(each.verdict, each.step, each.recovery_s) for each in found] == [("worker_lost", 25, 1.5), ("storage", 20, None)]
+    assert found[1].exception == rejected[0]["problem"]
+    assert found[1].action == "went on from step 10 (step-000000010.s001)"
+    assert found[1].budget is None
+
+
 WORKERS = [{"rank": 0, "node_id": "n1", "node_ip": "10.0.0.1", "pid": 7}]
 
 

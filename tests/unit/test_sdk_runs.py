@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +22,11 @@ from everstep import (
     RunHandle,
     RunSpec,
     RunStatus,
+    Unavailable,
     WaitTimeout,
     transport,
 )
+from everstep.download import ArchiveStream
 from everstep.events import EventKind
 from service.auth import ensure_local_token
 from storage.manifest import Manifest
@@ -222,7 +227,7 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(api: ApiService, 
             assert (out / "model.pt").read_bytes() == b"weights" * 100_000
             assert (out / "manifest.json").read_bytes() == manifest.to_bytes()
             assert {path.name for path in out.iterdir()} == {"model.pt", "train_state.pt", "manifest.json"}
-        assert run.verify("best").verified_at is not None
+        assert run.verify_checkpoint("best").verified_at is not None
         with pytest.raises(NotFound, match="11"):
             run.download_checkpoint(11, tmp_path / "none")
         with pytest.raises(ValueError, match="newest"):
@@ -240,6 +245,71 @@ async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(api: ApiServ
     with pytest.raises(CorruptDownload, match=r"damaged in storage.*model\.pt"):
         await asyncio.to_thread(run.download_checkpoint, "latest", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+async def test_a_download_goes_on_where_its_connection_broke(api: ApiService, client: Client, tmp_path: Path) -> None:
+    """Every connection to the archive brings 200,000 bytes and breaks."""
+    run, manifests = await checkpointed(api, client)
+    asked: list[str | None] = []
+    stream = transport.Transport.stream
+
+    @contextlib.contextmanager
+    def broken(self: transport.Transport, path: str, **options: Any) -> Iterator[Any]:
+        with stream(self, path, **options) as response:
+            asked.append(options["headers"].get("Range"))
+            iter_raw, left = response.iter_raw, 200_000
+
+            def breaking() -> Iterator[bytes]:
+                nonlocal left
+                for chunk in iter_raw(50_000):
+                    if not left:
+                        raise Unavailable("the connection broke")
+                    yield chunk[:left]
+                    left -= len(chunk[:left])
+
+            response.iter_raw = breaking  # type: ignore[assignment]
+            yield response
+
+    told: list[int] = []
+
+    def story() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport.Transport, "stream", broken)
+            out = run.download_checkpoint("latest", tmp_path / "out", on_bytes=told.append)
+        assert (out / "model.pt").read_bytes() == b"weights" * 100_000
+        assert (out / "manifest.json").read_bytes() == manifests[1].to_bytes()
+
+    client._transport.timing = dataclasses.replace(client._transport.timing, sleep=lambda seconds: None)
+    await asyncio.to_thread(story)
+    assert asked == [None, "bytes=200000-", "bytes=400000-", "bytes=600000-"]
+    assert sum(told) == api.storage.run_dir(run.id).checkpoints.archive(manifests[1].name).size_bytes
+
+
+async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetched_anew(
+    api: ApiService, client: Client, tmp_path: Path
+) -> None:
+    run, manifests = await checkpointed(api, client)
+    connections = ArchiveStream._connection
+    broken: list[int] = []
+
+    def replaced_meanwhile(self: ArchiveStream) -> Iterator[bytes]:
+        if broken:
+            yield from connections(self)
+            return
+        yield next(connections(self))
+        broken.append(self.num_bytes)
+        self._etag = '"of the one before"'
+        raise Unavailable("the connection broke")
+
+    def story() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ArchiveStream, "_connection", replaced_meanwhile)
+            out = run.download_checkpoint("latest", tmp_path / "out")
+        assert (out / "manifest.json").read_bytes() == manifests[1].to_bytes()
+
+    client._transport.timing = dataclasses.replace(client._transport.timing, sleep=lambda seconds: None)
+    await asyncio.to_thread(story)
+    assert broken
 
 
 async def test_cluster_catalog_and_health(client: Client) -> None:

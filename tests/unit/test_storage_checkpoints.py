@@ -170,7 +170,7 @@ def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, d
         with pytest.raises(CorruptCheckpoint):
             store.read_file(name, relpath)
         with pytest.raises(CorruptCheckpoint):
-            list(store.archive(name))
+            list(store.archive(name).stream())
 
 
 def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
@@ -420,7 +420,7 @@ def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) 
     files = {"model.pt": b"m" * 1_500_000, "deep/er/state.pt": b"s" * 513, "empty": b"", "block": b"b" * 512}
     manifest = save(run_dir, 50, files=files)
     archive = tmp_path / "checkpoint.tar"
-    archive.write_bytes(b"".join(run_dir.checkpoints.archive(manifest.name)))
+    archive.write_bytes(b"".join(run_dir.checkpoints.archive(manifest.name).stream()))
     with tarfile.open(archive, "r:") as tar:
         assert tar.getnames()[0] == MANIFEST
         for name, data in {**files, MANIFEST: manifest.to_bytes()}.items():
@@ -445,7 +445,7 @@ def test_large_files_stream_in_constant_memory(local_dir: RunDir) -> None:
         writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
     tracemalloc.start()
     local_dir.checkpoints.verify(writer.name)
-    total = sum(len(block) for block in local_dir.checkpoints.archive(writer.name))
+    total = sum(len(block) for block in local_dir.checkpoints.archive(writer.name).stream())
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert total > 64 << 20
@@ -454,11 +454,57 @@ def test_large_files_stream_in_constant_memory(local_dir: RunDir) -> None:
 
 def test_a_deleted_checkpoint_is_missing_not_corrupt(local_dir: RunDir) -> None:
     manifest = save(local_dir, 50)
-    archive = local_dir.checkpoints.archive(manifest.name)
+    archive = local_dir.checkpoints.archive(manifest.name).stream()
     next(archive)
     local_dir.checkpoints.delete(manifest.name)
     with pytest.raises(StorageNotFound):
         list(archive)
+
+
+def test_any_part_of_an_archive_is_what_the_whole_holds_there(local_dir: RunDir) -> None:
+    manifest = save(local_dir, 50, files={"model.pt": bytes(range(256)) * 9000, "empty": b"", "x": b"x" * 513})
+    archive = local_dir.checkpoints.archive(manifest.name)
+    whole = b"".join(archive.stream())
+    assert len(whole) == archive.size_bytes
+    places = sorted({0, 1, 511, 512, 1500, 1 << 20, len(whole) - 1025, len(whole) - 1, len(whole)})
+    for start in places:
+        assert b"".join(archive.stream(start)) == whole[start:]
+        for stop in places:
+            assert b"".join(archive.stream(start, stop)) == whole[start:stop]
+
+
+def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_always(local_dir: RunDir) -> None:
+    manifest = save(local_dir, 50, files={"model.pt": b"m" * 5000, "z.pt": b"z" * 3000})
+    archive = local_dir.checkpoints.archive(manifest.name)
+    overwrite(local_dir, manifest.name, "z.pt", b"z" * 2999 + b"!")
+    with pytest.raises(CorruptCheckpoint, match="sha256"):
+        list(archive.stream(6000))
+    overwrite(local_dir, manifest.name, "z.pt", b"z" * 2000)
+    with pytest.raises(CorruptCheckpoint, match="found fewer"):
+        list(archive.stream(archive.size_bytes - 2000))
+
+
+def test_verifying_tells_every_block_and_can_be_broken_off(local_dir: RunDir) -> None:
+    manifest = save(local_dir, 50, files={"model.pt": b"m" * 2_500_000, "state": b"s" * 100})
+    told: list[int] = []
+    local_dir.checkpoints.verify(manifest.name, told.append)
+    assert sum(told) == manifest.size_bytes and max(told) <= 1 << 20
+
+    def stop(num_bytes: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        local_dir.checkpoints.verify(manifest.name, stop)
+
+
+def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
+    save(local_dir, 50)
+    bad = save(local_dir, 100).name
+    overwrite(local_dir, bad, "model.pt", b"weights 1000")
+    store = local_dir.checkpoints
+    manifest, data, rejected = store.read_newest(lambda manifest: store.read_file(manifest.name, "model.pt"))
+    assert manifest is not None and (manifest.step, data) == (50, b"weights 50")
+    assert [one.name for one in rejected] == [bad]
 
 
 def test_opening_a_store_touches_nothing(tmp_path: Path) -> None:

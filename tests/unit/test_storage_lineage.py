@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.events import EventKind
 from storage.checkpoints import CheckpointStore
+from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import Storage, open_storage
 from storage.journal import JournalWriter
 from storage.lineage import RestorePoint, attempt_starts, in_lineage, restore_point
@@ -267,6 +268,44 @@ def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None
     newest, rejected = run_dir.checkpoints.newest_valid()
     assert newest == sound
     assert [one.name for one in rejected] == [bad]
+
+
+def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
+    sound = save(run_dir, 50).name
+    bad = [save(run_dir, step).name for step in (60, 70)]
+    for name in bad:
+        run_dir.files.write(f"runs/run_a/checkpoints/{name}/model.pt", b"bad")
+    store = run_dir.checkpoints
+    assert [one.name for one in store.newest_valid()[1]] == bad[::-1]
+    first = save(run_dir, 55).name
+    assert store.retain(2, best=None) == []  # two sound ones are kept, and the evidence as long as one of them is older
+    second = save(run_dir, 58).name
+    assert set(store.retain(2, best=None)) == {sound, *bad}
+    assert [manifest.name for manifest in store.list()] == [first, second]
+
+
+def test_a_checkpoint_that_another_run_waits_for_is_kept(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    run_dir.keep_steps({10})
+    assert run_dir.checkpoints.retain(1, best=None) == [names[1]]
+    run_dir.keep_steps(())
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]]
+    run_dir.files.write("runs/run_a/control/kept.json", b"{}")
+    save(run_dir, 40)
+    with pytest.raises(CorruptFile, match="which steps to keep"):
+        run_dir.checkpoints.retain(1, best=None)
+
+
+def test_the_leavings_of_a_run_that_ended_are_collected(run_dir: RunDir) -> None:
+    kept = save(run_dir, 10)
+    writer = run_dir.checkpoints.begin(20, 1)
+    with writer.write_file("model.pt") as file:
+        file.write(b"half")
+    assert run_dir.checkpoints.collect_orphans() == [writer.name]
+    assert run_dir.checkpoints.collect_orphans() == []
+    assert run_dir.checkpoints.list() == [kept]
+    with pytest.raises(CheckpointReplaced):
+        writer.write_file("train_state.pt")
 
 
 def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:

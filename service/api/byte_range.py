@@ -1,0 +1,34 @@
+"""``Range`` of one stretch of bytes (RFC 9110, section 14)."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from service.problems import ProblemError
+
+_ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IGNORECASE)
+
+
+def asked_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+    """(first byte, byte behind the last) that ``Range`` asks for.
+
+    None for all: no header, another unit, several ranges or none that can be read, all of which a server may ignore. Raises 416
+    where no byte of the content lies in it.
+    """
+    match = _ONE_RANGE.fullmatch(header or "")
+    if match is None or match[0].strip().endswith("=-"):
+        return None
+    first, last = match[1], match[2]
+    if first and last and int(first) > int(last):
+        return None
+    begin = int(first) if first else max(0, size_bytes - int(last))
+    end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+    if begin >= size_bytes or (not first and not int(last)):
+        raise ProblemError(
+            416,
+            "range_not_satisfiable",
+            f"Range {header!r} holds no byte of the archive, which has {size_bytes}",
+            headers={"Content-Range": f"bytes */{size_bytes}"},
+        )
+    return begin, end

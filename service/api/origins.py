@@ -1,0 +1,101 @@
+"""``resume_from``: the checkpoint of another run that a new one begins from, made exact and held before the run is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from everstep.errors import FieldError, InvalidSpec
+from everstep.spec import RunSpec
+from everstep.wire import Checkpoint
+from service.api.context import ApiContext
+from service.db.rows import RunRow
+from service.projections import checkpoints
+from storage.errors import CorruptCheckpoint, StorageNotFound
+
+_SAME: Final = (("train", "global_batch_size"), ("train", "seed"), ("optimizer", "name"), ("task", "data", "name"))
+"""What both specs must say: with it the place in the data and the optimizer's moments mean the same."""
+
+
+async def with_origin(context: ApiContext, spec: RunSpec) -> RunSpec:
+    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention until the run has its own.
+
+    Whether the model fits only a rank can tell, which builds it. Raises InvalidSpec naming the field, StorageError.
+    """
+    wanted = spec.resume_from
+    if wanted is None:
+        return spec
+    parent = await context.database_call(context.runs.get, wanted.run_id)
+    if parent is None or parent.project != spec.project:
+        raise _fault("run_id", f"run {wanted.run_id} does not exist in project {spec.project!r}")
+    events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
+    checks = await context.database_call(context.events.checkpoint_checks, parent.id)
+    found = checkpoints.checkpoints(events, checks)
+    checkpoint, missing = checkpoints.choose(found, parent.id, parent.spec, str(wanted.step))
+    _check_usable(checkpoint, missing, found)
+    assert checkpoint is not None
+    faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
+    if faults:
+        raise InvalidSpec(tuple(faults))
+    await context.storage_call(_hold, context, parent.id, checkpoint)
+    exact = wanted.model_copy(update={"step": checkpoint.step})
+    return spec.model_copy(update={"resume_from": exact})
+
+
+def _fault(field: str, msg: str) -> InvalidSpec:
+    return InvalidSpec((FieldError(("resume_from", field), msg),))
+
+
+def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[Checkpoint]) -> None:
+    """Raises InvalidSpec that says which checkpoints there are."""
+    kept = sorted({each.step for each in found if each.state == "committed"})
+    instead = f"; there are those of steps {', '.join(map(str, kept[-10:]))}" if kept else "; there is none to begin from"
+    if checkpoint is None:
+        raise _fault("step", f"{missing}{instead}")
+    if checkpoint.state == "deleted":
+        raise _fault("step", f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}")
+    if checkpoint.state == "corrupt":
+        raise _fault("step", f"the checkpoint of step {checkpoint.step} is corrupt: {checkpoint.problem}{instead}")
+
+
+def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
+    """What differs between the runs and must not."""
+    own = spec.model_dump(mode="json")
+    faults = []
+    for path in _SAME:
+        there, here = _at(parent.spec, path), _at(own, path)
+        if there is not None and here is not None and there != here:
+            msg = f"must be {there!r}, as in run {parent.id}, whose place in the data and optimizer this run takes over"
+            faults.append(FieldError(path, msg))
+    return faults
+
+
+def _at(node: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
+    """A fault where the run would be over before its first step."""
+    if not parent.steps_per_epoch:
+        return []
+    by_epochs = spec.train.epochs * parent.steps_per_epoch
+    total = min(by_epochs, spec.train.max_steps or by_epochs)
+    if step < total:
+        return []
+    field = "epochs" if total == by_epochs else "max_steps"
+    return [FieldError(("train", field), f"ends the run at step {total}, and its checkpoint has {step} steps already; raise it")]
+
+
+def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
+    """Keep the checkpoint, then see that it is there: in this order, retention cannot come in between unnoticed."""
+    context.kept_steps.hold(run_id, checkpoint.step)
+    try:
+        context.storage.run_dir(run_id).checkpoints.manifest(checkpoint.name)
+    except StorageNotFound:
+        raise _fault(
+            "step", f"the checkpoint of step {checkpoint.step} was just deleted by retention; choose a newer one"
+        ) from None
+    except CorruptCheckpoint as exc:
+        raise _fault("step", f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc

@@ -1,0 +1,85 @@
+"""Checkpoints over all runs: which are kept, when each was last read back, and which other runs are to begin from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import func, select
+
+from everstep.wire import RunStatus
+from service.db.engine import Database
+from service.db.tables import checkpoint_checks, runs
+
+_ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A committed checkpoint that retention has not deleted, as far as its run's journal tells."""
+
+    run_id: str
+    name: str
+    size_bytes: int
+    checked_at: float
+    """Unix seconds at which its bytes were last known to be right: read back, or committed."""
+    run_ended: bool
+
+
+class CheckpointRecords:
+    """What the database knows of checkpoints beyond one run. Every method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def kept(self) -> list[KeptCheckpoint]:
+        """Every kept checkpoint (of each run the newest 64 at most), the one that was checked longest ago first."""
+        rows = select(runs.c.id, runs.c.status, runs.c.recent_checkpoints).where(runs.c.latest_checkpoint.is_not(None))
+        with self._database.read() as connection:
+            checks = {
+                (run_id, name): at
+                for run_id, name, at in connection.execute(
+                    select(checkpoint_checks.c.run_id, checkpoint_checks.c.name, checkpoint_checks.c.verified_at)
+                )
+            }
+            found = [
+                KeptCheckpoint(
+                    run_id=run_id,
+                    name=item["name"],
+                    size_bytes=item["size_bytes"],
+                    checked_at=max(item["committed_at"], checks.get((run_id, item["name"]), 0.0)),
+                    run_ended=status in _ENDED,
+                )
+                for run_id, status, recent in connection.execute(rows)
+                for item in recent
+            ]
+        return sorted(found, key=lambda kept: kept.checked_at)
+
+    def awaited(self) -> dict[str, frozenset[int]]:
+        """Steps by run whose checkpoints other runs are to begin from: those that have not ended, nor a checkpoint of their own."""
+        rows = select(runs.c.spec).where(runs.c.status.not_in(_ENDED), runs.c.latest_checkpoint.is_(None))
+        found: dict[str, frozenset[int]] = {}
+        with self._database.read() as connection:
+            for (spec,) in connection.execute(rows):
+                origin = spec.get("resume_from")
+                if origin:
+                    found[origin["run_id"]] = found.get(origin["run_id"], frozenset()) | {int(origin["step"])}
+        return found
+
+    def unended(self) -> list[str]:
+        """Ids of the runs that have not ended."""
+        with self._database.read() as connection:
+            return list(connection.execute(select(runs.c.id).where(runs.c.status.not_in(_ENDED))).scalars())
+
+    def ended_between(self, begin: float, end: float) -> list[str]:
+        """Ids of the runs that ended in this time, unix seconds; ``begin`` not included."""
+        query = select(runs.c.id).where(runs.c.finished_at > begin, runs.c.finished_at <= end)
+        with self._database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def count_checks(self) -> tuple[int, int]:
+        """How many checkpoints were sound when they were last read back, and how many were not."""
+        query = select(func.count(), func.count(checkpoint_checks.c.problem)).select_from(checkpoint_checks)
+        with self._database.read() as connection:
+            total, corrupt = connection.execute(query).one()
+        return total - corrupt, corrupt

@@ -1,0 +1,34 @@
+"""A checkpoint's state from storage: read once, verified as it is read."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from storage.manifest import Manifest
+from storage.run_dir import RunDir
+from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
+
+_LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
+
+
+def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+    """The state in a checkpoint, on the CPU, as ``TrainState.load_state_dict`` takes it.
+
+    Files are read side by side, since taking their digests costs more than reading them; those that are not loaded are verified
+    as well. Raises CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
+    """
+
+    def read(file: str) -> Any:
+        if file not in _LOADED:
+            return run_dir.checkpoints.verify_file(manifest.name, file)
+        data = io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file))
+        return torch.load(data, map_location="cpu", weights_only=True)
+
+    files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
+    with ThreadPoolExecutor(len(_LOADED)) as pool:
+        trees = dict(zip(files, pool.map(read, files), strict=True))
+    return {**trees[STATE_FILE], "model": trees[MODEL_FILE], "ema": trees.get(EMA_FILE), "parent": manifest.name}
