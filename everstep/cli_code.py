@@ -10,7 +10,9 @@ from everstep.code_pack import pack
 from everstep.errors import UsageError
 
 
-def with_code(raw: dict[str, Any] | None, path: str | None, task: str | None, train_fn: str | None) -> tuple[dict[str, Any], bytes | None]:
+def with_code(
+    raw: dict[str, Any] | None, path: str | None, task: str | None, train_fn: str | None
+) -> tuple[dict[str, Any], bytes | None]:
     """The spec with its code filled in, and the archive that is to be uploaded before the spec is submitted.
 
     Args:

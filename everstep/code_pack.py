@@ -57,7 +57,9 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
             if not (path / "pyvenv.cfg").exists():  # a virtual environment
                 yield from _walk(source, path, ignored)
         elif path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(source.resolve())):
-            raise UsageError(f"{path} is a link to a directory or out of {source}; list it in .everstepignore, or put the files there")
+            raise UsageError(
+                f"{path} is a link to a directory or out of {source}; list it in .everstepignore, or put the files there"
+            )
         elif stat.S_ISREG(path.stat().st_mode):
             yield path
 
@@ -109,8 +111,8 @@ def _check(source: Path, files: dict[str, Path]) -> None:
     if total_bytes > MAX_UNPACKED_BYTES or len(files) > MAX_FILES:
         largest = ", ".join(f"{name} ({size >> 20} MiB)" for size, name in sizes[:3])
         raise UsageError(
-            f"{source} holds {len(files)} files and {total_bytes >> 20} MiB, at most {MAX_FILES} and {MAX_UNPACKED_BYTES >> 20} MiB can "
-            f"be uploaded; list data in .everstepignore. The largest: {largest}"
+            f"{source} holds {len(files)} files, {total_bytes >> 20} MiB; at most {MAX_FILES} and {MAX_UNPACKED_BYTES >> 20} MiB "
+            f"can be uploaded; list data in .everstepignore. The largest: {largest}"
         )
     problems = collisions(files.keys())
     if problems:

@@ -20,7 +20,20 @@ ENTRY_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A
 
 OWN_PACKAGES = frozenset({"everstep", "service", "storage", "train_fn"})
 _STACK = frozenset(
-    {"cloudpickle", "google", "grpc", "numpy", "psutil", "pyarrow", "pydantic", "pydantic_core", "ray", "torch", "torchvision", "yaml"}
+    {
+        "cloudpickle",
+        "google",
+        "grpc",
+        "numpy",
+        "psutil",
+        "pyarrow",
+        "pydantic",
+        "pydantic_core",
+        "ray",
+        "torch",
+        "torchvision",
+        "yaml",
+    }
 )
 """What ranks import beside the user's code. A module of the user's stands before them on the path, and would take their place."""
 
@@ -70,7 +83,7 @@ def module_path(paths: Collection[str], module: str) -> str | None:
 
 
 def collisions(paths: Collection[str]) -> list[str]:
-    """What is wrong with the names of the archive's modules, one sentence each: they would take another module's place, or lose to it."""
+    """What is wrong with the names of the archive's modules, one sentence each: they would take another's place, or lose to it."""
     found = {}
     for root in import_roots(paths):
         for path in sorted(paths):

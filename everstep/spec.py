@@ -159,7 +159,9 @@ def _json_value(value: Any) -> Any:
                 raise PydanticCustomError("not_json", "holds a key that is not text")
             if item is not None and not isinstance(item, str | int | float | list | dict):
                 raise PydanticCustomError(
-                    "not_json", "holds a {kind}; only text, numbers, booleans, null, lists and mappings", {"kind": type(item).__name__}
+                    "not_json",
+                    "holds a {kind}; only text, numbers, booleans, null, lists and mappings",
+                    {"kind": type(item).__name__},
                 )
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [item for items in inner for item in items]

@@ -1,7 +1,7 @@
 """A look at a user's code before a run begins: what its syntax tree shows, and nothing of it is run.
 
-What cannot be known from the tree alone (a class made by a function, names that a ``*`` import brings, bases from other packages) is
-given the benefit of the doubt: the ranks will say it.
+What cannot be known from the tree alone (a class made by a function, names that a ``*`` import brings, bases from other packages)
+is given the benefit of the doubt: the ranks will say it.
 """
 
 from __future__ import annotations

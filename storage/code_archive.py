@@ -115,11 +115,13 @@ class _Checked:
 
 
 def _plain_path(name: str) -> str:
-    """``name`` without leading ``./``. Raises InvalidArchive for one that leads out of its directory or that no system agrees on."""
+    """``name`` without leading ``./``. Raises InvalidArchive for one that leads elsewhere, or that systems read differently."""
     parts = [part for part in name.split("/") if part != "."]
     path = "/".join(parts)
     if not parts or "" in parts or ".." in parts or "\\" in name or name[1:2] == ":" or not name.isprintable():
-        raise InvalidArchive(f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes or control characters")
+        raise InvalidArchive(
+            f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes or control characters"
+        )
     if len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES or any(len(part.encode()) > 255 for part in parts):
         raise InvalidArchive(f"the archive holds a path that is too long or too deep: {path[:80]!r}…")
     return path

@@ -30,7 +30,7 @@ class CodeStore:
         self._files = storage.files
 
     def put(self, data: bytes) -> StoredCode:
-        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for one that is not safe or of no use."""
+        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what is not safe, or of no use."""
         paths = {member.path for member in read_members(data)}
         problems = collisions(paths)
         if problems:

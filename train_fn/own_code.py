@@ -39,12 +39,11 @@ def add_to_path(storage: Storage, digest: str) -> None:
 def load_named(entry: str) -> Any:
     """What ``module:name`` is, the module imported. Raises BadTask, naming file and line."""
     module_name, _, name = entry.partition(":")
-    taken = sys.modules.get(module_name.partition(".")[0])
+    first = module_name.partition(".")[0]
+    taken = sys.modules.get(first)
     if taken is not None and not _is_uploaded(taken):
-        raise BadTask(
-            f"the name {module_name.partition('.')[0]!r} is taken on this node by {getattr(taken, '__file__', None) or 'another package'}; "
-            "rename your module"
-        )
+        owner = getattr(taken, "__file__", None) or "another package"
+        raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
     try:
         module = importlib.import_module(module_name)
     except Exception as exc:

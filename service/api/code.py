@@ -49,9 +49,9 @@ ARCHIVE_BODY: Final[dict[str, Any]] = {
     openapi_extra=ARCHIVE_BODY,
 )
 async def upload_code(request: Request, context: Context, caller: Caller) -> CodeArchive:
-    """Takes a zip or tar.gz with a Python module or package. The same bytes are stored once, and have the same digest, however often
-    they are sent. Refused with 422 are links, paths that lead elsewhere, archives that unpack to too much, and modules whose names
-    belong to Everstep, torch, Ray or Python itself."""
+    """Takes a zip or tar.gz with a Python module or package. The same bytes are stored once, and have the same digest, however
+    often they are sent. Refused with 422 are links, paths that lead elsewhere, archives that unpack to too much, and modules whose
+    names belong to Everstep, torch, Ray or Python itself."""
     caller.require("submitter")
     data = await _read_file(request)
     stored = await context.storage_call(CodeStore(context.storage).put, data)

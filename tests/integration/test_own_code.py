@@ -38,7 +38,9 @@ def started(cluster: RayCluster, tmp_path: Path) -> Iterator[list[DrivenRun]]:
         run.stop()
 
 
-def begin(started: list[DrivenRun], cluster: RayCluster, storage: Path, example: str, code: dict[str, Any], **sections: Any) -> DrivenRun:
+def begin(
+    started: list[DrivenRun], cluster: RayCluster, storage: Path, example: str, code: dict[str, Any], **sections: Any
+) -> DrivenRun:
     digest = CodeStore(open_storage(str(storage))).put(pack(EXAMPLES / example)).digest
     scaling = {"min_workers": 1, "max_workers": 2}
     spec = RunSpec.model_validate({"name": "own", "code": {"archive": digest, **code}, "scaling": scaling, **sections})

@@ -43,11 +43,23 @@ def test_the_executable_bit_is_kept_and_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../a.py", "a/../../b.py", "/etc/passwd", "a//b.py", "C:/a.py", "a\\b.py", "a\nb.py", "..", "x" * 300, "/".join("x" * 40), "a/" * 200],
+    [
+        "../a.py",
+        "a/../../b.py",
+        "/etc/passwd",
+        "a//b.py",
+        "C:/a.py",
+        "a\\b.py",
+        "a\nb.py",
+        "..",
+        "x" * 300,
+        "/".join("x" * 40),
+        "a/" * 200,
+    ],
 )
 def test_paths_that_lead_elsewhere_are_refused_in_both_kinds(name: str) -> None:
     for archive in (tar_gz({name: "x"}), zip_of({name: "x"})):
-        if b"PK" == archive[:2] and (name.endswith("/") or "\\" in name):
+        if archive[:2] == b"PK" and (name.endswith("/") or "\\" in name):
             continue  # zipfile writes another name
         with pytest.raises(InvalidArchive):
             list(read_members(archive))
@@ -116,7 +128,9 @@ def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         list(read_members(zip_of({f"{n}.py": "" for n in range(5)})))
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x1f\x8b", b"not an archive", gzip.compress(b"not a tar" * 200), tar_gz({}), zip_of({})])
+@pytest.mark.parametrize(
+    "data", [b"", b"PK\x03\x04", b"\x1f\x8b", b"not an archive", gzip.compress(b"not a tar" * 200), tar_gz({}), zip_of({})]
+)
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArchive):
         list(read_members(data))

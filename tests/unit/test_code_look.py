@@ -46,7 +46,12 @@ def test_a_method_that_is_missing_or_takes_something_else() -> None:
 
 
 def test_syntax_errors_wherever_the_task_imports_them() -> None:
-    files = {"mine/__init__.py": "", "mine/task.py": f"from .parts import net\n{TASK}", "mine/parts/__init__.py": "", "bad.py": "x ="}
+    files = {
+        "mine/__init__.py": "",
+        "mine/task.py": f"from .parts import net\n{TASK}",
+        "mine/parts/__init__.py": "",
+        "bad.py": "x =",
+    }
     assert faults(files, "mine.task:Line") == []
     files["mine/parts/net.py"] = "import os\ndef f(:\n    pass\n"
     [fault] = faults(files, "mine.task:Line")

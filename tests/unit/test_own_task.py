@@ -141,7 +141,13 @@ def test_code_that_does_not_import(storage: Storage, source: str, entry: str, wo
 def test_the_example_trains_and_is_twenty_lines(storage: Storage) -> None:
     lines = (EXAMPLES / "own_task" / "task.py").read_text().split('"""')[2].splitlines()
     assert len([line for line in lines if line.strip()]) <= 20
-    ctx = context(storage, pack(EXAMPLES / "own_task"), "task:DigitsTask", args={"width": 16}, train={"global_batch_size": 500, "micro_batch_size": 250})
+    ctx = context(
+        storage,
+        pack(EXAMPLES / "own_task"),
+        "task:DigitsTask",
+        args={"width": 16},
+        train={"global_batch_size": 500, "micro_batch_size": 250},
+    )
     assert train(ctx) is None
     journal = ctx.journal
     assert isinstance(journal, Journal)
@@ -186,14 +192,17 @@ def changed(old: str, new: str) -> str:
     return TASK.replace(old, new)
 
 
-LOSS = "return F.mse_loss(model(x), y, reduction=\"sum\"), len(x)"
+LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         (changed("def loss", "def lose"), r"task:Line \(task\.py, line 18\) has no method loss; a task needs build_model"),
-        (changed("return nn.Linear(1, 1)", "return 3"), r"Line\.build_model \(task\.py, line 22\) must return a torch\.nn\.Module, not a int"),
+        (
+            changed("return nn.Linear(1, 1)", "return 3"),
+            r"Line\.build_model \(task\.py, line 22\) must return a torch\.nn\.Module, not a int",
+        ),
         (
             changed("return nn.Linear(1, 1)", "return nn.Linear(1, 1).requires_grad_(False)"),
             r"line 22\) returned a model of which no parameter requires a gradient",
@@ -202,21 +211,42 @@ LOSS = "return F.mse_loss(model(x), y, reduction=\"sum\"), len(x)"
         (changed('"val": Points(8)', '"test": Points(8)'), r"returned test beside train and val"),
         (changed("Points(self.length)", "iter([1])"), r"train is an iterable data set .* code\.train_fn"),
         (changed("Points(self.length)", "3"), r"train \(a int\) has no __len__ and no __getitem__"),
-        (changed("Points(self.length)", "Points(0)"), r"Line\.build_datasets \(task\.py, line 25\) returned a train set of length 0"),
-        (changed(LOSS, "return F.mse_loss(model(x), y)"), r"Line\.loss \(task\.py, line 28\) must return \(loss_sum, weight\), not a 0-d tensor"),
-        (changed(LOSS, 'return F.mse_loss(model(x), y, reduction="none"), len(x)'), r"line 28\) must return \(0-d tensor, weight\), not .*shape \(8, 1\)"),
+        (
+            changed("Points(self.length)", "Points(0)"),
+            r"Line\.build_datasets \(task\.py, line 25\) returned a train set of length 0",
+        ),
+        (
+            changed(LOSS, "return F.mse_loss(model(x), y)"),
+            r"Line\.loss \(task\.py, line 28\) must return \(loss_sum, weight\), not a 0-d tensor",
+        ),
+        (
+            changed(LOSS, 'return F.mse_loss(model(x), y, reduction="none"), len(x)'),
+            r"line 28\) must return \(0-d tensor, weight\), not .*shape \(8, 1\)",
+        ),
         (changed(LOSS, "return model(x).sum(), None"), r"returned the weight None; it is a number"),
-        (changed(LOSS, "return model(x).sum().detach(), 8"), r"the loss moves no parameter: Line\.loss \(task\.py, line 28\).*\.detach\(\)"),
+        (
+            changed(LOSS, "return model(x).sum().detach(), 8"),
+            r"the loss moves no parameter: Line\.loss \(task\.py, line 28\).*\.detach\(\)",
+        ),
         (changed(LOSS, "return nn.Linear(1, 1)(x).sum(), 8"), r"the loss moves no parameter: .* does not use the model"),
-        (changed(LOSS, "return model(x).sum() * float('nan'), 8"), r"the loss of step 1 is nan on rank 0.* from Line\.loss \(task\.py, line 28\)"),
+        (
+            changed(LOSS, "return model(x).sum() * float('nan'), 8"),
+            r"the loss of step 1 is nan on rank 0.* from Line\.loss \(task\.py, line 28\)",
+        ),
         (changed(LOSS, "raise KeyError('y')"), r"^'y' \(task\.py, line 30\)$"),
         (changed("return self.x[index : index + 1], ", "raise LookupError(index); "), r"\(task\.py, line 15\)$"),
         (
             TASK + "\n    def build_optimizer(self, model):\n        return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)\n",
             r"Line\.build_optimizer \(task\.py, line 32\) returned an optimizer that holds no parameter",
         ),
-        (TASK + "\n    def build_optimizer(self, model):\n        return None\n", r"must return a torch\.optim\.Optimizer, not None"),
-        (TASK + "\n    def metrics(self, model, batch):\n        return 3\n", r"Line\.metrics \(task\.py, line 32\) must return a dict"),
+        (
+            TASK + "\n    def build_optimizer(self, model):\n        return None\n",
+            r"must return a torch\.optim\.Optimizer, not None",
+        ),
+        (
+            TASK + "\n    def metrics(self, model, batch):\n        return 3\n",
+            r"Line\.metrics \(task\.py, line 32\) must return a dict",
+        ),
     ],
 )
 def test_a_fault_names_file_and_line(storage: Storage, source: str, words: str) -> None:

@@ -44,7 +44,17 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
 def test_ignore_files_are_honoured_as_git_does(tmp_path: Path) -> None:
     root = write(
         tmp_path / "repo" / "project",
-        *("a.py", "big.bin", "data/x.csv", "data/keep.csv", "mine/b.py", "mine/notes.txt", "mine/c.log", "weights/w.pt", "build/d.py"),
+        *(
+            "a.py",
+            "big.bin",
+            "data/x.csv",
+            "data/keep.csv",
+            "mine/b.py",
+            "mine/notes.txt",
+            "mine/c.log",
+            "weights/w.pt",
+            "build/d.py",
+        ),
         **{
             ".gitignore": "*.bin\n/data/*\n!data/keep.csv\nbuild/\n",
             "mine/.gitignore": "*.txt\n",
@@ -123,7 +133,9 @@ async def test_uploaded_and_submitted_by_hand(api: ApiService, tmp_path: Path) -
 
     run_id = await asyncio.to_thread(by_sdk)
     digest = (await api.get(f"/v1/runs/{run_id}/spec"))["code"]["archive"]
-    result = await everstep("submit", "--code", root, "--task", "task:Line", "--set", "train.epochs=3", "--set", "code.args.length=9")
+    result = await everstep(
+        "submit", "--code", root, "--task", "task:Line", "--set", "train.epochs=3", "--set", "code.args.length=9"
+    )
     assert result.exit_code == 0, result.stderr
     spec = await api.get(f"/v1/runs/{result.stdout.strip()}/spec")
     assert (spec["name"], spec["train"]["epochs"]) == ("Line", 3)

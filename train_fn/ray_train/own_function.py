@@ -39,7 +39,7 @@ class Reports:
     """Stands before Ray's ``report`` on every rank."""
 
     def __init__(self, ctx: WorkerContext, context: Any, step: int, *, kept: bool) -> None:
-        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept`` says whether one of them came with a checkpoint."""
+        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept``: whether one of them came with a checkpoint."""
         self.step = step
         self._ctx = ctx
         self._context = context
@@ -130,7 +130,9 @@ def _call(ctx: WorkerContext) -> None:
     if num_required > 1:
         raise BadTask(f"{entry}{place_of(function)} needs {num_required} arguments; a train_fn is called with its config alone")
     if config and not num_required:
-        raise BadTask(f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without code.config; let it take one")
+        raise BadTask(
+            f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without code.config; let it take one"
+        )
     logger.info("calling %s", entry)
     function(*([config] if num_required else []))
 

@@ -35,8 +35,8 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint that is
-    gone. Without a copy it is removed.
+    """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint
+    that is gone. Without a copy it is removed.
 
     Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
     removing it: its ranks restore from manifests, never from Ray's list.

@@ -66,6 +66,7 @@ class RecoverySettings:
             self,
             hang_min_s=max(self.hang_min_s, self.hang_evaluation_s),
             hang_first_step_s=max(self.hang_first_step_s, self.hang_evaluation_s),
+            yield_timeout_s=max(self.yield_timeout_s, self.hang_evaluation_s),
         )
 
     @classmethod

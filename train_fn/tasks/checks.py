@@ -26,7 +26,9 @@ def checked_model(task: Task, model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadTask(f"{told(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadTask(f"{told(task, 'build_model')} returned a model of which no parameter requires a gradient; nothing would be trained")
+        raise BadTask(
+            f"{told(task, 'build_model')} returned a model of which no parameter requires a gradient; nothing would be trained"
+        )
     return model
 
 
@@ -49,13 +51,15 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
 def _check_dataset(source: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
         raise BadTask(
-            f"{source} is an iterable data set ({type(dataset).__name__}), which this version does not train on: no sample could be told "
-            "from another after a restart. Give it __len__ and __getitem__ (an index of offsets is enough), or run your own loop over "
-            "it as code.train_fn"
+            f"{source} is an iterable data set ({type(dataset).__name__}), which this version does not train on: after a restart "
+            "no sample could be told from another. Give it __len__ and __getitem__ (an index of offsets is enough), or run your own "
+            "loop over it as code.train_fn"
         )
     lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if lacking and not (lacking == ["__getitem__"] and hasattr(dataset, "fetch")):
-        raise BadTask(f"{source} ({_kind(dataset)}) has no {' and no '.join(lacking)}; a data set says how long it is and gives sample i")
+        raise BadTask(
+            f"{source} ({_kind(dataset)}) has no {' and no '.join(lacking)}; a data set says how long it is and gives sample i"
+        )
     try:
         length = len(dataset)
     except TypeError as exc:
@@ -80,15 +84,17 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     if isinstance(answer, torch.Tensor):
         shape = "a 0-d tensor" if answer.ndim == 0 else f"a tensor of shape {tuple(answer.shape)}"
         raise BadTask(
-            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed over the micro-batch, and how many samples "
-            "or tokens that is, for example `return F.cross_entropy(logits, labels, reduction=\"sum\"), len(labels)`"
+            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed over the micro-batch, and how many "
+            'samples or tokens that is, for example `return F.cross_entropy(logits, labels, reduction="sum"), len(labels)`'
         )
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor) and answer[0].ndim == 0):
         shown = tuple(f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part for part in _parts(answer))
         raise BadTask(f"{told(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
     weight = answer[1]
     if not isinstance(weight, int | float) and not (isinstance(weight, torch.Tensor) and weight.ndim == 0):
-        raise BadTask(f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d tensor: samples or tokens")
+        raise BadTask(
+            f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d tensor: samples or tokens"
+        )
     return answer
 
 

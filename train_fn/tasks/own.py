@@ -17,7 +17,9 @@ def build_own_task(code: CodeSpec) -> Task:
     assert code.task is not None
     make = load_named(code.task)
     if not callable(make):
-        raise BadTask(f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with {', '.join(REQUIRED_METHODS)}")
+        raise BadTask(
+            f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with {', '.join(REQUIRED_METHODS)}"
+        )
     try:
         inspect.signature(make).bind(**code.args)
     except TypeError as exc:
