@@ -115,7 +115,7 @@ def test_reports_are_steps_and_numbers_are_metrics(storage: Storage, ray_context
     assert [point["step"] for point in points] == [1, 2, 3]
     assert points[1]["values"].keys() == {"loss", "bad", "step_s"}
     assert (points[1]["values"]["loss"], points[1]["values"]["bad"]) == (0.5, None)
-    assert len(ray_context.reported) == 3
+    assert [metrics["everstep_step"] for metrics, *_ in ray_context.reported] == [1, 2, 3]
 
 
 def test_a_function_without_arguments_is_called_without(storage: Storage, ray_context: RayContext) -> None:
@@ -138,7 +138,7 @@ def test_a_stop_is_taken_at_a_report(
 
 def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(storage: Storage, ray_context: RayContext) -> None:
     ctx = context(storage, n=5, kept=[3])
-    run_list(storage, ["checkpoint_a"], [6])
+    run_list(storage, ["checkpoint_a"], [7])
     ray_context.checkpoint = object()
     ctx.journal.stop_requested = "pause"  # type: ignore[misc]
     assert own_function.train(ctx) == "pause"
@@ -190,14 +190,14 @@ def test_reports_that_lie_far_apart_are_no_hang() -> None:
 # ---------------------------------------------------------------- Ray's list of checkpoints
 
 
-def run_list(storage: Storage, names: list[str], indices: list[int]) -> bytes:
+def run_list(storage: Storage, names: list[str], steps: list[int]) -> bytes:
     """Ray's list as it writes it, and the directories that it names."""
     files = storage.run_dir("run_own").files
-    results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
+    results = [{"checkpoint_dir_name": name, "metrics": {"everstep_step": step}} for name, step in zip(names, steps, strict=True)]
     state = {
         "ray_version": ray.__version__,
         "checkpoint_results": results,
-        "checkpoint_report_indices": indices,
+        "checkpoint_report_indices": [20 + step for step in steps],
         "latest_checkpoint_result": results[-1],
     }
     data = json.dumps(state).encode()
@@ -212,7 +212,7 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
     assert latest_reported(run_dir) == (0, None)
     keep = KeepCheckpointList(run_dir)
     keep.after_report(SimpleNamespace(checkpoint=object()), [])  # nothing to copy yet: told in the log only
-    good = run_list(storage, ["checkpoint_a", "checkpoint_b"], [1, 4])
+    good = run_list(storage, ["checkpoint_a", "checkpoint_b"], [1, 5])
     keep.after_report(SimpleNamespace(checkpoint=None), [])
     repair_snapshot_file(run_dir)
     assert run_dir.files.read(path) == good and latest_reported(run_dir) == (5, "checkpoint_b")

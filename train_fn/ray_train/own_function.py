@@ -25,7 +25,7 @@ from train_fn.context import Stop, WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
 from train_fn.ray_train.seam import get_train_context
-from train_fn.ray_train.snapshot_file import latest_reported
+from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported
 from train_fn.replica import end_process_group
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Reports:
         Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to stop.
         """
         before = self._context.report_call_index
-        self._report(metrics, checkpoint, *args, **kwargs)
+        self._report({**metrics, STEP_METRIC: self.step + 1}, checkpoint, *args, **kwargs)
         if self._context.report_call_index == before:
             raise PeersGone("a report was given up: another rank will not come")
         self.step += 1

@@ -12,6 +12,9 @@ from storage.errors import StorageError, StorageNotFound
 from storage.run_dir import RunDir
 from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 
+STEP_METRIC = "everstep_step"
+"""Name under which a report's number travels with its metrics, which Ray keeps with the checkpoint."""
+
 _COPY = "checkpoint_list_copy.json"
 
 logger = logging.getLogger(__name__)
@@ -61,7 +64,10 @@ def repair_snapshot_file(run_dir: RunDir) -> None:
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
-    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None) where there is none."""
+    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None) where there is none.
+
+    Ray's own numbering also counts the reports that a restart took back.
+    """
     try:
         state: dict[str, Any] = json.loads(run_dir.files.read(f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
     except StorageNotFound:
@@ -69,9 +75,7 @@ def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
     latest = state.get("latest_checkpoint_result")
     if latest is None:
         return 0, None
-    names = [result["checkpoint_dir_name"] for result in state["checkpoint_results"]]
-    name = latest["checkpoint_dir_name"]
-    return state["checkpoint_report_indices"][names.index(name)] + 1, name
+    return int(latest["metrics"].get(STEP_METRIC, 0)), latest["checkpoint_dir_name"]
 
 
 def _problem(run_dir: RunDir, data: bytes) -> str | None:

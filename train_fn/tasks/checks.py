@@ -52,8 +52,8 @@ def _check_dataset(source: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
         raise BadTask(
             f"{source} is an iterable data set ({type(dataset).__name__}), which this version does not train on: after a restart "
-            "no sample could be told from another. Give it __len__ and __getitem__ (an index of offsets is enough), or run your own "
-            "loop over it as code.train_fn"
+            "no sample could be told from another. Give it __len__ and __getitem__ (an index of offsets is enough), or run your "
+            "own loop over it as code.train_fn"
         )
     lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if lacking and not (lacking == ["__getitem__"] and hasattr(dataset, "fetch")):
