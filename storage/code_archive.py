@@ -23,7 +23,10 @@ _MAX_TAR_BYTES = MAX_UNPACKED_BYTES + MAX_FILES * 2048
 """A tar stream within the limits: the files, and a header and padding for each."""
 _MAX_DIRECTORY_BYTES = MAX_FILES * (MAX_PATH_BYTES + 256)
 """A zip file's directory within the limits: zipfile reads all of it before anything can be counted."""
-_BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, NotImplementedError)
+_BROKEN = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error),
+    *(EOFError, OSError, ValueError, LookupError, ArithmeticError, RuntimeError),
+)
 """What Python's readers raise for bytes that are not what they say."""
 
 

@@ -118,6 +118,14 @@ def test_a_size_that_is_declared_too_small_is_not_believed() -> None:
         list(read_members(bytes(archive)))
 
 
+def test_a_name_that_is_empty_is_refused() -> None:
+    broken = bytearray(zip_of({"a": "x"}))
+    place = broken.index(b"PK\x01\x02") + 28
+    broken[place : place + 2] = b"\x00\x00"
+    with pytest.raises(InvalidArchive):
+        list(read_members(bytes(broken)))
+
+
 def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_archive, "MAX_FILES", 10)
     for pack in (tar_gz, zip_of):
