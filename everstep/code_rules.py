@@ -72,9 +72,9 @@ def modules(paths: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted({name for path in paths for name in _names(path, roots)}))
 
 
-def module_path(paths: Collection[str], module: str) -> str | None:
-    """The file that ``import module`` runs; None where the archive has none."""
-    for root in import_roots(paths):
+def module_path(paths: Collection[str], module: str, roots: Collection[str] | None = None) -> str | None:
+    """The file that ``import module`` runs; None where the archive has none. ``roots`` are its ``import_roots``, where known."""
+    for root in import_roots(paths) if roots is None else roots:
         stem = root + module.replace(".", "/")
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in paths:

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from everstep.code_rules import module_path, modules
+from everstep.code_rules import import_roots, module_path, modules
 from everstep.errors import FieldError
 from everstep.spec import CodeSpec
 
@@ -19,7 +19,10 @@ REQUIRED_METHODS = {"build_model": 0, "build_datasets": 0, "loss": 2}
 """Methods that a task must have, and how many arguments each is called with."""
 OPTIONAL_METHODS = {"metrics": 2, "build_optimizer": 1, "collate": 1, "on_epoch_end": 3}
 
-_MAX_SOURCE_BYTES = 1 << 20
+_MAX_SOURCE_BYTES = 256 << 10
+"""A larger file is not parsed: nobody writes so much by hand, and other requests wait for the parser."""
+_MAX_READ_BYTES = 8 << 20
+"""Imports are followed until so much was parsed."""
 _MAX_HOPS = 20
 """Longest chain of imports or base classes that is followed."""
 
@@ -39,7 +42,12 @@ class _Tree:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
+        self._roots = import_roots(files.keys())
         self._parsed: dict[str, ast.Module | str] = {}
+
+    def path_of(self, module: str) -> str | None:
+        """The file that a module is; None where the archive has none."""
+        return module_path(self.files.keys(), module, self._roots)
 
     def parse(self, path: str) -> ast.Module | str:
         """The module's tree, or what is wrong with it, with its line."""
@@ -59,7 +67,7 @@ class _Tree:
                 continue
             for name in names:
                 parts = name.split(".")
-                found = (module_path(self.files.keys(), ".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+                found = (self.path_of(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
                 yield from (path for path in found if path is not None)
 
     def absolute(self, path: str, node: ast.ImportFrom) -> str:
@@ -71,12 +79,15 @@ class _Tree:
 
     def reachable(self, path: str) -> list[str]:
         """The module and all of the archive that importing it imports, in order."""
-        seen = {path: None}
-        for current in _growing(seen):
+        order, seen, left_bytes = [path], {path}, _MAX_READ_BYTES
+        for current in order:  # which grows meanwhile
+            left_bytes -= len(self.files[current])
             module = self.parse(current)
-            if isinstance(module, ast.Module):
-                seen.update(dict.fromkeys(self.imported(current, module)))
-        return list(seen)
+            if isinstance(module, ast.Module) and left_bytes > 0:
+                fresh = dict.fromkeys(found for found in self.imported(current, module) if found not in seen)
+                order += fresh
+                seen.update(fresh)
+        return order
 
     def find(self, path: str, name: str, hops: int = _MAX_HOPS) -> _Found | None:
         """What ``name`` is at the top of a module, through imports within the archive. None: surely nothing."""
@@ -90,20 +101,12 @@ class _Tree:
                     if alias.name == "*":
                         unknown = True
                     elif (alias.asname or alias.name) == name:
-                        target = module_path(self.files.keys(), self.absolute(path, node))
+                        target = self.path_of(self.absolute(path, node))
                         return _Found(path, None) if target is None else self.find(target, alias.name, hops - 1)
         for statement in module.body:
             if isinstance(statement, ast.ClassDef | Function) and statement.name == name:
                 return _Found(path, statement)
         return _Found(path, None) if unknown or name in _bound(module) or "__getattr__" in _bound(module) else None
-
-
-def _growing(seen: dict[str, None]) -> Iterator[str]:
-    """The keys, also those that are added meanwhile."""
-    position = 0
-    while position < len(seen):
-        yield list(seen)[position]
-        position += 1
 
 
 def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
@@ -117,13 +120,13 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
     where = ("code", field)
     module_name, _, name = entry.partition(":")
     tree = _Tree(files)
-    path = module_path(files.keys(), module_name)
+    path = tree.path_of(module_name)
     if path is None:
         known = modules(files.keys())
         near = difflib.get_close_matches(module_name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
         return [FieldError(where, f"the archive has no module {module_name!r}; {hint}")]
-    packages = [module_path(files.keys(), module_name.rsplit(".", depth)[0]) for depth in range(1, module_name.count(".") + 1)]
+    packages = [tree.path_of(module_name.rsplit(".", depth)[0]) for depth in range(1, module_name.count(".") + 1)]
     read = dict.fromkeys(file for start in (path, *packages) if start is not None for file in tree.reachable(start))
     broken = [problem for problem in map(tree.parse, read) if isinstance(problem, str)]
     if broken:
@@ -261,7 +264,7 @@ def _argument_faults(found: _Found, code: CodeSpec) -> list[FieldError]:
 
 def _parse(path: str, source: bytes) -> ast.Module | str:
     if len(source) > _MAX_SOURCE_BYTES:
-        return ast.Module([], [])  # nobody writes so much by hand; the ranks will read it
+        return ast.Module([], [])
     try:
         return ast.parse(source, path)
     except SyntaxError as exc:
