@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everstep import cli_words as words
+from everstep.cli_code import with_code
 from everstep.cli_terminal import Exit, JsonOption, Terminal, UrlOption, command, exit_code_of_status, printable, terminal
 from everstep.cli_watch import watch as watch_run
 from everstep.errors import UsageError
@@ -24,9 +25,18 @@ WhichArgument = Annotated[str, typer.Argument(metavar="[STEP|latest|best]", help
 
 @command
 def submit(
-    spec: Annotated[str, typer.Argument(metavar="SPEC.yaml", help="File with the spec; - reads standard input.")],
+    spec: Annotated[
+        str | None, typer.Argument(metavar="[SPEC.yaml]", help="File with the spec; - reads standard input.", show_default=False)
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3.")
+    ] = None,
+    code: Annotated[
+        str | None, typer.Option("--code", metavar="DIRECTORY", help="Upload this code and run it in place of the spec's task.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")] = None,
+    train_fn: Annotated[
+        str | None, typer.Option("--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")] = False,
     idempotency_key: Annotated[
@@ -36,8 +46,12 @@ def submit(
     url: UrlOption = None,
 ) -> None:
     """Submit a run; exit code 2 for a spec with faults, each of which is named."""
-    parsed = parse_spec(apply_overrides(read_spec(spec), overrides or []))
-    run = terminal().client().runs.create(parsed, idempotency_key)
+    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
+    parsed = parse_spec(apply_overrides(raw, overrides or []))
+    client = terminal().client()
+    if archive is not None:
+        client.code.upload_packed(archive)
+    run = client.runs.create(parsed, idempotency_key)
     if watch:
         _watch_to_the_end(run)
     elif terminal().as_json:

@@ -1,4 +1,4 @@
-"""The client of the service: runs, nodes, cluster, catalog, health."""
+"""The client of the service: runs, code, nodes, cluster, catalog, health."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import httpx
 
 from everstep.address import find_address
 from everstep.catalog import Catalog
+from everstep.code import Code
 from everstep.errors import InvalidSpec
 from everstep.follow import Patience
 from everstep.nodes import Nodes
@@ -58,6 +59,7 @@ class Client:
         patience = patience or Patience()
         self.runs = Runs(self._transport, patience)
         self.nodes = Nodes(self._transport, patience)
+        self.code = Code(self._transport)
 
     def __enter__(self) -> Client:
         return self

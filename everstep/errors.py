@@ -130,6 +130,7 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
         "range_not_satisfiable": (416, ServiceError),
         "invalid_spec": (422, InvalidSpec),
         "invalid_request": (422, InvalidSpec),
+        "invalid_archive": (422, InvalidSpec),
         "rate_limited": (429, RateLimited),
         "internal_error": (500, ServiceError),
         "unavailable": (503, Unavailable),

@@ -21,6 +21,7 @@ from everstep.catalog import (
     ScheduleSpec,
     TaskSpec,
 )
+from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN
 from everstep.errors import InvalidSpec
 from everstep.field_errors import field_errors
 
@@ -157,8 +158,64 @@ class ResumeFrom(Frozen):
     submitted."""
 
 
+def _json_value(value: Any) -> Any:
+    """Refuse what JSON cannot say, at any depth: it could neither be stored nor given to the code as it was written."""
+    level = [value]
+    while level:
+        for item in level:
+            if isinstance(item, float) and not math.isfinite(item):
+                raise PydanticCustomError("not_finite", "holds {value}; numbers must be finite", {"value": str(item)})
+            if isinstance(item, dict) and not all(isinstance(key, str) for key in item):
+                raise PydanticCustomError("not_json", "holds a key that is not text")
+            if item is not None and not isinstance(item, str | int | float | list | dict):
+                raise PydanticCustomError(
+                    "not_json",
+                    "holds a {kind}; only text, numbers, booleans, null, lists and mappings",
+                    {"kind": type(item).__name__},
+                )
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    return value
+
+
+EntryPoint = Annotated[str, Field(pattern=ENTRY_PATTERN, max_length=256)]
+Arguments = Annotated[dict[str, Any], AfterValidator(_json_value)]
+
+
+class CodeSpec(Frozen):
+    """Code of one's own: an uploaded archive, and what of it is run. Either ``task`` or ``train_fn``."""
+
+    archive: Annotated[str, Field(pattern=DIGEST_PATTERN)]
+    """Digest that POST /v1/code answered with."""
+    task: EntryPoint | None = None
+    """``package.module:ClassName`` of a task; Everstep's loop trains it."""
+    train_fn: EntryPoint | None = None
+    """``package.module:function`` of a Ray Train function, which trains by itself."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments of the task's class."""
+    config: Arguments = Field(default_factory=dict)
+    """What the train_fn is called with."""
+
+    @field_validator("train_fn")
+    @classmethod
+    def _one_of_both(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if "task" in info.data and (value is None) == (info.data["task"] is None):
+            raise PydanticCustomError("task_or_train_fn", "give either task or train_fn: what of the archive is to run")
+        return value
+
+    @field_validator("args", "config")
+    @classmethod
+    def _of_what_is_run(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        owner, other = ("task", "config") if info.field_name == "args" else ("train_fn", "args")
+        if value and info.data.get(owner, "") is None:
+            raise PydanticCustomError(
+                "argument_of_the_other", "belongs to {owner}; put it into {other}", {"owner": owner, "other": other}
+            )
+        return value
+
+
 class RunSpec(Frozen):
-    """A training request. Only ``name`` and ``task`` are required.
+    """A training request. Only ``name``, and ``task`` or ``code``, are required.
 
     >>> RunSpec.model_validate({"name": "digits", "task": {"name": "image_classification",
     ...     "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}).train.global_batch_size
@@ -175,10 +232,10 @@ class RunSpec(Frozen):
         default_factory=dict, max_length=64
     )
     """Free labels to filter by."""
-    task: TaskSpec
-    """What is trained on what."""
-    code: None = None
-    """Own code by archive; not served by this version."""
+    code: CodeSpec | None = None
+    """Own code, in place of ``task``."""
+    task: TaskSpec | None = None
+    """What is trained on what; null where ``code`` brings it."""
     optimizer: OptimizerSpec = AdamWSpec()
     """The optimizer and its arguments."""
     schedule: ScheduleSpec = ConstantScheduleSpec()
@@ -200,7 +257,24 @@ class RunSpec(Frozen):
     runtime_env: None = None
     """Ray runtime environment; the operator allows none in this version."""
 
-    @field_validator("code", "runtime_env", mode="before")
+    @field_validator("task")
+    @classmethod
+    def _task_or_code(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("code", "faulty") is None:
+            raise PydanticCustomError("task_or_code", "is required, or code in its place")
+        if value is not None and info.data.get("code") is not None:
+            raise PydanticCustomError("task_and_code", "code takes its place; leave one of the two out")
+        return value
+
+    @field_validator("optimizer", "schedule", "train")
+    @classmethod
+    def _loop_has_use_for_it(cls, value: Any, info: ValidationInfo) -> Any:
+        code: CodeSpec | None = info.data.get("code")
+        if code is not None and code.train_fn is not None and value != cls.model_fields[str(info.field_name)].default:
+            raise PydanticCustomError("not_used", "says nothing to code.train_fn, which trains by itself; put it into code.config")
+        return value
+
+    @field_validator("runtime_env", mode="before")
     @classmethod
     def _not_served(cls, value: Any, info: ValidationInfo) -> None:
         if value is not None:
@@ -219,7 +293,8 @@ class RunSpec(Frozen):
     @classmethod
     def _workers_have_micro_batches(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
         train: TrainSpec | None = info.data.get("train")
-        if train is None:
+        code: CodeSpec | None = info.data.get("code")
+        if train is None or (code is not None and code.train_fn is not None):
             return value
         num_micro = math.ceil(train.global_batch_size / _micro_batch_size(train, value))
         if value.min_workers > num_micro:
@@ -230,6 +305,11 @@ class RunSpec(Frozen):
                 {"workers": value.min_workers, "num_micro": num_micro},
             )
         return value
+
+    @property
+    def runs_own_function(self) -> bool:
+        """Whether a Ray Train function of the user's trains, and not Everstep's loop."""
+        return self.code is not None and self.code.train_fn is not None
 
     @property
     def micro_batch_size(self) -> int:

@@ -109,6 +109,7 @@ class Transport:
         *,
         params: Params | None = None,
         body: Any = None,
+        files: Mapping[str, tuple[str, bytes, str]] | None = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool | None = None,
         answers: frozenset[int] = frozenset(),
@@ -117,6 +118,7 @@ class Transport:
 
         ``repeatable``: whether doing it twice is the same as once; by default true for GET. A request that is not is tried again
         only if it was surely not carried out. ``answers`` are statuses that are returned though they are errors.
+        ``files`` are sent as a form: for each field a name, the bytes and their type.
         Raises the package's errors.
         """
         repeatable = method == "GET" if repeatable is None else repeatable
@@ -126,7 +128,9 @@ class Transport:
         while True:
             tries += 1
             try:
-                response = self._http.request(method, path, params=_given(params), content=content, headers=all_headers)
+                response = self._http.request(
+                    method, path, params=_given(params), content=content, files=files, headers=all_headers
+                )
             except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as exc:
                 error = translate(exc, self.address.url)
                 again = isinstance(error, Unavailable) and (repeatable or isinstance(exc, NOT_SENT))

@@ -270,6 +270,16 @@ class Checkpoint(Answer):
     """What was wrong with it then; null where every file had its size and digest."""
 
 
+class CodeArchive(Answer):
+    """Answer of ``POST /v1/code``."""
+
+    digest: str
+    """``sha256:`` and 64 hex digits over the archive's bytes; ``code.archive`` of a spec."""
+    size_bytes: int
+    modules: tuple[str, ...]
+    """Dotted names that can be imported from it."""
+
+
 class LogLine(Answer):
     seq: int
     """Position in the answer's order; pass it as ``after``."""

@@ -17,7 +17,7 @@ from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable
 from service.db.runs import IdempotencyConflict
 from service.states import TransitionConflict
-from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
+from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 
 logger = structlog.get_logger(__name__)
 
@@ -88,6 +88,8 @@ def as_problem(exc: Exception) -> ProblemError:
             return unavailable("database_unavailable", "the database does not answer; nothing was changed, try again")
         case StorageNotFound():
             return not_found(str(exc))
+        case InvalidArchive():
+            return ProblemError(422, "invalid_archive", str(exc), errors=[FieldError(("file",), str(exc))])
         case CorruptCheckpoint():
             return ProblemError(409, "corrupt_checkpoint", str(exc))
         case StorageError():

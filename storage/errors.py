@@ -2,6 +2,7 @@
 
 StorageError
 ├── InvalidStorage         a URI, a name or a cursor that cannot be right
+├── InvalidArchive         uploaded code that is not a safe archive of it
 ├── StorageNotFound        a file, run or checkpoint that is not there
 ├── StorageDenied          permissions or credentials do not allow it
 ├── StorageFull            no space or quota left
@@ -44,6 +45,10 @@ def _rebuild(cls: type[StorageError], args: tuple[Any, ...], state: dict[str, An
 
 
 class InvalidStorage(StorageError):
+    pass
+
+
+class InvalidArchive(StorageError):
     pass
 
 

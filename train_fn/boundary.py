@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from everstep.events import EventKind
 from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext
@@ -40,6 +42,14 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
         reporter.emit(EventKind.EVALUATED, {"step": state.step, "epoch": epoch, "metrics": metrics})
     reporter.start_clock()
     return _is_best(ctx, replica, metrics)
+
+
+@torch.no_grad()
+def tell_epoch_ended(replica: Replica) -> None:
+    """Call the task's ``on_epoch_end(model, epoch, metrics)``, where it has one, on every rank; ``epoch`` counts from 0."""
+    hook = getattr(replica.task, "on_epoch_end", None)
+    if hook is not None:
+        hook(replica.state.model, replica.state.closed_epochs - 1, dict(replica.state.metrics))
 
 
 def _is_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:

@@ -48,6 +48,7 @@ FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
 TRAIN = "train_fn.loop:train"
+OWN_FUNCTION = "train_fn.ray_train.own_function:train"
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Driver:
         if spec.recovery.hang_timeout_s is not None:
             health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
             self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
+        if spec.runs_own_function:
+            self._train, self._settings = OWN_FUNCTION, self._settings.for_own_function()
         history = read_history(self._run_dir)
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         os.environ.update(ray_train_env(self._settings))

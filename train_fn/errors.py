@@ -14,6 +14,7 @@ TrainError
 from __future__ import annotations
 
 import time
+import traceback
 from typing import Any
 
 from train_fn.rank_error import ErrorKind, classify
@@ -35,13 +36,14 @@ def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]
 
 
 class NonFiniteLoss(TrainError):
-    """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame."""
+    """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame.
+    ``source`` says what computed the loss."""
 
-    def __init__(self, step: int, rank: int | None, value: float) -> None:
+    def __init__(self, step: int, rank: int | None, value: float, source: str = "the task's loss") -> None:
         where = f"on rank {rank}" if rank is not None else "on several ranks"
         super().__init__(
             f"the loss of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
-            "set train.grad_clip_norm, or look for samples with non-finite values"
+            f"set train.grad_clip_norm, or look for samples with non-finite values. It comes from {source}"
         )
         self.step = step
         self.rank = rank
@@ -105,3 +107,12 @@ class StepFailed(TrainError):
         """Step of the state that was left behind on this node; None where none could be."""
         self.snapshot_problem = snapshot_problem
         """Why there is none."""
+
+
+def forget_frames(exc: BaseException) -> None:
+    """Empty the frames of an exception and of those behind it: their variables hold the process group."""
+    current: BaseException | None = exc
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__

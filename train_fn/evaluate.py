@@ -15,6 +15,7 @@ from train_fn.precision import autocast
 from train_fn.randomness import seed_micro_batch
 from train_fn.replica import Replica
 from train_fn.sampler import MicroBatch, share_of
+from train_fn.tasks.checks import told
 
 MIN_MICRO_BATCH = 128
 """Evaluation keeps no gradients, so that its micro-batches can be larger than those of training."""
@@ -79,5 +80,5 @@ def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[A
     """What the task measures of one micro-batch, its loss at least."""
     sums: dict[str, tuple[Any, Any]] = task.metrics(model, batch) if hasattr(task, "metrics") else {}
     if not isinstance(sums, dict):
-        raise BadTask(f"{type(task).__name__}.metrics must return a dict of (sum, weight) by name, not {sums!r:.200}")
+        raise BadTask(f"{told(task, 'metrics')} must return a dict of (sum, weight) by name, not {sums!r:.200}")
     return sums if "loss" in sums else {"loss": task.loss(model, batch), **sums}

@@ -10,10 +10,10 @@ import torch
 
 from everstep.events import EventKind
 from storage.run_dir import CheckpointName
-from train_fn.boundary import close_boundary, require_best_metric
+from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.context import Stop, WorkerContext
-from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed
+from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed, forget_frames
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
 from train_fn.optim import lr_factor, set_lr
@@ -25,6 +25,7 @@ from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_totals import StepSum, StepTotals
+from train_fn.tasks.checks import told
 from train_fn.tensor_tree import copy_to_cpu
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class Attempt:
         """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
         spec, state = self.ctx.spec, replica.state
         if totals.num_nonfinite:
-            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum)
+            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, told(replica.task, "loss"))
         if totals.weight <= 0:
             raise BadTask(f"the weights that the task's loss returned for step {state.step + 1} add up to {totals.weight}")
         if totals.weight != totals.count.num_samples:  # the loss is a sum over tokens, say: its mean is known only now
@@ -165,7 +166,11 @@ class Attempt:
         """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far."""
         assert self._replica is not None and self._reporter is not None
         self.phase = "evaluation"
-        return close_boundary(self.ctx, self._replica, self._reporter)
+        closed_before = self._replica.state.closed_epochs
+        is_best = close_boundary(self.ctx, self._replica, self._reporter)
+        if self._replica.state.closed_epochs > closed_before:
+            tell_epoch_ended(self._replica)
+        return is_best
 
     def _report_checkpoint(self, step: int) -> None:
         """Tell Ray Train of a checkpoint that was committed since; all ranks at the same step."""
@@ -206,7 +211,7 @@ class Attempt:
         have to wait until others have written their state.
         """
         text = "".join(traceback.format_exception(cause))
-        _forget_frames(cause)
+        forget_frames(cause)
         replica = self._replica
         if self._saver is not None:
             self._saver.close()
@@ -232,15 +237,6 @@ class Attempt:
         return StepFailed(
             cause, traceback_text=text, step=step, phase=self.phase, snapshot_step=snapshot_step, snapshot_problem=problem
         )
-
-
-def _forget_frames(exc: BaseException) -> None:
-    """Empty the frames of an exception and of those behind it: their variables hold the process group."""
-    current: BaseException | None = exc
-    while current is not None:
-        traceback.clear_frames(current.__traceback__)
-        current.__traceback__ = None
-        current = current.__cause__ or current.__context__
 
 
 def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:

@@ -23,6 +23,9 @@ _COLLECTIVE_WORDS = re.compile(
 )
 """Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that a peer went away."""
 
+_USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)')
+"""A frame of uploaded code, by where nodes keep it (``own_code``)."""
+
 _STORAGE_TYPES = frozenset(
     {"CheckpointFailed"}
     | {name for name, value in vars(storage.errors).items() if isinstance(value, type) and issubclass(value, StorageError)}
@@ -88,6 +91,12 @@ class RankFailure(Exception):
         return RankFailure, (self.error,)
 
 
+def user_place(trace: str) -> str | None:
+    """``file, line N`` of the innermost frame of a traceback that lies in uploaded code; None where there is none."""
+    frames = _USER_FRAME.findall(trace)
+    return f"{frames[-1][0]}, line {frames[-1][1]}" if frames else None
+
+
 def describe_error(exc: BaseException, rank: int) -> RankError:
     """RankError of what a rank's training function raised.
 
@@ -97,12 +106,14 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
     type_name = _text(exc, "type_name") or type(exc).__name__
     message = _text(exc, "message") or str(exc)
     trace = _text(exc, "traceback_text") or "".join(traceback.format_exception(exc))
+    place = user_place(trace)
+    told = message if place is None or place in message else f"{message[:1800]} ({place})"
     at = getattr(exc, "at", None)
     return RankError(
         rank=rank,
         kind=_classify_words(type_name, message) if hasattr(exc, "type_name") else classify(exc),
         type=type_name,
-        message=message[:2000],
+        message=told[:2000],
         traceback=_shorten(trace),
         step=_integer(exc, "step"),
         phase=_text(exc, "phase"),

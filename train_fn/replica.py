@@ -20,11 +20,13 @@ from train_fn.ema import Ema
 from train_fn.errors import BadTask
 from train_fn.loader import KeyedDataset, Loaded, collate_of, to_device
 from train_fn.optim import build_optimizer
+from train_fn.own_code import add_to_path
 from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
 from train_fn.tasks.build import build_task
+from train_fn.tasks.checks import check_gradients, check_moves, checked_datasets, checked_loss, checked_model, checked_optimizer
 from train_fn.tasks.protocol import Sum, Task
 
 
@@ -44,10 +46,8 @@ class StepModule(nn.Module):
             used = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
             return torch.stack(used).sum(), 0.0
         with autocast(self._precision, self._device):
-            answer: tuple[torch.Tensor, Sum] = self._task.loss(self._called[0], batch)
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor) and answer[0].ndim == 0):
-            raise BadTask(f"{type(self._task).__name__}.loss must return (0-d tensor, weight), not {answer!r:.200}")
-        return answer
+            answer = self._task.loss(self._called[0], batch)
+        return checked_loss(self._task, answer)
 
 
 @dataclass
@@ -96,7 +96,9 @@ class Replica:
         before = [buffer.clone() for buffer in buffers]
         self.seed(0, 0)
         loss_sum, _ = self.wrapped(batch)
+        check_moves(self.task, loss_sum)
         loss_sum.backward()
+        check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)
         self._volatile = self._find_volatile(buffers, before)
         for buffer, value in zip(buffers, before, strict=True):
@@ -181,16 +183,18 @@ def build_replica(ctx: WorkerContext) -> Replica:
     """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
     _make_deterministic(ctx)
+    if spec.code is not None:
+        add_to_path(ctx.run_dir.storage, spec.code.archive)
     task = build_task(spec)
-    datasets = task.build_datasets()
+    datasets = checked_datasets(task, task.build_datasets())
     torch.manual_seed(key(train.seed, 6))
-    model = task.build_model().to(ctx.device)
+    model = checked_model(task, task.build_model()).to(ctx.device)
     model.train()
     if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
     sampler = Sampler(len(datasets["train"]), train.global_batch_size, spec.micro_batch_size, train.seed)
     build_own = getattr(task, "build_optimizer", None)
-    optimizer = build_own(model) if build_own else build_optimizer(spec.optimizer, model)
+    optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
     state = TrainState(
         model,
         optimizer,

@@ -24,8 +24,9 @@ _MEANINGS: Final = {
     409: "The state does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`).",
     413: "The body is too large (`body_too_large`).",
     416: "No byte of the content lies in the `Range` (`range_not_satisfiable`).",
-    415: "The body is not JSON (`unsupported_media_type`).",
-    422: "A parameter or the spec is wrong; `errors` has one entry for each fault (`invalid_request`, `invalid_spec`).",
+    415: "The body is not of the type that this route takes (`unsupported_media_type`).",
+    422: "A parameter, the spec or an archive is wrong; `errors` has one entry for each fault (`invalid_request`, `invalid_spec`, "
+    "`invalid_archive`).",
     503: "Database or storage is away; try again after `Retry-After` seconds.",
 }
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from everstep.spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
 from service.api.answers import run_answer
+from service.api.code import check_code
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
@@ -50,6 +51,8 @@ async def create_run(
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
+    if spec.code is not None:
+        await check_code(context, spec.code)
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)

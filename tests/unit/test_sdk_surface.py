@@ -14,7 +14,7 @@ from everstep import catalog, spec, wire
 
 PUBLIC = {
     *("Client", "RunHandle", "RunSpec", "Patience", "Run", "RunStatus", "ReasonCode", "Verdict", "Event", "LogLine", "Failure"),
-    *("Attempt", "Checkpoint", "Samples", "Goodput", "ClusterInfo", "Node", "Drill", "DrillHandle", "DrillKind"),
+    *("Attempt", "Checkpoint", "CodeArchive", "Samples", "Goodput", "ClusterInfo", "Node", "Drill", "DrillHandle", "DrillKind"),
     *("EverstepError", "InvalidSpec", "FieldError", "AuthError", "NotFound", "Conflict", "RateLimited", "Unavailable"),
     *("CorruptDownload", "RunFailed", "WaitTimeout", "UsageError", "ServiceError", "__version__"),
 }

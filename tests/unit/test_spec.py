@@ -19,6 +19,8 @@ from everstep.spec_file import parse_yaml, read_spec
 
 ROOT = Path(__file__).parents[2]
 TASK: dict[str, Any] = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+OWN: dict[str, Any] = {"archive": f"sha256:{'0' * 64}", "task": "mine.task:Task"}
+OWN_FUNCTION: dict[str, Any] = {"archive": OWN["archive"], "train_fn": "mine.train:train_fn", "config": {"lr": 0.1}}
 CONTRACT: dict[str, Any] = {
     "name": "digits-resnet",
     "project": "default",
@@ -94,6 +96,14 @@ def test_name_and_task_are_enough() -> None:
     assert (parsed.project, parsed.optimizer.name, parsed.train.epochs, parsed.scaling.max_workers) == ("default", "adamw", 1, 1)
 
 
+@pytest.mark.parametrize("code", [OWN, {**OWN, "args": {"widths": [1, 2.5, None, True, {"a": "b"}]}}, OWN_FUNCTION])
+def test_code_takes_the_place_of_a_task(code: dict[str, Any]) -> None:
+    parsed = parse_spec({"name": "a", "code": code})
+    assert parsed.task is None and parsed.code is not None
+    assert parsed.runs_own_function is (code is OWN_FUNCTION)
+    assert parse_spec(parsed.model_dump(mode="json")) == parsed
+
+
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         parse_spec(spec()).train.epochs = 3  # type: ignore[misc]
@@ -113,7 +123,7 @@ def test_all_faults_are_found_at_once() -> None:
             "scaling": {"min_workers": 3, "max_workers": 2, "resources_per_worker": {"CPU": 0}},
             "checkpoint": {"best_mode": "median"},
             "env": {"RAY_ADDRESS": "x", "LD_PRELOAD": "y", "pythonpath": "z", "1A": "", "B": 1},
-            "code": {"archive": "sha256:0"},
+            "code": {"archive": "sha256:0", "task": "a:B"},
             "secrets": {"A": "b"},
             "colour": "red",
         }
@@ -134,7 +144,7 @@ def test_all_faults_are_found_at_once() -> None:
         "scaling.resources_per_worker.CPU",
         "checkpoint.best_mode",
         *(f"env.{name}" for name in ("RAY_ADDRESS", "LD_PRELOAD", "pythonpath", "1A", "B")),
-        "code",
+        "code.archive",
         "secrets",
         "colour",
     }
@@ -160,6 +170,15 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(resume_from={"run_id": "run_1", "step": "newest"}), "resume_from.step", "latest"),
         (spec(resume_from={"run_id": "run_1", "step": -1}), "resume_from.step", "greater than or equal to 0"),
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),
+        ({"name": "a"}, "task", "or code in its place"),
+        (spec(code=OWN), "task", "leave one of the two out"),
+        ({"name": "a", "code": {**OWN, "task": "no colon"}}, "code.task", "pattern"),
+        ({"name": "a", "code": {"archive": OWN["archive"]}}, "code.train_fn", "either task or train_fn"),
+        ({"name": "a", "code": {**OWN, "train_fn": "a:b"}}, "code.train_fn", "either task or train_fn"),
+        ({"name": "a", "code": {**OWN, "config": {"a": 1}}}, "code.config", "put it into args"),
+        ({"name": "a", "code": {**OWN, "args": {"a": [{"b": float("inf")}]}}}, "code.args", "must be finite"),
+        ({"name": "a", "code": {**OWN, "args": {"a": {1: 2}}}}, "code.args", "not text"),
+        ({"name": "a", "code": OWN_FUNCTION, "train": {"epochs": 3}}, "train", "put it into code.config"),
         (spec(name="../../etc"), "name", "pattern"),
         (spec(train={"global_batch_size": 10**12}), "train.global_batch_size", "less than or equal"),
         ([], "", "mapping"),

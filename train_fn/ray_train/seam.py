@@ -23,7 +23,8 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
-from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.callback import ReportCallback
+from ray.train.v2._internal.execution.context import TrainContext, get_train_context
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult as LoopResult
 from ray.train.v2._internal.execution.controller.state import FinishedState, ReschedulingState, RunningState, ShuttingDownState
@@ -55,6 +56,7 @@ __all__ = [
     "PlacementGroupHandle",
     "PlacementGroupID",
     "RayTrainWorker",
+    "ReportCallback",
     "ReschedulingState",
     "ResizeDecision",
     "RunningState",
@@ -145,6 +147,20 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         InnerGcsClient.drain_node,
         ("self", "node_id", "reason", "reason_message", "deadline_timestamp_ms", "timeout"),
     ),
+    "TrainContext.report": (
+        TrainContext.report,
+        (
+            "self",
+            "metrics",
+            "checkpoint",
+            "checkpoint_dir_name",
+            "checkpoint_upload_mode",
+            "delete_local_checkpoint_after_upload",
+            "checkpoint_upload_fn",
+            "validation",
+        ),
+    ),
+    "ReportCallback.after_report": (ReportCallback.after_report, ("self", "training_report", "metrics")),
     "DataParallelTrainer._create_default_callbacks": (DataParallelTrainer._create_default_callbacks, ("self",)),
 }
 """What the engine overrides or calls, with the parameters that it counts on."""

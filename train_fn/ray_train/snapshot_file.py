@@ -8,28 +8,74 @@ from typing import Any
 
 import ray
 
-from storage.errors import StorageNotFound
+from storage.errors import StorageError, StorageNotFound
 from storage.run_dir import RunDir
-from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
+
+STEP_METRIC = "everstep_step"
+"""Name under which a report's number travels with its metrics, which Ray keeps with the checkpoint."""
+
+_COPY = "checkpoint_list_copy.json"
 
 logger = logging.getLogger(__name__)
 
 
-def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Remove the file where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint that is gone.
+class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
+    """Runs in the controller of a user's Ray Train function, after Ray's own: keeps a copy of the list, which Ray overwrites in
+    place. A crash in the middle of that would otherwise send the function back to its beginning."""
 
-    Ray overwrites it in place, and our retention deletes checkpoints that it names. Nothing is lost by removing it: ranks
-    restore from manifests, never from Ray's list.
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+
+    def after_report(self, training_report: Any, metrics: Any) -> None:
+        if training_report.checkpoint is None:
+            return
+        root, files = _root(self._run_dir), self._run_dir.files
+        try:
+            files.write(f"{root}/{_COPY}", files.read(f"{root}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
+        except StorageError as exc:
+            logger.warning("the list of reported checkpoints could not be copied; the next report tries again: %s", exc)
+
+
+def repair_snapshot_file(run_dir: RunDir) -> None:
+    """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint
+    that is gone. Without a copy it is removed.
+
+    Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
+    removing it: its ranks restore from manifests, never from Ray's list.
     """
-    path = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"
+    path, copy = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{_root(run_dir)}/{_COPY}"
     try:
-        data = run_dir.files.read(path)
+        problem = _problem(run_dir, run_dir.files.read(path))
     except StorageNotFound:
         return
-    problem = _problem(run_dir, data)
-    if problem:
+    if problem is None:
+        return
+    try:
+        kept = run_dir.files.read(copy)
+    except StorageNotFound:
+        kept = b""
+    if kept and _problem(run_dir, kept) is None:
+        logger.info("Ray Train's checkpoint list is replaced by its last copy: %s", problem)
+        run_dir.files.write(path, kept)
+    else:
         logger.info("Ray Train's checkpoint list is removed and begun anew: %s", problem)
         run_dir.files.delete_file(path)
+
+
+def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
+    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None) where there is none.
+
+    Ray's own numbering also counts the reports that a restart took back.
+    """
+    try:
+        state: dict[str, Any] = json.loads(run_dir.files.read(f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
+    except StorageNotFound:
+        return 0, None
+    latest = state.get("latest_checkpoint_result")
+    if latest is None:
+        return 0, None
+    return int(latest["metrics"].get(STEP_METRIC, 0)), latest["checkpoint_dir_name"]
 
 
 def _problem(run_dir: RunDir, data: bytes) -> str | None:
@@ -41,9 +87,17 @@ def _problem(run_dir: RunDir, data: bytes) -> str | None:
     except (ValueError, KeyError, TypeError) as exc:
         return f"it is torn ({exc})"
     for name in names:
-        if not run_dir.files.exists(f"{_root(run_dir)}/{name}/manifest.json"):
+        if not _is_there(run_dir, name):
             return f"it names {name}, which is gone"
     return None
+
+
+def _is_there(run_dir: RunDir, name: str) -> bool:
+    """Everstep's own checkpoints exist once their manifest does; what a user's function reported is a directory of files."""
+    path = f"{_root(run_dir)}/{name}"
+    if name.startswith("checkpoints/"):
+        return run_dir.files.exists(f"{path}/manifest.json")
+    return bool(run_dir.files.list(path))
 
 
 def _root(run_dir: RunDir) -> str:

@@ -11,9 +11,10 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from everstep.spec import ScalingSpec
+from everstep.spec import RunSpec, ScalingSpec
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.seam import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
+from train_fn.ray_train.snapshot_file import KeepCheckpointList
 from train_fn.recovery.launch import Engine, Outcome
 from train_fn.recovery.resources import worker_resources
 from train_fn.worker import run_rank
@@ -38,13 +39,16 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
                 name=job.run_dir.run_id,
                 storage_path=job.run_dir.parent_uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=-1),
+                checkpoint_config=_checkpoint_config(job.spec),
             ),
         )
         self._engine = engine
         self.outcome: Outcome | None = None
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, _NOT_NEEDED)]
+        callbacks = [callback for callback in super()._create_default_callbacks() if not isinstance(callback, _NOT_NEEDED)]
+        job = self._engine.job
+        return [*callbacks, KeepCheckpointList(job.run_dir)] if job.spec.runs_own_function else callbacks
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run our controller on the driver's node, without a runtime_env: its children would inherit it, and then no idle
@@ -73,6 +77,17 @@ def _relay_log(controller: Any, ended: threading.Event) -> None:
                 logging.getLogger("controller").log(level, "%s", message)
         except RayError:
             return  # the controller is gone; fit() says so
+
+
+def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
+    """Ray keeps and deletes what a user's function reports; of Everstep's own checkpoints it deletes none."""
+    if not spec.runs_own_function:
+        return ray.train.CheckpointConfig()
+    return ray.train.CheckpointConfig(
+        num_to_keep=spec.checkpoint.keep_latest,
+        checkpoint_score_attribute=spec.checkpoint.best_metric,
+        checkpoint_score_order=spec.checkpoint.best_mode,
+    )
 
 
 def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:

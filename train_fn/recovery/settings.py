@@ -60,6 +60,15 @@ class RecoverySettings:
     state_tracking: bool = False
     """Ray's own Train state for its dashboard; costs a process on the head."""
 
+    def for_own_function(self) -> RecoverySettings:
+        """The same for a user's Ray Train function, whose only signs of life are its reports: a whole epoch may lie between two."""
+        return dataclasses.replace(
+            self,
+            hang_min_s=max(self.hang_min_s, self.hang_evaluation_s),
+            hang_first_step_s=max(self.hang_first_step_s, self.hang_evaluation_s),
+            yield_timeout_s=max(self.yield_timeout_s, self.hang_evaluation_s),
+        )
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> RecoverySettings:
         """Settings with the environment's overrides. Raises ValueError naming a variable that is unknown or not a number."""

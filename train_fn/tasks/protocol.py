@@ -12,7 +12,7 @@ Sum = torch.Tensor | float | int
 
 
 class Task(Protocol):
-    """The part that every task has. Optional methods: ``metrics``, ``build_optimizer``, ``collate``."""
+    """The part that every task has. Optional methods: ``metrics``, ``build_optimizer``, ``collate``, ``on_epoch_end``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is seeded."""

@@ -1,0 +1,34 @@
+"""Uploading code of one's own, as ``client.code``."""
+
+from __future__ import annotations
+
+import os
+
+from everstep.code_pack import pack
+from everstep.transport import Transport
+from everstep.wire import CodeArchive
+
+
+class Code:
+    """The service's archives of users' code, as ``client.code``."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def upload(self, path: str | os.PathLike[str]) -> CodeArchive:
+        """Upload a directory of code, one ``.py`` file, or a zip or tar.gz; its ``digest`` is ``code.archive`` of a spec.
+
+        >>> archive = client.code.upload("my_project/")               # doctest: +SKIP
+        >>> spec = {"name": "mine", "code": {"archive": archive.digest, "task": "my_package.task:MyTask"}}
+
+        Of a directory, what its .gitignore and .everstepignore files name is left out. The same files give the same digest, and are
+        stored once, however often they are uploaded.
+
+        Raises UsageError for what cannot be uploaded, InvalidSpec for what the service refuses, AuthError, Unavailable.
+        """
+        return self.upload_packed(pack(path))
+
+    def upload_packed(self, data: bytes) -> CodeArchive:
+        """Upload an archive's bytes, as ``upload`` does; trying it again is harmless."""
+        files = {"file": ("code", data, "application/octet-stream")}
+        return self._transport.parse(self._transport.send("POST", "/v1/code", files=files, repeatable=True), CodeArchive)

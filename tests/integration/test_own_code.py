@@ -1,0 +1,101 @@
+"""Uploaded code on a real cluster, killed in the middle: a task loses no step, a Ray Train function goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.code_pack import pack
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.code_store import CodeStore
+from storage.filesystem import open_storage
+from storage.rank_logs import read_rank_logs
+from tests.integration.driven_run import DrivenRun
+from tests.integration.ray_cluster import RayCluster, ray_cluster
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(2) as running:
+        yield running
+
+
+@pytest.fixture
+def started(cluster: RayCluster, tmp_path: Path) -> Iterator[list[DrivenRun]]:
+    runs: list[DrivenRun] = []
+    yield runs
+    for run in runs:
+        run.stop()
+
+
+def begin(
+    started: list[DrivenRun], cluster: RayCluster, storage: Path, example: str, code: dict[str, Any], **sections: Any
+) -> DrivenRun:
+    digest = CodeStore(open_storage(str(storage))).put(pack(EXAMPLES / example)).digest
+    scaling = {"min_workers": 1, "max_workers": 2}
+    spec = RunSpec.model_validate({"name": "own", "code": {"archive": digest, **code}, "scaling": scaling, **sections})
+    run = DrivenRun(cluster, storage, spec)
+    started.append(run)
+    run.start()
+    return run
+
+
+def test_a_task_of_ones_own_loses_no_step(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+    code = {"task": "task:DigitsTask", "args": {"width": 32}}
+    run = begin(started, cluster, tmp_path, "own_task", code, train={"epochs": 40, "global_batch_size": 50})
+    run.wait_for_step(200)
+    victim = run.worker(1)
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert [(event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)] == [("worker_lost", 1)]
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    assert {step for step, _ in run.steps()} == set(range(1, 40 * 30 + 1))
+    for epoch in run.of(EventKind.EPOCH_COMPLETED):
+        assert (epoch.data["used_once"], epoch.data["duplicates"], epoch.data["missing"]) == (1500, 0, 0)
+    assert run.last(EventKind.EVALUATED).data["metrics"]["val_accuracy"] > 0.8
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_a_train_fn_goes_on_from_its_own_checkpoint(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+    code = {"train_fn": "train:train_fn", "config": {"epochs": 60}}
+    run = begin(started, cluster, tmp_path, "own_train_fn", code)
+    run.wait_for_step(10)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
+    first, second = (event.data for event in run.of(EventKind.RESTORED))
+    assert (first["source"], first["step"], second["source"]) == ("fresh", 0, "checkpoint")
+    assert 9 <= second["step"] <= 60
+    epochs = {point["step"]: point["values"]["epoch"] for event in run.of(EventKind.METRICS) for point in event.data["points"]}
+    assert epochs == {step: step - 1 for step in range(1, 61)}
+    lines, _ = read_rank_logs(run.run_dir)
+    assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_a_train_fn_is_paused_at_a_report_and_goes_on(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+    run = begin(started, cluster, tmp_path, "own_train_fn", {"train_fn": "train:train_fn", "config": {"epochs": 5000}})
+    run.wait_for_step(5)
+    run.run_dir.request_stop(1, "pause")
+    assert run.wait_for_end() == 0, run.describe()
+    paused_at = max(step for step, _ in run.steps())
+    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
+    run.events.clear()
+    run.start(submission=2)
+    run.wait_for_step(paused_at + 1)
+    assert run.last(EventKind.RESTORED).data["step"] == paused_at
+    run.run_dir.request_stop(2, "cancel")
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "cancelled_by_user"

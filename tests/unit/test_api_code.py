@@ -1,0 +1,83 @@
+"""Code over HTTP: taken in, stored once, refused with reasons, and looked at when a run names it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from everstep.wire import CodeArchive
+from service.api import code as code_api
+from tests.unit.api_service import ApiService
+from tests.unit.code_archives import TASK, tar_gz, zip_of
+
+FILES: dict[str, str | bytes] = {"mine/__init__.py": "", "mine/task.py": TASK}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+async def upload(api: ApiService, data: bytes, http: httpx.AsyncClient | None = None, field: str = "file") -> httpx.Response:
+    return await (http or api.http).post("/v1/code", files={field: ("code.tar.gz", data)})
+
+
+def own_spec(digest: str, task: str = "mine.task:Line", **code: Any) -> dict[str, Any]:
+    return {"name": "mine", "code": {"archive": digest, "task": task, **code}}
+
+
+async def test_the_same_bytes_are_stored_once(api: ApiService, tmp_path: Path) -> None:
+    answers = [await upload(api, tar_gz(FILES)), await upload(api, zip_of(FILES)), await upload(api, zip_of(FILES))]
+    assert [answer.status_code for answer in answers] == [201, 201, 201], answers[0].text
+    [tar, archive, again] = [CodeArchive.model_validate(answer.json()) for answer in answers]
+    assert tar.modules == archive.modules == ("mine", "mine.task")
+    assert archive == again and tar.digest != archive.digest
+    assert len(list((tmp_path / "storage" / "code").iterdir())) == 2
+
+
+async def test_what_is_refused_says_why(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(response: httpx.Response, status: int, code: str, words: str) -> None:
+        body = response.json()
+        assert (response.status_code, body["code"]) == (status, code), response.text
+        assert words in body["detail"] and "Traceback" not in response.text
+
+    await refused(await upload(api, b"nothing"), 422, "invalid_archive", "neither a zip nor a tar.gz")
+    await refused(await upload(api, tar_gz({"../a.py": ""})), 422, "invalid_archive", "paths must be relative")
+    await refused(await upload(api, tar_gz({"torch.py": ""})), 422, "invalid_archive", "'torch' belongs to")
+    await refused(await upload(api, tar_gz(FILES), field="code"), 422, "invalid_request", "file: is required")
+    await refused(await api.http.post("/v1/code", content=tar_gz(FILES)), 415, "unsupported_media_type", "multipart/form-data")
+    broken = await api.http.post("/v1/code", content=b"x", headers={"content-type": "multipart/form-data; boundary=b"})
+    assert broken.status_code in (400, 422)
+    monkeypatch.setattr(code_api, "MAX_ARCHIVE_BYTES", 1000)
+    monkeypatch.setattr(code_api, "FORM_BYTES", 1000)
+    await refused(await upload(api, bytes(100_000)), 413, "body_too_large", ".everstepignore")
+    viewer = await api.client(api.token("viewer", "default"))
+    await refused(await upload(api, tar_gz(FILES), viewer), 403, "forbidden", "submitter")
+
+
+async def test_a_run_brings_its_code(api: ApiService) -> None:
+    digest = (await upload(api, tar_gz(FILES))).json()["digest"]
+    answer = await api.http.post("/v1/runs", json=own_spec(digest, args={"length": 5}))
+    assert answer.status_code == 201, answer.text
+    resolved = await api.get(f"/v1/runs/{answer.json()['id']}/spec")
+    assert resolved["task"] is None
+    assert resolved["code"] == {"archive": digest, "task": "mine.task:Line", "train_fn": None, "args": {"length": 5}, "config": {}}
+
+
+async def test_code_that_cannot_run_is_refused_with_the_run(api: ApiService) -> None:
+    digest = (await upload(api, tar_gz(FILES))).json()["digest"]
+    for spec, loc, words in (
+        (own_spec("sha256:" + "0" * 64), ["code", "archive"], "upload the code first"),
+        (own_spec(digest, "mine.task:Nothing"), ["code", "task"], "mine/task.py has no class 'Nothing'"),
+        (own_spec(digest, args={"lenght": 5}), ["code", "args", "lenght"], "did you mean 'length'?"),
+    ):
+        answer = await api.http.post("/v1/runs", json=spec)
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec"), answer.text
+        [error] = answer.json()["errors"]
+        assert error["loc"] == loc and words in error["msg"]
+    assert (await api.get("/v1/runs"))["items"] == []

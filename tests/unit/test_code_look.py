@@ -1,0 +1,117 @@
+"""The look at code before it runs: what is surely wrong is found with file and line, and what may be right passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.spec import CodeSpec
+from service.code_look import faults_of
+from tests.unit.code_archives import TASK
+
+ARCHIVE = "sha256:" + "0" * 64
+
+
+def faults(files: dict[str, str], task: str | None = "task:Line", train_fn: str | None = None, **args: Any) -> list[str]:
+    code = CodeSpec(archive=ARCHIVE, task=task, train_fn=train_fn, args=args)
+    return [str(fault) for fault in faults_of(code, {path: source.encode() for path, source in files.items()})]
+
+
+def test_a_task_passes() -> None:
+    assert faults({"task.py": TASK}) == []
+    assert faults({"task.py": TASK}, length=3) == []
+
+
+def test_a_module_that_is_not_there_is_named_with_what_is() -> None:
+    [fault] = faults({"mine/task.py": TASK}, "mine.tusk:Line")
+    assert fault == "code.task: the archive has no module 'mine.tusk'; did you mean mine.task?"
+    [fault] = faults({"mine/task.py": TASK}, "q:Line")
+    assert "its modules are mine.task" in fault
+
+
+def test_a_class_that_is_not_there() -> None:
+    assert faults({"task.py": TASK}, "task:Lime") == ["code.task: task.py has no class 'Lime'; did you mean 'Line'?"]
+
+
+def test_a_method_that_is_missing_or_takes_something_else() -> None:
+    source = TASK.replace("def loss(self, model, batch)", "def lose(self, model, batch)")
+    assert faults({"task.py": source}) == [
+        "code.task: task.py, line 18: class Line has no method loss; a task needs build_model, build_datasets, loss"
+    ]
+    source = TASK.replace("def loss(self, model, batch)", "def loss(self, batch)")
+    assert faults({"task.py": source}) == [
+        "code.task: task.py, line 28: Line.loss is called with 2 arguments beside self; it takes others"
+    ]
+
+
+def test_syntax_errors_wherever_the_task_imports_them() -> None:
+    files = {
+        "mine/__init__.py": "",
+        "mine/task.py": f"from .parts import net\n{TASK}",
+        "mine/parts/__init__.py": "",
+        "bad.py": "x =",
+    }
+    assert faults(files, "mine.task:Line") == []
+    files["mine/parts/net.py"] = "import os\ndef f(:\n    pass\n"
+    [fault] = faults(files, "mine.task:Line")
+    assert fault.startswith("code.task: mine/parts/net.py, line 2: ")
+    [fault] = faults({"task.py": "if True:\nx"})
+    assert fault.startswith("code.task: task.py, line 2: ")
+
+
+def test_bases_and_imports_within_the_archive_are_followed() -> None:
+    base = TASK.replace("class Line", "class Base")
+    assert faults({"base.py": base, "task.py": "from base import Base\nclass Line(Base):\n    pass\n"}) == []
+    assert faults({"base.py": TASK, "task.py": "from base import Line\n"}) == []
+    assert faults({"base.py": "class Base: pass", "task.py": "from base import Base\nclass Line(Base):\n    pass\n"}) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from elsewhere import *",
+        "from elsewhere import Line",
+        "import elsewhere\nclass Line(elsewhere.Base): pass",
+        "Line = make()",
+        "def __getattr__(name): ...",
+        "@decorated\nclass Line: pass",
+        "class Line:\n    build_model = build_datasets = loss = None",
+        "try:\n    from a import Line\nexcept ImportError:\n    Line = None",
+        "def Line(): ...",
+        TASK.replace("def loss(self, model, batch)", "def loss(self, *args)"),
+        TASK.replace("    def loss(self, model, batch)", "    @staticmethod\n    def loss(model, batch)"),
+        "x = 1\n" * 600_000,
+    ],
+)
+def test_what_cannot_be_known_passes(source: str) -> None:
+    assert faults({"task.py": source}) == []
+
+
+def test_arguments_are_compared_with_what_the_class_takes() -> None:
+    assert faults({"task.py": TASK}, lenght=3) == [
+        "code.args.lenght: task.py, line 19: Line takes no argument 'lenght'; did you mean 'length'?"
+    ]
+    source = TASK.replace("length=40):\n        self.length", "length, *, path):\n        self.length")
+    assert faults({"task.py": source}, length=3) == ["code.args.path: task.py, line 19: Line needs the argument 'path'"]
+    assert faults({"task.py": source.replace("*, path", "**rest")}, length=3, other=1) == []
+
+
+def test_a_train_fn() -> None:
+    files = {"train.py": "def train_fn(config):\n    pass\n"}
+    assert faults(files, None, "train:train_fn") == []
+    assert faults({"train.py": "def train_fn(): ..."}, None, "train:train_fn") == []
+    [fault] = faults(files, None, "train:trainfn")
+    assert fault == "code.train_fn: train.py has no function 'trainfn'; did you mean 'train_fn'?"
+    for source, words in (
+        ("def train_fn(a, b): ...", "it needs other arguments"),
+        ("async def train_fn(config): ...", "is async"),
+        ("class train_fn: ...", "is a class"),
+    ):
+        [fault] = faults({"train.py": source}, None, "train:train_fn")
+        assert "train.py, line 1" in fault and words in fault
+
+
+@pytest.mark.parametrize("source", ["(" * 5000, "-" * 100_000 + "1", "\x00", "a." * 50_000 + "a", "[" * 150 + "]" * 150])
+def test_source_that_is_an_attack_on_the_parser_is_at_worst_a_fault(source: str) -> None:
+    assert isinstance(faults({"task.py": source}), list)

@@ -1,0 +1,288 @@
+"""Uploaded tasks on a rank: kept on the node, trained by the loop, and every fault told with the file and line it lies in."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.code_pack import pack
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from service import code_look
+from storage.code_store import CodeStore
+from storage.errors import StorageNotFound
+from storage.filesystem import Storage, open_storage
+from tests.unit.code_archives import TASK, tar_gz
+from tests.unit.test_train_saver import Journal
+from train_fn import own_code
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask, StepFailed
+from train_fn.loop import train
+from train_fn.node_dir import snapshots_dir
+from train_fn.own_code import add_to_path, load_named
+from train_fn.rank_error import ErrorKind, RankError, describe_error
+from train_fn.tasks import own
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache, a path and modules of this test's own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before, path = set(sys.modules), list(sys.path)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if "/cache/code/" in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    shutil.rmtree(snapshots_dir("run_own"), ignore_errors=True)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "storage"))
+
+
+def context(storage: Storage, source: str | bytes, entry: str = "task:Line", submission: int = 1, **fields: Any) -> WorkerContext:
+    archive = source if isinstance(source, bytes) else tar_gz({"task.py": source})
+    stored = CodeStore(storage).put(archive)
+    train_spec = {"global_batch_size": 16, "micro_batch_size": 8, "loader": {"num_workers": 0}, **fields.pop("train", {})}
+    spec = {"name": "own", "code": {"archive": stored.digest, "task": entry, **fields}, "train": train_spec}
+    return WorkerContext(
+        spec=RunSpec.model_validate(spec),
+        run_dir=storage.run_dir("run_own"),
+        submission=submission,
+        attempt=submission,
+        world_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_id="node",
+        device=torch.device("cpu"),
+        journal=Journal(),
+        report_checkpoint=lambda name, metrics: None,
+    )
+
+
+def failure(ctx: WorkerContext) -> RankError:
+    with pytest.raises(StepFailed) as caught:
+        train(ctx)
+    error = describe_error(caught.value, 0)
+    assert error.kind is ErrorKind.USER, error.traceback
+    return error
+
+
+# ---------------------------------------------------------------- on a node
+
+
+def test_an_archive_is_unpacked_once_a_node_and_made_whole_again(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = CodeStore(storage).put(tar_gz({"mine/task.py": "x = 1", "mine/data.json": "[1]", "src/inner.py": ""})).digest
+    fetched = []
+    read = CodeStore.read
+    monkeypatch.setattr(CodeStore, "read", lambda self, name: fetched.append(name) or read(self, name))
+    ranks = [threading.Thread(target=add_to_path, args=(storage, digest)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert fetched == [digest]
+    [directory] = {Path(place) for place in sys.path if re.search(r"/cache/code/[0-9a-f]{64}$", place.rstrip("/"))}
+    assert json.loads((directory / "mine" / "data.json").read_text()) == [1]
+    (directory / "mine" / "data.json").unlink()
+    add_to_path(storage, digest)
+    assert fetched == [digest, digest] and (directory / "mine" / "data.json").exists()
+    assert load_named("mine.task:x") == 1 and load_named("inner:__name__") == "inner"
+    assert len(sys.path) == len(set(sys.path))
+    assert not list(directory.parent.glob("*.tmp"))
+
+
+def test_an_archive_that_is_gone_is_the_storage_s_fault(storage: Storage) -> None:
+    with pytest.raises(StorageNotFound):
+        add_to_path(storage, "sha256:" + "0" * 64)
+
+
+def test_a_name_that_another_module_has_on_this_node_is_told(storage: Storage) -> None:
+    add_to_path(storage, CodeStore(storage).put(tar_gz({"pytest/__init__.py": "Task = 1"})).digest)
+    with pytest.raises(BadTask, match=r"'pytest' is taken on this node by .*; rename your module"):
+        load_named("pytest:Task")
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "words"),
+    [
+        ("import nothing_like_it", "task:Line", r"task cannot be imported: ModuleNotFoundError.*\(task\.py, line 1\)"),
+        ("x = 1\n\ny = 1 / 0\n", "task:Line", r"task cannot be imported: ZeroDivisionError.*\(task\.py, line 3\)"),
+        ("def f(:\n", "task:Line", r"task cannot be imported: SyntaxError: .*task\.py, line 1"),
+        (TASK, "task:Lime", r"^task\.py has no 'Lime'; did you mean 'Line'\?$"),
+    ],
+)
+def test_code_that_does_not_import(storage: Storage, source: str, entry: str, words: str) -> None:
+    add_to_path(storage, CodeStore(storage).put(tar_gz({"task.py": source})).digest)
+    with pytest.raises(BadTask, match=words):
+        load_named(entry)
+
+
+# ---------------------------------------------------------------- trained
+
+
+def test_the_example_trains_and_is_twenty_lines(storage: Storage) -> None:
+    lines = (EXAMPLES / "own_task" / "task.py").read_text().split('"""')[2].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 20
+    ctx = context(
+        storage,
+        pack(EXAMPLES / "own_task"),
+        "task:DigitsTask",
+        args={"width": 16},
+        train={"global_batch_size": 500, "micro_batch_size": 250},
+    )
+    assert train(ctx) is None
+    journal = ctx.journal
+    assert isinstance(journal, Journal)
+    [evaluated] = [data for kind, data in journal.events if kind is EventKind.EVALUATED]
+    assert set(evaluated["metrics"]) == {"val_loss", "val_accuracy"}
+    [epoch] = [data for kind, data in journal.events if kind is EventKind.EPOCH_COMPLETED]
+    assert (epoch["samples"], epoch["used_once"]) == (1500, 1500)
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [3]
+
+
+OPTIONAL = """
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def collate(self, samples):
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    def on_epoch_end(self, model, epoch, metrics):
+        print("epoch", epoch, sorted(metrics), torch.is_grad_enabled())
+"""
+
+
+def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    ctx = context(storage, TASK + OPTIONAL, train={"epochs": 2})
+    assert train(ctx) is None
+    assert capsys.readouterr().out.splitlines() == [f"epoch {n} ['val_loss'] False" for n in (0, 1)]
+    assert isinstance(ctx.journal, Journal)
+    rates = [point["values"]["lr"] for kind, data in ctx.journal.events if kind is EventKind.METRICS for point in data["points"]]
+    assert set(rates) == {0.5}
+
+
+def test_a_data_set_that_does_not_pickle_trains_in_loader_workers(storage: Storage) -> None:
+    source = TASK.replace("self.x = torch", "self.open = lambda: None; self.x = torch")
+    assert train(context(storage, source, train={"loader": {"num_workers": 1}})) is None
+
+
+# ---------------------------------------------------------------- faults
+
+
+def changed(old: str, new: str) -> str:
+    assert old in TASK
+    return TASK.replace(old, new)
+
+
+LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (changed("def loss", "def lose"), r"task:Line \(task\.py, line 18\) has no method loss; a task needs build_model"),
+        (
+            changed("return nn.Linear(1, 1)", "return 3"),
+            r"Line\.build_model \(task\.py, line 22\) must return a torch\.nn\.Module, not a int",
+        ),
+        (
+            changed("return nn.Linear(1, 1)", "return nn.Linear(1, 1).requires_grad_(False)"),
+            r"line 22\) returned a model of which no parameter requires a gradient",
+        ),
+        (changed('{"train": Points(self.length), "val": Points(8)}', "Points(3)"), r'line 25\) must return \{"train"'),
+        (changed('"val": Points(8)', '"test": Points(8)'), r"returned test beside train and val"),
+        (changed("Points(self.length)", "iter([1])"), r"train is an iterable data set .* code\.train_fn"),
+        (changed("Points(self.length)", "3"), r"train \(a int\) has no __len__ and no __getitem__"),
+        (
+            changed("Points(self.length)", "Points(0)"),
+            r"Line\.build_datasets \(task\.py, line 25\) returned a train set of length 0",
+        ),
+        (
+            changed(LOSS, "return F.mse_loss(model(x), y)"),
+            r"Line\.loss \(task\.py, line 28\) must return \(loss_sum, weight\), not a 0-d tensor",
+        ),
+        (
+            changed(LOSS, 'return F.mse_loss(model(x), y, reduction="none"), len(x)'),
+            r"line 28\) must return \(0-d tensor, weight\), not .*shape \(8, 1\)",
+        ),
+        (changed(LOSS, "return model(x).sum(), None"), r"returned the weight None; it is a number"),
+        (
+            changed(LOSS, "return model(x).sum().detach(), 8"),
+            r"the loss moves no parameter: Line\.loss \(task\.py, line 28\).*\.detach\(\)",
+        ),
+        (changed(LOSS, "return nn.Linear(1, 1)(x).sum(), 8"), r"the loss moves no parameter: .* does not use the model"),
+        (
+            changed(LOSS, "return model(x).sum() * float('nan'), 8"),
+            r"the loss of step 1 is nan on rank 0.* from Line\.loss \(task\.py, line 28\)",
+        ),
+        (changed(LOSS, "raise KeyError('y')"), r"^'y' \(task\.py, line 30\)$"),
+        (changed("return self.x[index : index + 1], ", "raise LookupError(index); "), r"\(task\.py, line 15\)$"),
+        (
+            TASK + "\n    def build_optimizer(self, model):\n        return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)\n",
+            r"Line\.build_optimizer \(task\.py, line 32\) returned an optimizer that holds no parameter",
+        ),
+        (
+            TASK + "\n    def build_optimizer(self, model):\n        return None\n",
+            r"must return a torch\.optim\.Optimizer, not None",
+        ),
+        (
+            TASK + "\n    def metrics(self, model, batch):\n        return 3\n",
+            r"Line\.metrics \(task\.py, line 32\) must return a dict",
+        ),
+    ],
+)
+def test_a_fault_names_file_and_line(storage: Storage, source: str, words: str) -> None:
+    error = failure(context(storage, source))
+    assert re.search(words, error.message, re.DOTALL), error.message
+
+
+def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> None:
+    source = changed("return self.x[index : index + 1], ", "raise LookupError(index); ")
+    error = failure(context(storage, source, train={"loader": {"num_workers": 1}}))
+    assert error.type == "LookupError" and "task.py, line 15" in error.summary
+
+
+def test_arguments_that_do_not_fit(storage: Storage) -> None:
+    error = failure(context(storage, TASK, args={"lenght": 3}))
+    assert error.type == "BadTask"
+    assert "task:Line (task.py, line 18) cannot be made with code.args {'lenght': 3}" in error.message
+
+
+def test_a_data_set_of_another_length_after_a_restart_is_refused(storage: Storage) -> None:
+    assert train(context(storage, TASK, args={"length": 40})) is None
+    error = failure(context(storage, TASK, submission=2, args={"length": 41}))
+    assert error.type == "DataChanged"
+    assert "it was Points/40, now it is Points/41" in error.message
+
+
+def test_the_same_fault_twice_has_one_signature(storage: Storage) -> None:
+    source = changed(LOSS, "raise ValueError(f'at {id(batch)}')")
+    first, second = (failure(context(storage, source)) for _ in range(2))
+    assert first.signature == second.signature and first.step == second.step == 0
+
+
+def test_the_look_at_submission_asks_for_the_same_methods() -> None:
+    assert tuple(code_look.REQUIRED_METHODS) == own.REQUIRED_METHODS
+
+
+def test_built_in_code_has_its_place_too() -> None:
+    assert re.fullmatch(r" \(.*own_code\.py, line \d+\)", own_code.place_of(own_code.add_to_path))
+    assert own_code.place_of(print) == "" and own_code.place_of(None) == ""

@@ -1,0 +1,110 @@
+"""Users' code on a node: unpacked once, kept for every later attempt, and imported with faults told by file and line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import re
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from everstep.code_rules import import_roots
+from storage.code_archive import unpack
+from storage.code_store import CodeStore
+from storage.filesystem import Storage
+from train_fn.errors import BadTask
+from train_fn.node_dir import cache_root, node_lock
+from train_fn.rank_error import user_place
+
+_LISTING = ".everstep-files.json"
+_IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
+
+
+def add_to_path(storage: Storage, digest: str) -> None:
+    """Make an archive's modules importable in this process, before all others. Raises StorageError where it cannot be fetched."""
+    directory = _on_node(storage, digest)
+    roots = [str(directory / root) for root in import_roots(_listing(directory).keys())]
+    sys.path[:0] = [root for root in roots if root not in sys.path]
+    importlib.invalidate_caches()
+
+
+def load_named(entry: str) -> Any:
+    """What ``module:name`` is, the module imported. Raises BadTask, naming file and line."""
+    module_name, _, name = entry.partition(":")
+    first = module_name.partition(".")[0]
+    taken = sys.modules.get(first)
+    if taken is not None and not _is_uploaded(taken):
+        owner = getattr(taken, "__file__", None) or "another package"
+        raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as exc:
+        place = user_place("".join(traceback.format_exception(exc)))
+        raise BadTask(f"{module_name} cannot be imported: {type(exc).__name__}: {exc}{f' ({place})' if place else ''}") from exc
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadTask(f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}")
+    return getattr(module, name)
+
+
+def place_of(thing: Any) -> str:
+    """`` (file, line N)`` of a class, function or method; nothing where Python does not know."""
+    with contextlib.suppress(TypeError, OSError):
+        thing = inspect.unwrap(thing.func if isinstance(thing, functools.partial) else thing)
+        code = getattr(thing, "__code__", None)
+        line = code.co_firstlineno if code is not None else inspect.getsourcelines(thing)[1]
+        return f" ({_short(inspect.getsourcefile(thing) or '')}, line {line})"
+    return ""
+
+
+def _is_uploaded(module: ModuleType) -> bool:
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    return any(place is not None and _IN_CACHE.match(place) for place in places)
+
+
+def _short(file: str) -> str:
+    """A file's path as its owner knows it."""
+    return _IN_CACHE.sub("", file)
+
+
+def _on_node(storage: Storage, digest: str) -> Path:
+    """The directory with the archive's files, which is made by the first process of this node that asks."""
+    directory = cache_root() / "code" / digest.partition(":")[2]
+    if not _is_whole(directory):
+        with node_lock(directory.with_suffix(".lock")):
+            if not _is_whole(directory):
+                _unpack(CodeStore(storage).read(digest), directory)
+    return directory
+
+
+def _unpack(data: bytes, directory: Path) -> None:
+    """Publish all files at once, by a rename; what a process that died left behind is removed."""
+    temporary = directory.with_suffix(".tmp")
+    for leftover in (temporary, directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    sizes = unpack(data, temporary)
+    (temporary / _LISTING).write_text(json.dumps(sizes))
+    temporary.rename(directory)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether every file is there: what sweeps temporary directories takes single files."""
+    try:
+        return all((directory / path).stat().st_size == size for path, size in _listing(directory).items())
+    except (OSError, ValueError):
+        return False
+
+
+def _listing(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads((directory / _LISTING).read_text())
+    return found

@@ -1,0 +1,129 @@
+"""What a task hands over, checked where it is handed over: a fault is told with the file and line of the method that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from train_fn.errors import BadTask
+from train_fn.own_code import place_of
+from train_fn.tasks.protocol import Sum, Task
+
+_NAMES_SHOWN = 5
+
+
+def told(task: Task, method: str) -> str:
+    """A task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line 12)``."""
+    return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
+
+
+def checked_model(task: Task, model: Any) -> nn.Module:
+    """What ``build_model`` returned. Raises BadTask where it is no module, or has nothing to train."""
+    if not isinstance(model, nn.Module):
+        raise BadTask(f"{told(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadTask(
+            f"{told(task, 'build_model')} returned a model of which no parameter requires a gradient; nothing would be trained"
+        )
+    return model
+
+
+def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
+    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}`` of map-style data sets."""
+    source = told(task, "build_datasets")
+    if not isinstance(datasets, dict) or datasets.get("train") is None:
+        raise BadTask(f'{source} must return {{"train": dataset, "val": dataset or None}}, not {datasets!r:.200}')
+    unknown = sorted(str(name) for name in datasets if name not in ("train", "val"))
+    if unknown:
+        raise BadTask(f"{source} returned {', '.join(unknown)} beside train and val; leave it out")
+    for name, dataset in datasets.items():
+        if dataset is not None:
+            _check_dataset(f"{source}: {name}", dataset)
+    if len(datasets["train"]) == 0:
+        raise BadTask(f"{source} returned a train set of length 0; there is nothing to train on")
+    return datasets
+
+
+def _check_dataset(source: str, dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        raise BadTask(
+            f"{source} is an iterable data set ({type(dataset).__name__}), which this version does not train on: after a restart "
+            "no sample could be told from another. Give it __len__ and __getitem__ (an index of offsets is enough), or run your "
+            "own loop over it as code.train_fn"
+        )
+    lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
+    if lacking and not (lacking == ["__getitem__"] and hasattr(dataset, "fetch")):
+        raise BadTask(
+            f"{source} ({_kind(dataset)}) has no {' and no '.join(lacking)}; a data set says how long it is and gives sample i"
+        )
+    try:
+        length = len(dataset)
+    except TypeError as exc:
+        raise BadTask(f"{source}: the length of {_kind(dataset)} is not known: {exc}") from exc
+    assert length >= 0
+
+
+def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    """What ``build_optimizer`` returned. Raises BadTask where it would not move the model."""
+    source = told(task, "build_optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
+        raise BadTask(f"{source} returned an optimizer that holds no parameter of the model it was given; use model.parameters()")
+    return optimizer
+
+
+def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
+    """What ``loss`` returned. Raises BadTask where it is not (0-d tensor, weight)."""
+    if isinstance(answer, torch.Tensor):
+        shape = "a 0-d tensor" if answer.ndim == 0 else f"a tensor of shape {tuple(answer.shape)}"
+        raise BadTask(
+            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed over the micro-batch, and how many "
+            'samples or tokens that is, for example `return F.cross_entropy(logits, labels, reduction="sum"), len(labels)`'
+        )
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor) and answer[0].ndim == 0):
+        shown = tuple(f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part for part in _parts(answer))
+        raise BadTask(f"{told(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
+    weight = answer[1]
+    if not isinstance(weight, int | float) and not (isinstance(weight, torch.Tensor) and weight.ndim == 0):
+        raise BadTask(
+            f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d tensor: samples or tokens"
+        )
+    return answer
+
+
+def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
+    """Raises BadTask for a loss that no parameter has a part in."""
+    if not loss_sum.requires_grad:
+        raise BadTask(
+            f"the loss moves no parameter: {told(task, 'loss')} returned one without a gradient. Look for .detach(), .item(), "
+            "torch.no_grad() or numpy on the way from the model's output"
+        )
+
+
+def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
+    """After a first backward. Raises BadTask where parameters had no part in the loss, which ranks could not agree on."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    if len(unused) == len(trained):
+        raise BadTask(f"the loss moves no parameter: {told(task, 'loss')} does not use the model that it was given")
+    if unused and not alone:
+        shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
+        raise BadTask(
+            f"{len(unused)} of {len(trained)} parameters have no part in the loss of {told(task, 'loss')}: {shown}. Ranks add up "
+            "gradients of all parameters: leave these out of the model, or set requires_grad=False on them"
+        )
+
+
+def _parts(answer: Any) -> Iterable[Any]:
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

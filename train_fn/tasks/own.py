@@ -1,0 +1,33 @@
+"""A task of the user's: a plain class that is found by its name and made with the spec's arguments."""
+
+from __future__ import annotations
+
+import inspect
+
+from everstep.spec import CodeSpec
+from train_fn.errors import BadTask
+from train_fn.own_code import load_named, place_of
+from train_fn.tasks.protocol import Task
+
+REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
+
+
+def build_own_task(code: CodeSpec) -> Task:
+    """Import and make it. Raises BadTask, naming file and line, for what is no task; what its own code raises passes."""
+    assert code.task is not None
+    make = load_named(code.task)
+    if not callable(make):
+        raise BadTask(
+            f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with {', '.join(REQUIRED_METHODS)}"
+        )
+    try:
+        inspect.signature(make).bind(**code.args)
+    except TypeError as exc:
+        raise BadTask(f"{code.task}{place_of(make)} cannot be made with code.args {code.args!r:.200}: {exc}") from exc
+    except ValueError:
+        pass  # made by C code, which does not say what it takes
+    task: Task = make(**code.args)
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
+    if missing:
+        raise BadTask(f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs {', '.join(REQUIRED_METHODS)}")
+    return task
