@@ -7,8 +7,8 @@ import sys
 
 NAMES = ("main_job", "throughput", "recovery")
 """Run when none is named."""
-ON_REQUEST = {"gpu": "gpu.step_costs", "scaling": "scaling"}
-"""Need a GPU, or figures of one; the module of each."""
+ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling"}
+"""Need a GPU, cores, or figures to start from; the module of each."""
 
 
 def main() -> None:
