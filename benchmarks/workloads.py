@@ -62,8 +62,10 @@ def build_model(workload: dict[str, Any]) -> nn.Module:
 
 
 def build_train_set(workload: dict[str, Any]) -> TensorDataset:
-    """Inputs and targets as two tensors, as a tutorial would hold them: normalised float32 images [n, c, h, w] and int64 labels [n];
-    or int64 tokens [n, length] and those that follow [n, length]."""
+    """Inputs and targets as two tensors, as a tutorial would hold them.
+
+    Normalised float32 images [n, c, h, w] and int64 labels [n]; or int64 tokens [n, length] and those that follow [n, length].
+    """
     task = parse_spec(workload).task
     if isinstance(task, LanguageModelingSpec):
         text = load_text_files(task.data.args, task.model.args.context_length).train
