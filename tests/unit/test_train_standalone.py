@@ -85,6 +85,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
     assert len(whole.checkpoints.list()) == 3
     assert kinds(whole, 1)[-1] is EventKind.FINISHED
+    [evaluated] = [event.data for event in read_journal(whole, 1, None, 1000)[0] if event.kind is EventKind.EVALUATED]
+    measured = ("val_loss", "val_accuracy", "val_bits_per_token")
+    assert evaluated["metrics"].keys() == {*measured, *(f"ema_{name}" for name in measured)}
+    assert evaluated["metrics"]["ema_val_loss"] != evaluated["metrics"]["val_loss"]
+    assert newest(whole)["model_ema.pt"].keys() == newest(whole)["model.pt"].keys()
 
     stopping = threading.Event()
     say = LocalJournal._steps
