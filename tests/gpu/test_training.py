@@ -29,7 +29,7 @@ def make_spec(**train: Any) -> RunSpec:
             "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
             "optimizer": {"name": "adamw", "lr": 3e-3},
             "train": {
-                "epochs": 3,
+                "epochs": 6,
                 "global_batch_size": 128,
                 "micro_batch_size": 32,
                 "ema_decay": 0.9,
