@@ -51,7 +51,7 @@ def run(
         raise UsageError(f"training needs {', '.join(missing)}, which this Python has not; run: pip install 'everstep[server]'")
     training = importlib.import_module(TRAINING)
     try:
-        code: int = training.run_local(parsed, storage, run_id)
+        ended = training.run_local(parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line)
     except EverstepError:
         raise
     except Exception as exc:
@@ -59,7 +59,9 @@ def run(
         if debugger:
             pdb.post_mortem(exc.__traceback__)
         raise typer.Exit(Exit.FAILED) from exc
-    raise typer.Exit(code)
+    if terminal().as_json:
+        terminal().json({"step": ended.step, "metrics": ended.metrics, "checkpoints": ended.checkpoints})
+    raise typer.Exit(ended.code)
 
 
 @init.command("task")

@@ -41,7 +41,7 @@ from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
-from train_fn.local_journal import LocalJournal, open_local_journal
+from train_fn.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop import Attempt, train
 from train_fn.recovery.environment import NCCL_ENV
 from train_fn.recovery.history import READ_BATCH, read_history
@@ -55,6 +55,10 @@ MAY_CHANGE = frozenset({"name", "project", "priority", "tags", "scaling", "check
 """Fields of a spec that another start of the same run may change: they have no say in what is computed."""
 
 logger = logging.getLogger(__name__)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,20 @@ class Start:
 
     submission: int
     attempt: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    """The process's exit code."""
+    step: int
+    """Steps done, as rank 0 knows it."""
+    metrics: dict[str, float]
+    """Of the last evaluation."""
+    checkpoints: str
+    """Where they lie."""
 
 
 def place_from_env(env: Mapping[str, str]) -> Place:
@@ -138,8 +156,17 @@ def _launched_by(run_dir: RunDir, submission: int) -> str | None:
             return launch
 
 
-def run_rank(spec: RunSpec, run_dir: RunDir, place: Place, *, fresh: bool, stopping: threading.Event, debug: bool = False) -> int:
-    """Train one rank to its end; the process's exit code. The process group exists.
+def run_rank(
+    spec: RunSpec,
+    run_dir: RunDir,
+    place: Place,
+    *,
+    fresh: bool,
+    stopping: threading.Event,
+    say: Say = _say,
+    debug: bool = False,
+) -> Ended:
+    """Train one rank to its end. The process group exists.
 
     With ``debug``, which is for one rank alone, an exception of the training reaches the caller with its frames.
     """
@@ -156,7 +183,7 @@ def run_rank(spec: RunSpec, run_dir: RunDir, place: Place, *, fresh: bool, stopp
         raise start
     assert start is not None
     nodes = peers.gather({"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()})
-    journal = open_local_journal(run_dir, start.submission, start.attempt, place.rank, stopping, _say)
+    journal = open_local_journal(run_dir, start.submission, start.attempt, place.rank, stopping, say)
     ctx = WorkerContext(
         spec=spec,
         run_dir=run_dir,
@@ -172,18 +199,18 @@ def run_rank(spec: RunSpec, run_dir: RunDir, place: Place, *, fresh: bool, stopp
         report_checkpoint=lambda name, metrics: None,
     )
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": place.world_size, "workers": nodes, "launch": place.launch})
+    where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = _train_in_the_open(ctx) if debug else train(ctx)
         _finish(journal, stop)
     except StepFailed as exc:
         logger.error("rank %d stopped at step %d (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
-        return EXIT_FAILED
+        return Ended(EXIT_FAILED, exc.step, journal.metrics, where)
     finally:
         journal.close(CLOSE_S)
     if place.rank == 0:
-        where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
-        _say(f"{'paused' if stop else 'done'} at step {journal.step}; checkpoints are in {where}")
-    return EXIT_STOPPED if stop else 0
+        say(f"{'paused' if stop else 'done'} at step {journal.step}; checkpoints are in {where}")
+    return Ended(EXIT_STOPPED if stop else 0, journal.step, journal.metrics, where)
 
 
 def _train_in_the_open(ctx: WorkerContext) -> Stop | None:
@@ -228,10 +255,10 @@ def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def run_local(spec: RunSpec, storage: str, run_id: str | None) -> int:
+def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say) -> Ended:
     """Train in this process, alone: what raises, raises here. Loader processes are left out, so that breakpoints in data sets hold.
 
-    Without ``run_id`` it is a new run each time. Returns the exit code.
+    Without ``run_id`` it is a new run each time.
     """
     loader = spec.train.loader.model_copy(update={"num_workers": 0})
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
@@ -241,7 +268,7 @@ def run_local(spec: RunSpec, storage: str, run_id: str | None) -> int:
     set_threads(spec)
     _join(spec, place, RecoverySettings().collective_timeout_s)
     try:
-        return run_rank(spec, run_dir, place, fresh=False, stopping=threading.Event(), debug=True)
+        return run_rank(spec, run_dir, place, fresh=False, stopping=threading.Event(), say=say, debug=True)
     finally:
         end_process_group()
 
@@ -249,10 +276,6 @@ def run_local(spec: RunSpec, storage: str, run_id: str | None) -> int:
 def run_id_of(spec: RunSpec) -> str:
     """The run's directory where none was named: its name, as a file may be called."""
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in spec.name)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _stop_on_signals() -> threading.Event:
@@ -315,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopping = _stop_on_signals()
         _join(spec, place, arguments.collective_timeout_s)
         try:
-            return run_rank(spec, run_dir, place, fresh=arguments.fresh, stopping=stopping)
+            return run_rank(spec, run_dir, place, fresh=arguments.fresh, stopping=stopping).code
         finally:
             end_process_group()
 

@@ -48,7 +48,7 @@ def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("train", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "compile": True}])
 def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    assert standalone.run_local(make_spec(**train), storage.uri, "run") == 0
+    assert standalone.run_local(make_spec(**train), storage.uri, "run").code == 0
     run_dir = storage.run_dir("run")
     [started] = events(run_dir, EventKind.TRAINING_STARTED)
     assert (started["device"], started["backend"]) == ("cuda:0", "nccl")
@@ -58,12 +58,12 @@ def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path:
 def test_deterministic_kernels_give_the_same_bits_after_a_restart(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     whole = make_spec(deterministic=True)
-    assert standalone.run_local(whole, storage.uri, "whole") == 0
+    assert standalone.run_local(whole, storage.uri, "whole").code == 0
     # Ends after 20 steps, of which the schedule knows nothing: the rate is constant.
-    assert standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts") == 0
+    assert standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code == 0
     parts = storage.run_dir("parts")
     parts.write_spec(whole)
-    assert standalone.run_local(whole, storage.uri, "parts") == 0
+    assert standalone.run_local(whole, storage.uri, "parts").code == 0
     assert events(parts, EventKind.RESTORED)[0]["step"] == 20
     first, second = (
         torch.load(io.BytesIO(run.checkpoints.read_file(run.checkpoints.list()[-1].name, "model.pt")))

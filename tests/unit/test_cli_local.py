@@ -48,6 +48,16 @@ def test_a_spec_trains_in_this_process(spec_file: Path, tmp_path: Path) -> None:
     assert "holds a run of another spec (train.max_steps differ)" in again.stderr
 
 
+def test_a_program_reads_how_it_ended(spec_file: Path) -> None:
+    result = run_cli("run", spec_file, "--local", "--json", "--storage", "here")
+    assert result.exit_code == 0
+    ended = json.loads(result.stdout)
+    assert ended["step"] == 2
+    assert ended["metrics"].keys() == {"val_loss", "val_accuracy"}
+    assert Path(ended["checkpoints"]).is_dir()
+    assert "step 2, epoch 0" in result.stderr
+
+
 def test_what_the_users_code_raises_is_shown_whole(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: object, model: object, batch: object) -> None:
         raise OSError("the disk of the data set is away")

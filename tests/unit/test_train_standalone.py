@@ -81,7 +81,7 @@ def kinds(run_dir: RunDir, submission: int) -> list[EventKind]:
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text)
-    assert standalone.run_local(spec, storage.uri, "whole") == 0
+    assert standalone.run_local(spec, storage.uri, "whole").code == 0
     whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
     assert len(whole.checkpoints.list()) == 3
     assert kinds(whole, 1)[-1] is EventKind.FINISHED
@@ -102,10 +102,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     monkeypatch.setattr(LocalJournal, "_steps", stop_at_four)
     place = standalone.Place(0, 1, 0, 1, "here", "first")
     standalone._join(spec, place, 60)
-    assert standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping) == standalone.EXIT_STOPPED
+    assert standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping).code == standalone.EXIT_STOPPED
     monkeypatch.undo()
     end_process_group()
-    assert standalone.run_local(spec, storage.uri, "parts") == 0
+    assert standalone.run_local(spec, storage.uri, "parts").code == 0
     assert parts.submissions() == [1, 2]
     [restored] = [event.data for event in read_journal(parts, 2, None, 1000)[0] if event.kind is EventKind.RESTORED]
     assert (restored["source"], restored["step"]) == ("checkpoint", 5)
