@@ -6,18 +6,21 @@ import importlib
 import sys
 
 NAMES = ("main_job", "throughput", "recovery", "faults")
+"""Run when none is named."""
+ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling"}
+"""Need a GPU, cores, or figures to start from; the module of each."""
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        if sys.argv[1] not in NAMES:
-            sys.exit(f"unknown benchmark {sys.argv[1]!r}; there are: {', '.join(NAMES)}")
+        if sys.argv[1] not in (*NAMES, *ON_REQUEST):
+            sys.exit(f"unknown benchmark {sys.argv[1]!r}; there are: {', '.join((*NAMES, *ON_REQUEST))}")
         chosen = [(sys.argv[1], sys.argv[2:])]
     else:
         chosen = [(name, []) for name in NAMES]
     for name, options in chosen:
         print(f"== {name}", flush=True)
-        importlib.import_module(f"benchmarks.{name}").main(options)
+        importlib.import_module(f"benchmarks.{ON_REQUEST.get(name, name)}").main(options)
 
 
 if __name__ == "__main__":

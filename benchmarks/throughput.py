@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import summary, write
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, build_train_set
 from everstep import Client
 from tests.service_process import ServiceProcess
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     ours, theirs = [], []
     global_batch_size = WORKLOADS[options.workload]["train"]["global_batch_size"]
-    num_samples = {"digits": 1437, "fashion_mnist": 60_000}[options.workload]
+    num_samples = len(build_train_set(WORKLOADS[options.workload]))
     shape = (options.warmup_steps, global_batch_size, -(-num_samples // global_batch_size), num_samples)
     for _ in range(options.repeats):
         theirs.append(samples_per_s(run_torchrun(options.workload, options.steps), *shape))

@@ -50,9 +50,11 @@ def main() -> None:
     with options.out.open("w") if rank == 0 else open(os.devnull, "w") as out:  # noqa: PTH123
         while step < options.steps:
             sampler.set_epoch(epoch)
-            for images, labels in loader:
+            for inputs, targets in loader:
                 optimizer.zero_grad(set_to_none=True)
-                loss = loss_fn(model(images), labels)
+                loss = loss_fn(
+                    model(inputs).flatten(0, -2), targets.flatten()
+                )  # of images [n, classes]; of text every token counts
                 loss.backward()
                 optimizer.step()
                 step += 1

@@ -66,7 +66,8 @@ class MiniResNetSpec(Frozen):
 
 class TorchvisionModelArgs(Frozen):
     weights_path: str | None = None
-    """Path, on every node, of a ``state_dict`` saved by torch.save to start from; None starts from random weights."""
+    """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's own files hold it; a classifier
+    for another number of classes stays random. None starts from random weights."""
     image_size: PositiveInt | None = None
     """Images are resized to this height and width in pixels; None keeps the data set's own size."""
 
@@ -146,7 +147,7 @@ class ImageFolderArgs(Frozen):
     image_size: PositiveInt = 224
     """Height and width in pixels after cropping."""
     augment: bool = True
-    """Random resized crops and flips, keyed by (seed, epoch, sample index)."""
+    """Random resized crops and flips, keyed by (seed, epoch, sample index); validation takes the middle."""
 
 
 class ImageFolderSpec(Frozen):
@@ -157,6 +158,57 @@ class ImageFolderSpec(Frozen):
 
 
 ImageDataSpec = Annotated[DigitsSpec | FashionMnistSpec | Cifar10Spec | ImageFolderSpec, Field(discriminator="name")]
+
+
+class GptArgs(Frozen):
+    num_layers: Annotated[int, Field(ge=1, le=256)] = 4
+    """Transformer blocks."""
+    num_heads: Annotated[int, Field(ge=1, le=256)] = 4
+    """Attention heads of each block."""
+    width: Annotated[int, Field(ge=1, le=65_536)] = 128
+    """Features of a token; divides by ``num_heads``."""
+    context_length: Annotated[int, Field(ge=1, le=1 << 20)] = 128
+    """Tokens that the model looks back on; the text is packed into sequences of this length, which are the samples."""
+    dropout: Fraction = 0.0
+    """Dropout probability of embeddings, attention and residual branches."""
+
+    @field_validator("width")
+    @classmethod
+    def _heads_share_the_width(cls, value: int, info: ValidationInfo) -> int:
+        num_heads = info.data.get("num_heads")
+        if num_heads is not None and value % num_heads:
+            raise PydanticCustomError(
+                "width_not_divisible",
+                "width {width} does not divide by num_heads {num_heads}; make it a multiple",
+                {"width": value, "num_heads": num_heads},
+            )
+        return value
+
+
+class GptSpec(Frozen):
+    """A small GPT: pre-normalised transformer blocks with causal attention, learned positions, tied embeddings."""
+
+    name: Literal["gpt"]
+    args: GptArgs = GptArgs()
+
+
+class TextFilesArgs(Frozen):
+    path: Annotated[str, Field(min_length=1)]
+    """A text file, or a directory of them, on every node."""
+    pattern: Annotated[str, Field(min_length=1)] = "*.txt"
+    """Shell pattern of the files that are read below a directory, at any depth; ``*`` reads all."""
+    level: Literal["byte", "char"] = "byte"
+    """Tokens: ``byte`` reads any file, ``char`` the characters of UTF-8 text that occur in it."""
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the tokens held out for validation, from the end; 0 evaluates nothing."""
+
+
+class TextFilesSpec(Frozen):
+    """Text files one after another in the order of their paths, each with an end-of-text token, packed into whole sequences."""
+
+    name: Literal["text_files"]
+    args: TextFilesArgs
+
 
 # ---------------------------------------------------------------- tasks
 
@@ -171,9 +223,26 @@ class ImageClassificationSpec(Frozen):
     """Share of the target spread evenly over all classes."""
 
 
-TaskSpec = ImageClassificationSpec
+class LanguageModelingSpec(Frozen):
+    """Next-token prediction; reports ``loss`` in nats a token, ``accuracy`` and ``bits_per_token`` on the text that is held out."""
+
+    name: Literal["language_modeling"]
+    model: GptSpec
+    data: TextFilesSpec
+
+
+TaskSpec = Annotated[ImageClassificationSpec | LanguageModelingSpec, Field(discriminator="name")]
 
 # ---------------------------------------------------------------- optimizers
+
+
+class ParameterGroupSpec(Frozen):
+    parameters: Annotated[str, Field(min_length=1, max_length=512)]
+    """Shell pattern over the names of parameters as in the model's ``state_dict``, for example ``blocks.0.*``."""
+    lr_scale: NonNegativeFiniteFloat = 1.0
+    """Their learning rate as a multiple of the optimizer's; 0 leaves them as they are."""
+    weight_decay: NonNegativeFiniteFloat | None = None
+    """Their weight decay, whatever their dimensions; None decays them like all others."""
 
 
 class _Optimizer(Frozen):
@@ -181,6 +250,8 @@ class _Optimizer(Frozen):
     """Peak learning rate; the schedule scales it."""
     weight_decay: NonNegativeFiniteFloat = 0.0
     """Decay of parameters with two or more dimensions; biases and normalisation scales are not decayed."""
+    groups: list[ParameterGroupSpec] = Field(default_factory=list, max_length=256)
+    """Layers with a learning rate or weight decay of their own; the first pattern that matches a parameter counts."""
 
 
 class AdamWSpec(_Optimizer):
@@ -278,6 +349,8 @@ class CatalogEntry(Frozen):
     """One sentence."""
     args_schema: dict[str, Any]
     """JSON schema of its arguments."""
+    task: str | None = None
+    """Of a model or a data set: the task that takes it."""
 
 
 class Catalog(Frozen):
@@ -290,9 +363,9 @@ class Catalog(Frozen):
     schedules: tuple[CatalogEntry, ...]
 
 
-def _entry(spec: type[BaseModel], name: str | None = None, *, nested: bool = False) -> CatalogEntry:
-    """One entry; ``nested`` specs keep their arguments below ``args``, the others beside ``name``."""
-    arguments: Any = spec.model_fields["args"].annotation if nested else spec
+def _entry(spec: type[BaseModel], name: str | None = None, *, task: str | None = None) -> CatalogEntry:
+    """One entry; what belongs to a task keeps its arguments below ``args``, the others beside ``name``."""
+    arguments: Any = spec.model_fields["args"].annotation if task else spec
     assert isinstance(arguments, type) and issubclass(arguments, BaseModel)
     schema = arguments.model_json_schema()
     schema.get("properties", {}).pop("name", None)
@@ -302,19 +375,24 @@ def _entry(spec: type[BaseModel], name: str | None = None, *, nested: bool = Fal
         name=name or literal.__args__[0],
         description=" ".join((spec.__doc__ or "").split()),
         args_schema=schema,
+        task=task,
     )
 
 
 def catalog() -> Catalog:
     """Everything that a spec may name, in the order in which a reader looks for it."""
-    data = (DigitsSpec, FashionMnistSpec, Cifar10Spec, ImageFolderSpec)
+    images, text = "image_classification", "language_modeling"
     return Catalog(
-        tasks=(_entry(ImageClassificationSpec),),
+        tasks=(_entry(ImageClassificationSpec), _entry(LanguageModelingSpec)),
         models=(
-            _entry(MiniResNetSpec, nested=True),
-            *(_entry(TorchvisionModelSpec, name, nested=True) for name in TORCHVISION_MODELS),
+            _entry(MiniResNetSpec, task=images),
+            _entry(GptSpec, task=text),
+            *(_entry(TorchvisionModelSpec, name, task=images) for name in TORCHVISION_MODELS),
         ),
-        data=tuple(_entry(spec, nested=True) for spec in data),
+        data=(
+            *(_entry(spec, task=images) for spec in (DigitsSpec, FashionMnistSpec, Cifar10Spec, ImageFolderSpec)),
+            _entry(TextFilesSpec, task=text),
+        ),
         optimizers=tuple(_entry(spec) for spec in (AdamWSpec, AdamSpec, SgdSpec)),
         schedules=tuple(_entry(spec) for spec in (ConstantScheduleSpec, CosineScheduleSpec, LinearScheduleSpec, StepScheduleSpec)),
     )

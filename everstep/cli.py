@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from everstep import __version__, cli_drills, cli_nodes, cli_runs, cli_service
+from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_runs, cli_service
 from everstep.cli_terminal import JsonOption, UrlOption, begin
 
 app = typer.Typer(
@@ -37,6 +37,8 @@ def options(
 
 app.command()(cli_service.serve)
 app.command()(cli_runs.submit)
+app.command()(cli_local.run)
+app.add_typer(cli_local.init, name="init")
 app.command()(cli_runs.runs)
 app.command()(cli_runs.show)
 app.command()(cli_runs.watch)

@@ -60,6 +60,10 @@ def _locate(model: type[BaseModel], raw: Any, fault: ErrorDetails) -> tuple[tupl
     siblings: list[str] = []
     node, annotation = raw, typing.cast(Any, model)
     for part in fault["loc"]:
+        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+            path.append(part)
+            node, annotation = node[part], _item_of(annotation)
+            continue
         fields = fields_of(annotation, node)
         written = isinstance(node, dict) and part in node
         if not written and part not in fields:
@@ -71,6 +75,13 @@ def _locate(model: type[BaseModel], raw: Any, fault: ErrorDetails) -> tuple[tupl
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found", "unknown_model"):
         path.append("name")
     return tuple(path), siblings
+
+
+def _item_of(annotation: Any) -> Any:
+    """What a list holds."""
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
 
 
 def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str]) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train_fn.nccl import require_whole
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -35,6 +37,7 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
+        require_whole()
         return values
 
     def share(self, value: Any, source: int) -> Any:
@@ -43,7 +46,13 @@ class Peers:
             return value
         values = [value if self.rank == source else None]
         dist.broadcast_object_list(values, source, device=self.device)
+        require_whole()
         return values[0]
+
+    def require_whole(self) -> None:
+        """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
+        if not self.alone:
+            require_whole()
 
 
 def coalesce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ class Ema:
         self.decay = decay
         self._parameters = dict(model.named_parameters())
         self._averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        first = {parameter: name for name, parameter in self._parameters.items()}
+        self._names = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -33,7 +35,8 @@ class Ema:
             self._swap()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._averages)
+        """The average under every name of its parameter: tied weights have several in the model's own state, too."""
+        return {name: self._averages[first] for name, first in self._names.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -93,6 +93,7 @@ class StepFailed(TrainError):
         phase: str,
         snapshot_step: int | None,
         snapshot_problem: str | None,
+        memory: str | None = None,
     ) -> None:
         self.type_name = type(cause).__name__
         self.message = str(cause)
@@ -107,6 +108,8 @@ class StepFailed(TrainError):
         """Step of the state that was left behind on this node; None where none could be."""
         self.snapshot_problem = snapshot_problem
         """Why there is none."""
+        self.memory = memory
+        """What the GPU held when it was too small."""
 
 
 def forget_frames(exc: BaseException) -> None:

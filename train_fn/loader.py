@@ -65,19 +65,45 @@ class Loader:
             generator=torch.Generator().manual_seed(key(spec.train.seed, 4)),
         )
         self._iterator: Iterator[Loaded] | None = iter(loader)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._ahead: Loaded | Exception | None = None
 
     def __iter__(self) -> Iterator[Loaded]:
         return self
 
     def __next__(self) -> Loaded:
         """The next micro-batch, its copy to the device under way."""
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        loaded = ahead or self._load()
+        if self._copies is not None:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_stream(self._copies)
+            for tensor in tensors_in(loaded.batch):
+                tensor.record_stream(computing)  # its memory is not to be given away before the step has read it
+        return loaded
+
+    def prefetch(self) -> None:
+        """On CUDA, begin to copy the next micro-batch beside what the device computes. An error waits until its turn comes."""
+        if self._copies is None or self._ahead is not None:
+            return
+        try:
+            self._ahead = self._load()
+        except Exception as exc:
+            self._ahead = exc
+
+    def _load(self) -> Loaded:
         assert self._iterator is not None
         indices, batch = next(self._iterator)
-        return Loaded(indices, to_device(batch, self._device))
+        if self._copies is None:
+            return Loaded(indices, batch)
+        with torch.cuda.stream(self._copies):
+            return Loaded(indices, to_device(batch, self._device))
 
     def close(self) -> None:
         """End the loader's processes."""
-        self._iterator = None
+        self._iterator = self._ahead = None
 
 
 def _as_is(loaded: Any) -> Any:
@@ -113,3 +139,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that ``to_device`` moves."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(value)

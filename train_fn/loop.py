@@ -14,6 +14,7 @@ from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_en
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.context import Stop, WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed, forget_frames
+from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
 from train_fn.optim import lr_factor, set_lr
@@ -134,6 +135,7 @@ class Attempt:
                 if last:  # what all need to know travels while the last backward runs
                     totals.start(ctx.journal.stop_requested, self._saver.newest_committed(self._reported_checkpoint))
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        self._loader.prefetch()  # the device computes meanwhile
         self._buffers = replica.equal_buffers()
         return totals.wait()
 
@@ -211,6 +213,7 @@ class Attempt:
         have to wait until others have written their state.
         """
         text = "".join(traceback.format_exception(cause))
+        memory = memory_summary(cause, self.ctx.device)
         forget_frames(cause)
         replica = self._replica
         if self._saver is not None:
@@ -235,7 +238,13 @@ class Attempt:
             self._reporter.close()
         self._replica = self._saver = self._publisher = self._reporter = None
         return StepFailed(
-            cause, traceback_text=text, step=step, phase=self.phase, snapshot_step=snapshot_step, snapshot_problem=problem
+            cause,
+            traceback_text=text,
+            step=step,
+            phase=self.phase,
+            snapshot_step=snapshot_step,
+            snapshot_problem=problem,
+            memory=memory,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,20 +18,16 @@ from everstep.catalog import (
     SgdSpec,
     StepScheduleSpec,
 )
+from train_fn.errors import BadTask
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases, normalisation scales) are not decayed.
 
     Fused kernels on every device: one call for all parameters, which on a CPU is what keeps small models from being bound by
-    Python.
+    Python. Raises BadTask where a pattern of ``spec.groups`` is the first match of no parameter.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = parameter_groups(spec, model)
     common: dict[str, Any] = {"lr": spec.lr, "fused": True}
     match spec:
         case AdamWSpec():
@@ -39,6 +36,32 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
             return torch.optim.Adam(groups, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)
         case SgdSpec():
             return torch.optim.SGD(groups, momentum=spec.momentum, nesterov=spec.nesterov, **common)
+
+
+def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters by learning rate and decay: first those that no pattern names, then as ``spec.groups`` has them.
+
+    Their order is part of the optimizer's state.
+    """
+    own = dict(enumerate(spec.groups))
+    members: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            number = next((number for number, group in own.items() if fnmatchcase(name, group.parameters)), -1)
+            members.setdefault((number, parameter.ndim < 2), []).append(parameter)
+    for number, group in own.items():
+        if not any(number == found for found, _ in members):
+            names = ", ".join(name for name, _ in model.named_parameters())
+            raise BadTask(
+                f"optimizer.groups.{number}.parameters {group.parameters!r} is the first match of no parameter; "
+                f"the model's are {names:.2000}"
+            )
+    groups = []
+    for (number, small), parameters in sorted(members.items(), key=lambda item: item[0]):
+        own_decay, scale = (own[number].weight_decay, own[number].lr_scale) if number in own else (None, 1.0)
+        decay = own_decay if own_decay is not None else 0.0 if small else spec.weight_decay
+        groups.append({"params": parameters, "weight_decay": decay, "lr": spec.lr * scale})
+    return groups
 
 
 def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: int) -> float:

@@ -60,6 +60,8 @@ class RankError:
     at: float
     snapshot_step: int | None = None
     """Step of the state that it left behind on its node, if it did."""
+    memory: str | None = None
+    """What its GPU's memory held, where that was too small."""
 
     @property
     def collateral(self) -> bool:
@@ -119,6 +121,7 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
         phase=_text(exc, "phase"),
         at=float(at) if isinstance(at, int | float) else time.time(),
         snapshot_step=_integer(exc, "snapshot_step"),
+        memory=_text(exc, "memory"),
     )
 
 

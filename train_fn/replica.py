@@ -86,9 +86,7 @@ class Replica:
         if self.peers.alone:
             self.wrapped = self.step_module
         else:
-            self.wrapped = DistributedDataParallel(
-                self.step_module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False
-            )
+            self.wrapped = wrap(self.step_module)
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
@@ -164,6 +162,11 @@ class Replica:
         return [
             buffer for buffer, value in zip(buffers, before, strict=True) if id(buffer) in running or not torch.equal(buffer, value)
         ]
+
+
+def wrap(module: nn.Module) -> DistributedDataParallel:
+    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when a step commits."""
+    return DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False)
 
 
 def empty_like(batch: Any) -> Any:

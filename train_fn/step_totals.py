@@ -81,6 +81,7 @@ class StepSum:
         if self._work is not None:
             self._work.wait()
         loss, nonfinite, ranks, weight, samples, unexpected, missing, low, mid, high, cancels, pauses, step = self._vector.tolist()
+        self._peers.require_whole()  # the device has come past this step's gradients as well: they were queued before
         hashed = int(low) + (int(mid) << _LIMB_BITS) + (int(high) << 2 * _LIMB_BITS) & MASK64
         return StepTotals(
             loss_sum=loss,

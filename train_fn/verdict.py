@@ -139,6 +139,12 @@ def decide(
         return _decide_user_error(judgement, past, spec)
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
+    if _gpu_is_too_small(judgement, past):
+        message = (
+            f"the GPU's memory was too small at step {judgement.step} twice; lower train.micro_batch_size, which changes no result "
+            f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
+        )
+        return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     in_a_row = 1 + _failures_without_progress(judgement, past)
     if in_a_row > spec.max_system_failures:
         message = (
@@ -187,6 +193,16 @@ def _decide_user_error(judgement: Judgement, past: Sequence[PastFailure], spec: 
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     return Decision(True, budget, f"restart, user error {len(earlier) + 1} of at most {spec.max_user_errors}")
+
+
+def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:
+    """Whether a GPU ran out of memory where it did before. A host's memory is shared with others, and may suffice the next time."""
+    if judgement.verdict is not Verdict.OUT_OF_MEMORY or not (judgement.signature or "").startswith("OutOfMemoryError|"):
+        return False
+    return any(
+        (failure.verdict, failure.step, failure.signature) == (judgement.verdict, judgement.step, judgement.signature)
+        for failure in past
+    )
 
 
 def _failures_without_progress(judgement: Judgement, past: Sequence[PastFailure]) -> int:
@@ -248,6 +264,8 @@ def _detail(evidence: Evidence, first: RankReport | None) -> dict[str, Any]:
             detail["signature"] = first.error.signature
             detail["traceback"] = first.error.traceback
             detail["phase"] = first.error.phase
+            if first.error.memory:
+                detail["memory"] = first.error.memory[-8000:]
     return detail
 
 

@@ -23,7 +23,9 @@ import torch
 
 from everstep.events import EventKind
 from train_fn.context import Stop, WorkerContext
+from train_fn.cpu_threads import set_threads
 from train_fn.journal import ActorJournalClient, deliver_to
+from train_fn.nccl import begin_attempt
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
@@ -48,6 +50,7 @@ def prepare(launch: RankLaunch) -> None:
     global _launch
     _launch = launch
     os.environ.update(launch.env)
+    begin_attempt()
     _yield_asked.clear()
     take_precedence()
 
@@ -170,7 +173,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
 
 def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
     place = ray.train.get_context()
-    _set_threads(job)
+    set_threads(job.spec)
     context = WorkerContext(
         spec=job.spec,
         run_dir=job.run_dir,
@@ -203,17 +206,6 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
 
 def _device(use_gpu: bool) -> torch.device:
     return ray.train.torch.get_device() if use_gpu else torch.device("cpu")
-
-
-def _set_threads(job: RankJob) -> None:
-    """As many torch threads as the rank has CPUs, in every attempt the same.
-
-    A process from the warm pool imported torch before it knew its rank, and would take every core of its node.
-    """
-    if "OMP_NUM_THREADS" in job.spec.env:
-        torch.set_num_threads(int(job.spec.env["OMP_NUM_THREADS"]))
-    else:
-        torch.set_num_threads(max(1, int(job.spec.scaling.resources_per_worker.get("CPU", 1))))
 
 
 def _reporter(job: RankJob) -> Callable[[str, dict[str, float]], None]:

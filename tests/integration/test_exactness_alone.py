@@ -24,6 +24,21 @@ ALL_THE_TIME = f"{TRAINEES}:publishing_all_the_time"
 """What is being written was copied two steps before: the weights have changed meanwhile."""
 
 
+def make_text_spec(directory: Path) -> RunSpec:
+    """A GPT over text, whose weights are tokens; one epoch and a half of sequences in micro-batches, with dropout and averages."""
+    (directory / "text.txt").write_text("".join(f"{number} bottles of beer on the wall, " for number in range(80)))
+    model = {"num_layers": 1, "num_heads": 2, "width": 16, "context_length": 8, "dropout": 0.2}
+    task = {
+        "name": "language_modeling",
+        "model": {"name": "gpt", "args": model},
+        "data": {"name": "text_files", "args": {"path": str(directory / "text.txt"), "level": "char"}},
+    }
+    groups = [{"parameters": "positions.*", "lr_scale": 0.5, "weight_decay": 0.0}]
+    raw = make_spec().model_dump(mode="json")
+    train = raw["train"] | {"global_batch_size": 15, "micro_batch_size": 4, "epochs": 3, "max_steps": LAST_STEP}
+    return RunSpec.model_validate(raw | {"task": task, "train": train, "optimizer": raw["optimizer"] | {"groups": groups}})
+
+
 def published(run_dir: RunDir) -> tuple[SnapshotStore, list[Label]]:
     """What lies on the node, oldest first."""
     store = SnapshotStore(shared_memory_root() / run_dir.run_id / "node0", submission=1)
@@ -153,3 +168,19 @@ def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -
     assert labels[-1].step > 10
     assert (restored["source"], restored["step"]) == ("checkpoint", 10)
     assert [entry["problem"] for entry in restored["rejected"]] == ["a later attempt went on from step 10"] * 2
+
+
+def test_a_language_model_goes_on_from_checkpoints_and_snapshots_bit_for_bit(tmp_path: Path) -> None:
+    whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
+    spec = make_text_spec(tmp_path)
+    reference = train_to_end(Job(whole, spec, 1), tmp_path)
+    assert reference.losses[LAST_STEP] < reference.losses[1]
+    [started] = reference.of_kind(EventKind.TRAINING_STARTED)
+    assert started["steps_per_epoch"] < LAST_STEP, "an epoch ends on the way"
+
+    first = train_to_end(Job(broken, spec, 1, stopped=("pause", 6)), tmp_path)
+    kill_alone(Job(broken, spec, 1, submission=2, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    last = train_to_end(Job(broken, spec, 1, submission=2, attempt=2), tmp_path)
+    assert restored_in(last)["source"] == "snapshot"
+    assert merged_losses(reference, first, last) == reference.losses
+    assert_same(final_state(whole), final_state(broken))

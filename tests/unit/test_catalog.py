@@ -13,12 +13,21 @@ from everstep.spec import parse_spec
 
 KINDS = ("tasks", "models", "data", "optimizers", "schedules")
 ENTRIES = [(kind, entry) for kind in KINDS for entry in getattr(catalog(), kind)]
-NAMED = [entry for entry in ENTRIES if entry[0] != "models" or entry[1].name in ("mini_resnet", "resnet18", "vit_b_16")]
+TEXT = ("gpt", "text_files", "language_modeling")
+REQUIRED: dict[str, dict[str, Any]] = {
+    "image_folder": {"root": "/data"},
+    "text_files": {"path": "/data"},
+    "image_classification": {"model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "language_modeling": {"model": {"name": "gpt"}, "data": {"name": "text_files", "args": {"path": "/data"}}},
+}
+NAMED = [entry for entry in ENTRIES if entry[0] != "models" or entry[1].name in ("mini_resnet", "gpt", "resnet18", "vit_b_16")]
 
 
 def spec_with(kind: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A spec that uses one entry of the catalog with these arguments."""
     task: dict[str, Any] = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+    if name in TEXT:
+        task = {"name": "language_modeling", "model": {"name": "gpt"}, "data": {"name": "text_files", "args": {"path": "/data"}}}
     spec: dict[str, Any] = {"name": "a", "task": task}
     match kind:
         case "models" | "data":
@@ -26,7 +35,7 @@ def spec_with(kind: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
         case "optimizers" | "schedules":
             spec[kind.removesuffix("s")] = {"name": name, **arguments}
         case _:
-            task |= arguments
+            task.update({"name": name, **arguments})
     return spec
 
 
@@ -41,9 +50,7 @@ def test_everything_has_a_name_of_its_own_and_a_description() -> None:
 def test_schema_and_spec_agree(kind: str, entry: CatalogEntry) -> None:
     """What the schema accepts the spec accepts; arguments that the schema does not know, and values of no JSON type, it refuses."""
     jsonschema.Draft202012Validator.check_schema(entry.args_schema)
-    required = {"root": "/data"} if entry.name == "image_folder" else {}
-    if kind == "tasks":
-        required = {"model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+    required = REQUIRED.get(entry.name, {})
     assert set(entry.args_schema["required"]) == set(required)
     jsonschema.validate(required, entry.args_schema)
     parse_spec(spec_with(kind, entry.name, required))
@@ -67,3 +74,10 @@ def test_every_argument_is_described(kind: str, entry: CatalogEntry) -> None:
 def test_every_model_can_be_named(name: str) -> None:
     assert parse_spec(spec_with("models", name, {})).task.model.name == name
     assert name in [entry.name for entry in catalog().models]
+
+
+def test_models_and_data_say_whose_they_are() -> None:
+    for kind in ("models", "data"):
+        tasks = {entry.name: entry.task for entry in getattr(catalog(), kind)}
+        assert {name for name, task in tasks.items() if task == "language_modeling"} == {"gpt", "text_files"} & tasks.keys()
+        assert set(tasks.values()) == {"image_classification", "language_modeling"}

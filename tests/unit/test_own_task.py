@@ -71,6 +71,7 @@ def context(storage: Storage, source: str | bytes, entry: str = "task:Line", sub
         local_rank=0,
         local_world_size=1,
         node_id="node",
+        num_nodes=1,
         device=torch.device("cpu"),
         journal=Journal(),
         report_checkpoint=lambda name, metrics: None,

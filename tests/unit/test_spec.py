@@ -356,3 +356,12 @@ def test_what_cannot_be_set_is_named(setting: str, words: str) -> None:
 def test_what_is_no_setting_is_refused(setting: str) -> None:
     with pytest.raises(UsageError, match="--set"):
         apply_overrides(spec(), [setting])
+
+
+def test_a_fault_inside_a_list_is_named_with_its_place() -> None:
+    groups = [{"parameters": "a.*"}, {"parameters": "b.*", "lr_scale": -1, "lr_scal": 2}]
+    with pytest.raises(InvalidSpec) as caught:
+        parse_spec({"name": "a", "task": TASK, "optimizer": {"name": "sgd", "groups": groups}})
+    faults = {".".join(map(str, fault.loc)): fault.msg for fault in caught.value.errors}
+    assert faults.keys() == {"optimizer.groups.1.lr_scale", "optimizer.groups.1.lr_scal"}
+    assert "did you mean 'lr_scale'?" in faults["optimizer.groups.1.lr_scal"]

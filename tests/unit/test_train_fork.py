@@ -107,6 +107,7 @@ def run(run_dir: RunDir, wanted: RunSpec, *, submission: int = 1) -> Journal:
             local_rank=0,
             local_world_size=1,
             node_id="node",
+            num_nodes=1,
             device=torch.device("cpu"),
             journal=journal,
             report_checkpoint=lambda name, metrics: None,

@@ -18,6 +18,7 @@ from everstep.catalog import (
     SgdSpec,
     StepScheduleSpec,
 )
+from train_fn.errors import BadTask
 from train_fn.optim import build_optimizer, lr_factor, set_lr
 
 
@@ -62,3 +63,39 @@ def test_set_lr_scales_each_groups_own_peak() -> None:
     for factor in (0.5, 0.25):
         set_lr(optimizer, factor)
         assert [group["lr"] for group in optimizer.param_groups] == [0.1 * factor, 1.0 * factor]
+
+
+def make_layers() -> nn.Module:
+    return nn.ModuleDict(
+        {"stem": nn.Linear(2, 2), "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), "head": nn.Linear(2, 2)}
+    )
+
+
+def test_layers_have_learning_rates_of_their_own() -> None:
+    groups = [
+        {"parameters": "blocks.0.*", "lr_scale": 0.5},
+        {"parameters": "*.bias", "weight_decay": 0.3},
+        {"parameters": "stem.*", "lr_scale": 0.0},
+    ]
+    spec = AdamWSpec.model_validate({"lr": 0.1, "weight_decay": 0.2, "groups": groups})
+    model = make_layers()
+    optimizer = build_optimizer(spec, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = [(sorted(names[p] for p in group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [
+        (["blocks.1.weight", "head.weight"], 0.1, 0.2),
+        (["blocks.0.weight"], 0.05, 0.2),
+        (["blocks.0.bias"], 0.05, 0.0),
+        (["blocks.1.bias", "head.bias", "stem.bias"], 0.1, 0.3),
+        (["stem.weight"], 0.0, 0.2),
+    ]
+    before = model["stem"].weight.detach().clone()  # type: ignore[index, operator, union-attr]
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.equal(model["stem"].weight, before)  # type: ignore[index, union-attr]
+
+
+def test_a_pattern_without_parameters_is_named() -> None:
+    spec = SgdSpec.model_validate({"name": "sgd", "groups": [{"parameters": "*"}, {"parameters": "layer1.*"}]})
+    with pytest.raises(BadTask, match=r"optimizer\.groups\.1\.parameters 'layer1\.\*' .*stem\.weight"):
+        build_optimizer(spec, make_layers())

@@ -199,3 +199,21 @@ def test_a_rank_failure_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(failure))
     assert again.error == failure.error
     assert str(again) == str(failure)
+
+
+def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> None:
+    def too_small(step: int, amount: str) -> Judgement:
+        message = f"CUDA out of memory. Tried to allocate {amount}"
+        found = RankError(0, ErrorKind.OUT_OF_MEMORY, "OutOfMemoryError", message, "", step, "step", 1.0, memory="cuda:0: 79.2 GiB")
+        return judged(report(0, error=found))
+
+    first = too_small(10, "2.00 GiB")
+    assert first.detail["memory"] == "cuda:0: 79.2 GiB"
+    assert weighed(first, []).restart
+    past = [PastFailure(first.verdict, first.step, first.signature)]
+    assert weighed(too_small(11, "2.00 GiB"), past).restart
+    decision = weighed(too_small(10, "1.50 GiB"), past)
+    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
+    assert "lower train.micro_batch_size" in str(decision.message)
+    of_the_host = judged(report(0, died=True, death="Worker exit type: NODE_OUT_OF_MEMORY"))
+    assert weighed(of_the_host, [PastFailure(of_the_host.verdict, of_the_host.step, None)]).restart

@@ -23,7 +23,12 @@ def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays
         sources: files that are decoded; when one of them changes (size or time), it is decoded anew.
     """
     stamps = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources]
-    directory = cache_root() / "data" / f"{name}-{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
+    return cached(name, hashlib.sha256(repr(stamps).encode()).hexdigest()[:16], decode)
+
+
+def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
+    """The arrays that this node's cache keeps under ``name`` and ``key``, memory-mapped; where there are none, of ``decode``."""
+    directory = cache_root() / "data" / f"{name}-{key}"
     if not directory.is_dir():
         with node_lock(directory.with_suffix(".lock")):
             if not directory.is_dir():

@@ -1,50 +1,75 @@
-"""Images in one directory a class, decoded by the loader's processes."""
+"""Images in one directory a class, decoded and augmented by the loader's processes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
 from everstep.catalog import ImageFolderArgs
-from train_fn.data.images import ImageData
+from train_fn.data.image_index import SUFFIXES, ImageIndex, index_images
+from train_fn.data.images import Channels, ImageBatch, ImageData
 from train_fn.errors import DataMissing
+from train_fn.randomness import key
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
-_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-_STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-"""Of ImageNet's channels, as torchvision's weights expect them."""
+IMAGENET = Channels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""As torchvision's weights expect them."""
 _EVAL_CROP = 0.875
 """Share of the shorter side that the central crop of an image without augmentation keeps."""
 
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom in pixels."""
 
-class FolderImages(Dataset[tuple[torch.Tensor, int]]):
-    """Decodes one image at a time. Random choices come from python's generator, which is seeded for each sample."""
 
-    def __init__(self, files: list[Path], labels: list[int], fingerprint: str, image_size: int, *, augment: bool) -> None:
-        self._files = np.array([str(file) for file in files])  # an array, so that loader processes share its memory
-        self._labels = np.array(labels)
-        self.fingerprint = fingerprint
-        self._size, self._augment = image_size, augment
+class FolderImages(Dataset[ImageBatch]):
+    """Decodes a micro-batch at a time, into bytes: a fourth of what floats would take on the way to the device.
+
+    What is random about an image is a function of (seed, epoch, its index).
+    """
+
+    def __init__(self, index: ImageIndex, image_size: int, *, augment: bool) -> None:
+        self._index, self._size, self._augment = index, image_size, augment
+        self.fingerprint = index.fingerprint
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._index)
 
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
-        with Image.open(self._files[index]) as file:
-            image = file.convert("RGB")
-        box = _random_box(image.size) if self._augment else _central_box(image.size)
+    def __getitem__(self, index: int, /) -> ImageBatch:
+        images, labels = self.fetch(0, None, np.array([index]))
+        return images[0], labels[0]
+
+    def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> ImageBatch:
+        """uint8 [n, 3, size, size] with channels innermost in memory, and labels; ``epoch`` None leaves the images as they are."""
+        pixels = np.empty((len(indices), self._size, self._size, 3), dtype=np.uint8)
+        for position, index in enumerate(indices.tolist()):
+            choices = random.Random(key(seed, epoch, index, 7)) if self._augment and epoch is not None else None
+            pixels[position] = self._decode(self._index.path(index), choices)
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(self._index.labels[indices])
+
+    def _decode(self, path: Path, choices: random.Random | None) -> NDArray[np.uint8]:
+        """One image [size, size, 3]: cropped and mirrored by ``choices``, or its middle. Raises DataMissing naming the file."""
+        try:
+            with Image.open(path) as file:
+                width, height = file.size
+                box = _random_box(file.size, choices) if choices else _central_box(file.size)
+                shrink = min(box[2] - box[0], box[3] - box[1]) / self._size
+                if shrink >= 2:  # JPEG can be decoded at a half, a fourth or an eighth, which costs that much less
+                    file.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as exc:
+            raise DataMissing(f"data set image_folder: {path} cannot be decoded ({exc}); replace it, or take it out") from exc
+        across, down = image.width / width, image.height / height
+        box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
         resized = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box)
-        if self._augment and random.random() < 0.5:
+        if choices and choices.random() < 0.5:
             resized = resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1).float().div_(255)
-        return pixels.sub_(_MEAN).div_(_STD), int(self._labels[index])
+        return np.asarray(resized)
 
 
 def load_image_folder(args: ImageFolderArgs) -> ImageData:
@@ -56,48 +81,33 @@ def load_image_folder(args: ImageFolderArgs) -> ImageData:
             f"data set image_folder: {root / 'train'} has no class directories on this node. Put the images at "
             f"{root}/train/CLASS/*.jpg on every node (a shared path), or set task.data.args.root"
         )
-    train = _scan(root / "train", classes, args, augment=args.augment)
-    if train is None:
+    train, val = index_images(root / "train", classes), index_images(root / "val", classes)
+    if len(train) == 0:
         raise DataMissing(f"data set image_folder: no images ({', '.join(sorted(SUFFIXES))}) below {root / 'train'}")
     return ImageData(
-        train=train,
-        val=_scan(root / "val", classes, args, augment=False),
+        train=FolderImages(train, args.image_size, augment=args.augment),
+        val=FolderImages(val, args.image_size, augment=False) if len(val) else None,
         num_classes=len(classes),
         channels=3,
         image_size=args.image_size,
+        bytes_as=IMAGENET,
     )
 
 
-def _scan(split: Path, classes: list[str], args: ImageFolderArgs, *, augment: bool) -> FolderImages | None:
-    """The images of one split in a fixed order; None where there are none. Its fingerprint covers names and sizes."""
-    files, labels = [], []
-    hashed = hashlib.sha256()
-    for label, name in enumerate(classes):
-        directory = split / name
-        found = sorted(path for path in directory.rglob("*") if path.suffix.lower() in SUFFIXES) if directory.is_dir() else []
-        for path in found:
-            hashed.update(f"{label} {path.relative_to(split)} {path.stat().st_size}\n".encode())
-        files += found
-        labels += [label] * len(found)
-    if not files:
-        return None
-    return FolderImages(files, labels, hashed.hexdigest(), args.image_size, augment=augment)
-
-
-def _random_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a crop of 8 to 100 % of the area with sides 3:4 to 4:3 (Szegedy et al., 2014)."""
+def _random_box(size: tuple[int, int], choices: random.Random) -> Box:
+    """A crop of 8 to 100 % of the area with sides 3:4 to 4:3 (Szegedy et al., 2014)."""
     width, height = size
     for _ in range(10):
-        area = width * height * random.uniform(0.08, 1.0)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        area = width * height * choices.uniform(0.08, 1.0)
+        ratio = math.exp(choices.uniform(math.log(3 / 4), math.log(4 / 3)))
         crop_width, crop_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if crop_width <= width and crop_height <= height:
-            left, top = random.uniform(0, width - crop_width), random.uniform(0, height - crop_height)
+            left, top = choices.uniform(0, width - crop_width), choices.uniform(0, height - crop_height)
             return left, top, left + crop_width, top + crop_height
     return _central_box(size)
 
 
-def _central_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
+def _central_box(size: tuple[int, int]) -> Box:
     width, height = size
     side = min(width, height) * _EVAL_CROP
     left, top = (width - side) / 2, (height - side) / 2

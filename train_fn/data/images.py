@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from train_fn.data.augment import Images, flip, shift
 
 ImageBatch = tuple[torch.Tensor, torch.Tensor]
-"""Images float32 [n, channels, height, width], normalised; labels int64 [n]."""
+"""Images [n, channels, height, width], float32 and normalised or uint8; labels int64 [n]."""
 
 
 class ImageSet(Protocol):
@@ -27,6 +27,14 @@ class ImageSet(Protocol):
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Mean and standard deviation of each channel, on a scale from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ImageData:
     """What a data set gives to the task; ``val`` is None where nothing is held out."""
 
@@ -36,6 +44,8 @@ class ImageData:
     channels: int
     image_size: int
     """Smaller side in pixels."""
+    bytes_as: Channels | None = None
+    """How images that come as bytes are normalised, on the device."""
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from everstep.catalog import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
-from train_fn.errors import DataMissing
 from train_fn.models.mini_resnet import MiniResNet
+from train_fn.models.pretrained import load_weights
 from train_fn.torchvision_ops import torchvision_models
 
 _WITH_AUXILIARY_HEADS = frozenset({"googlenet", "inception_v3"})
+_AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")
 TORCHVISION_CHANNELS = 3
 
 
@@ -32,8 +32,5 @@ def _torchvision_model(name: str, args: TorchvisionModelArgs, num_classes: int) 
         options["image_size"] = args.image_size
     model: nn.Module = torchvision_models().get_model(name, weights=None, **options)
     if args.weights_path is not None:
-        path = Path(args.weights_path).expanduser()
-        if not path.is_file():
-            raise DataMissing(f"task.model.args.weights_path: there is no file {path} on this node; put it on every node")
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        load_weights(model, Path(args.weights_path).expanduser(), num_classes=num_classes, ignored=_AUXILIARY_HEADS)
     return model

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from train_fn import worker
+from train_fn.nccl import abort_collectives
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
@@ -42,6 +43,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""
         worker.ask_to_yield()
+
+    def let_go(self) -> None:
+        """A peer is gone: free the training function from collectives that will never end."""
+        abort_collectives()
 
     def stack(self) -> str:
         """The Python stacks of this rank, the training thread's last."""

@@ -236,6 +236,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if reports[rank].unresponsive:
                 ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
+                worker.actor.let_go.remote()
                 waiting[worker.actor.wait_for_end.remote(self._settings.hold_s)] = rank
         self._collect_ends(waiting, reports)
         return tuple(self._with_hang(reports[rank]) for rank in sorted(reports))

@@ -8,6 +8,12 @@ from __future__ import annotations
 from everstep.spec import RunSpec
 from train_fn.recovery.settings import RecoverySettings
 
+NCCL_ENV = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: abort the communicator on errors and time-outs, leave the process alive
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the dump would hold up the abort; the controller keeps every rank's stack
+}
+"""What torch reads when it makes a process group over NCCL."""
+
 
 def ray_train_env(settings: RecoverySettings) -> dict[str, str]:
     """What Ray Train reads in driver and controller."""
@@ -30,5 +36,6 @@ def rank_env(spec: RunSpec, settings: RecoverySettings) -> dict[str, str]:
         **ray_train_env(settings),
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # both would take the output that rank_logging keeps
+        **NCCL_ENV,
         **spec.env,
     }

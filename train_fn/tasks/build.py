@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from everstep.catalog import LanguageModelingSpec
 from everstep.spec import RunSpec
 from train_fn.tasks.image_classification import ImageClassification
+from train_fn.tasks.language_modeling import LanguageModeling
 from train_fn.tasks.own import build_own_task
 from train_fn.tasks.protocol import Task
 
@@ -16,4 +18,6 @@ def build_task(spec: RunSpec) -> Task:
     if spec.code is not None:
         return build_own_task(spec.code)
     assert spec.task is not None
+    if isinstance(spec.task, LanguageModelingSpec):
+        return LanguageModeling(spec.task)
     return ImageClassification(spec.task)

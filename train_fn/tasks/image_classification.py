@@ -11,9 +11,12 @@ from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import ImageBatch, ImageSet
 from train_fn.models.image_models import TORCHVISION_CHANNELS, build_image_model
 
+_FEW_CLASSES = 10
+"""Up to so many, five guesses say little."""
+
 
 class ImageClassification:
-    """Reports ``loss`` (without label smoothing) and ``accuracy`` on the validation set."""
+    """Reports ``loss`` (without label smoothing), ``accuracy`` and, of more than ten classes, ``top5_accuracy`` of validation."""
 
     def __init__(self, spec: ImageClassificationSpec) -> None:
         self.spec = spec
@@ -21,6 +24,7 @@ class ImageClassification:
         torchvision = spec.model if isinstance(spec.model, TorchvisionModelSpec) else None
         self._channels = self.data.channels if torchvision is None else TORCHVISION_CHANNELS
         self._resize_to = torchvision.args.image_size if torchvision else None
+        self._scale_and_shift: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def build_model(self) -> nn.Module:
         model = build_image_model(
@@ -40,13 +44,28 @@ class ImageClassification:
     def metrics(self, model: nn.Module, batch: ImageBatch) -> dict[str, tuple[torch.Tensor, int]]:
         images, labels = batch
         logits = model(self._prepare(images))
-        return {
-            "loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)),
-            "accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels)),
+        sums = {
+            "loss": F.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": (logits.argmax(dim=1) == labels).sum(),
         }
+        if self.data.num_classes > _FEW_CLASSES:
+            sums["top5_accuracy"] = (logits.topk(5, dim=1).indices == labels[:, None]).sum()
+        return {name: (total, len(labels)) for name, total in sums.items()}
+
+    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
+        """Bytes from 0 to 255 as float32, each channel with mean 0 and standard deviation 1 over the data set."""
+        if self._scale_and_shift is None or self._scale_and_shift[0].device != images.device:
+            channels = self.data.bytes_as
+            assert channels is not None
+            mean, std = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (channels.mean, channels.std))
+            self._scale_and_shift = (1 / (255 * std), mean / std)
+        scale, offset = self._scale_and_shift
+        return images.float().mul_(scale).sub_(offset)
 
     def _prepare(self, images: torch.Tensor) -> torch.Tensor:
-        """Grey images get the channels, and all the size, that the model expects."""
+        """Bytes become numbers; grey images get the channels, and all the size, that the model expects."""
+        if images.dtype == torch.uint8:
+            images = self._normalise(images)
         if images.shape[1] != self._channels:
             images = images.expand(-1, self._channels, -1, -1)
         if self._resize_to is not None and images.shape[-1] != self._resize_to:

@@ -1,0 +1,350 @@
+"""The training loop without Ray and without the service: under torchrun, or as one process that a debugger can step through.
+
+    torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --storage /mnt/shared/everstep --run-id digits
+    everstep run SPEC.yaml --local
+
+The loop, the data order, the checkpoints and the journal are those of a run under the service. The same command again goes on from
+where the run was: processes that torchrun itself restarts from the newest state on their nodes, others from the newest checkpoint.
+
+Exit codes: 0 when all steps are done, 1 when training failed, 2 for a wrong request, 75 when it was asked to stop and can go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from everstep.errors import EverstepError, UsageError
+from everstep.events import EventKind
+from everstep.overrides import apply_overrides
+from everstep.spec import RunSpec, parse_spec
+from everstep.spec_file import read_spec
+from storage.errors import StorageError, StorageNotFound
+from storage.filesystem import open_storage
+from storage.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn.collectives import Peers
+from train_fn.context import Stop, WorkerContext
+from train_fn.cpu_threads import set_threads
+from train_fn.errors import StepFailed
+from train_fn.local_journal import LocalJournal, Say, open_local_journal
+from train_fn.loop import Attempt, train
+from train_fn.recovery.environment import NCCL_ENV
+from train_fn.recovery.history import READ_BATCH, read_history
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.replica import end_process_group
+from train_fn.snapshot import snapshot_store
+
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
+CLOSE_S = 30.0
+MAY_CHANGE = frozenset({"name", "project", "priority", "tags", "scaling", "checkpoint", "recovery", "env"})
+"""Fields of a spec that another start of the same run may change: they have no say in what is computed."""
+
+logger = logging.getLogger(__name__)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those that were started together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    launch: str
+    """The same for processes of which one takes the other's place: those that one agent of torchrun started."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What rank 0 found out about the run's past, for all ranks."""
+
+    submission: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    """The process's exit code."""
+    step: int
+    """Steps done, as rank 0 knows it."""
+    metrics: dict[str, float]
+    """Of the last evaluation."""
+    checkpoints: str
+    """Where they lie."""
+
+
+def place_from_env(env: Mapping[str, str]) -> Place:
+    """Where torchrun put this process. Raises UsageError where it did not."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: start this by torchrun, "
+            "`torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml`, or alone, `everstep run SPEC.yaml --local`"
+        )
+    rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names[:4])
+    agent = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid())
+    return Place(rank, world_size, local_rank, local_world_size, os.uname().nodename, _launch(agent))
+
+
+def _launch(process: psutil.Process) -> str:
+    return f"{os.uname().nodename}/{process.pid}/{process.create_time():.2f}"
+
+
+def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> Start:
+    """Make the run's directory, or go on with what is there; rank 0 alone. Raises UsageError where another run lies there."""
+    if fresh:
+        run_dir.delete()
+    try:
+        kept = run_dir.read_spec()
+    except StorageNotFound:
+        kept = spec
+    differing = _differences(kept, spec)
+    if differing:
+        raise UsageError(
+            f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose another --run-id, or begin anew "
+            "by --fresh, which deletes it"
+        )
+    run_dir.write_spec(spec)
+    submissions = run_dir.submissions()
+    last_attempt = read_history(run_dir).last_attempt
+    newest = submissions[-1] if submissions else 0
+    same = newest > 0 and _launched_by(run_dir, newest) == launch
+    return Start(newest if same else newest + 1, last_attempt + 1)
+
+
+def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:
+    """Names of what differs between two specs, of that which decides what is computed."""
+    before, after = kept.model_dump(), spec.model_dump()
+    names = [name for name in after if name not in MAY_CHANGE and name != "train" and before.get(name) != after[name]]
+    names += [f"train.{name}" for name in after["train"] if name != "loader" and before["train"].get(name) != after["train"][name]]
+    return names + (["the resolved micro_batch_size"] if kept.micro_batch_size != spec.micro_batch_size else [])
+
+
+def _launched_by(run_dir: RunDir, submission: int) -> str | None:
+    """Whose processes ran the last attempt of a submission."""
+    launch, cursor = None, None
+    while True:
+        events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
+        for event in events:
+            if event.kind is EventKind.ATTEMPT_STARTED:
+                launch = event.data.get("launch")
+        if len(events) < READ_BATCH:
+            return launch
+
+
+def run_rank(
+    spec: RunSpec,
+    run_dir: RunDir,
+    place: Place,
+    *,
+    fresh: bool,
+    stopping: threading.Event,
+    say: Say = _say,
+    debug: bool = False,
+) -> Ended:
+    """Train one rank to its end. The process group exists.
+
+    With ``debug``, which is for one rank alone, an exception of the training reaches the caller with its frames.
+    """
+    device = _device(spec, place)
+    peers = Peers(place.rank, place.world_size, device)
+    start: Start | EverstepError | StorageError | None = None
+    if place.rank == 0:
+        try:
+            start = begin_run(run_dir, spec, place.launch, fresh=fresh)
+        except (EverstepError, StorageError) as exc:
+            start = exc
+    start = peers.share(start, 0)
+    if isinstance(start, Exception):
+        raise start
+    assert start is not None
+    nodes = peers.gather({"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()})
+    journal = open_local_journal(run_dir, start.submission, start.attempt, place.rank, stopping, say)
+    ctx = WorkerContext(
+        spec=spec,
+        run_dir=run_dir,
+        submission=start.submission,
+        attempt=start.attempt,
+        world_rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_id=place.node,
+        num_nodes=len({node["node_id"] for node in nodes}),
+        device=device,
+        journal=journal,
+        report_checkpoint=lambda name, metrics: None,
+    )
+    journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": place.world_size, "workers": nodes, "launch": place.launch})
+    where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
+    try:
+        stop = _train_in_the_open(ctx) if debug else train(ctx)
+        _finish(journal, stop)
+    except StepFailed as exc:
+        logger.error("rank %d stopped at step %d (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
+        return Ended(EXIT_FAILED, exc.step, journal.metrics, where)
+    finally:
+        journal.close(CLOSE_S)
+    if place.rank == 0:
+        say(f"{'paused' if stop else 'done'} at step {journal.step}; checkpoints are in {where}")
+    return Ended(EXIT_STOPPED if stop else 0, journal.step, journal.metrics, where)
+
+
+def _train_in_the_open(ctx: WorkerContext) -> Stop | None:
+    """As ``loop.train``, but nobody waits for this rank, and an exception keeps its frames."""
+    attempt = Attempt(ctx)
+    try:
+        attempt.begin()
+        return attempt.run()
+    finally:
+        snapshot_store(ctx).remove_all()
+
+
+def _finish(journal: LocalJournal, stop: Stop | None) -> None:
+    cause = "stopped" if stop else "finished"
+    journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": journal.step})
+    journal.emit(EventKind.FINISHED, {"outcome": "stopped" if stop else "succeeded", "reason": None, "step": journal.step})
+
+
+def _device(spec: RunSpec, place: Place) -> torch.device:
+    """This rank's GPU where the spec has it and there is one, else the CPU. Raises UsageError."""
+    wanted, available = spec.scaling.use_gpu, torch.cuda.device_count()
+    if wanted is False or (wanted == "auto" and available < place.local_world_size):
+        return torch.device("cpu")
+    if available < place.local_world_size:
+        raise UsageError(
+            f"scaling.use_gpu is true, but {place.node} has {available} GPUs for {place.local_world_size} ranks; start fewer, "
+            "or set scaling.use_gpu to false"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
+    """The process group, by the address that torchrun gave; of one process alone without any network."""
+    device = _device(spec, place)
+    backend, timeout = "gloo", timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    if place.world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say) -> Ended:
+    """Train in this process, alone: what raises, raises here. Loader processes are left out, so that breakpoints in data sets hold.
+
+    Without ``run_id`` it is a new run each time.
+    """
+    loader = spec.train.loader.model_copy(update={"num_workers": 0})
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
+    place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
+    run_dir = open_storage(storage).run_dir(run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    os.environ.update(NCCL_ENV | spec.env)
+    set_threads(spec)
+    _join(spec, place, RecoverySettings().collective_timeout_s)
+    try:
+        return run_rank(spec, run_dir, place, fresh=False, stopping=threading.Event(), say=say, debug=True)
+    finally:
+        end_process_group()
+
+
+def run_id_of(spec: RunSpec) -> str:
+    """The run's directory where none was named: its name, as a file may be called."""
+    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in spec.name)
+
+
+def _stop_on_signals() -> threading.Event:
+    """SIGTERM, SIGHUP and the first Ctrl-C ask all ranks to save at one step and leave; the second Ctrl-C ends the process."""
+    stopping = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        stopping.set()
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, ask)
+    return stopping
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="torchrun … -m train_fn.standalone", description="Train a spec under torchrun.")
+    parser.add_argument("spec", metavar="SPEC.yaml", help="file with the spec, on every host")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the spec")
+    parser.add_argument(
+        "--storage", default="out/standalone", metavar="URI", help="directory or s3://…; rank 0 reads and writes it"
+    )
+    parser.add_argument("--run-id", default=None, metavar="ID", help="the run's directory below it; by default the spec's name")
+    parser.add_argument("--fresh", action="store_true", help="delete what an earlier run left there, and begin anew")
+    parser.add_argument(
+        "--collective-timeout-s",
+        type=float,
+        default=RecoverySettings().collective_timeout_s,
+        metavar="S",
+        help="longest wait of a rank for its peers in a collective",
+    )
+    return parser.parse_args(argv)
+
+
+def _checked(action: Callable[[], int]) -> int:
+    """``action``'s exit code; of a wrong request 2, with one line about it."""
+    try:
+        return action()
+    except EverstepError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except StorageError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank as torchrun's environment says; returns its exit code."""
+    arguments = _arguments(argv)
+
+    def one_rank() -> int:
+        spec = parse_spec(apply_overrides(read_spec(arguments.spec), arguments.set))
+        place = place_from_env(os.environ)
+        run_dir = open_storage(arguments.storage).run_dir(arguments.run_id or run_id_of(spec))
+        os.environ.update(NCCL_ENV | spec.env)
+        set_threads(spec)
+        level = logging.INFO if place.rank == 0 else logging.WARNING
+        logging.basicConfig(level=level, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s")
+        stopping = _stop_on_signals()
+        _join(spec, place, arguments.collective_timeout_s)
+        try:
+            return run_rank(spec, run_dir, place, fresh=arguments.fresh, stopping=stopping).code
+        finally:
+            end_process_group()
+
+    return _checked(one_rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
