@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from train_fn import worker
+from train_fn.out_of_memory import oom_kills
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
@@ -29,6 +30,8 @@ class RankReady:
 
     versions: dict[str, str]
     born_at: float
+    oom_kills: int | None
+    """Processes that its node's kernel had killed for want of memory by then; None where that is not known."""
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
@@ -37,7 +40,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return RankReady(worker.versions(), psutil.Process().create_time())
+        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills())
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""
