@@ -16,7 +16,7 @@ from storage.run_dir import Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
 from train_fn.ray_train.nodes import look_at_nodes
-from train_fn.ray_train.oom_probe import ask_node
+from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.seam import (
@@ -288,9 +288,17 @@ class EverstepController(TrainController):  # type: ignore[misc]
             return
         place = {"rank": judgement.first_rank, "node_id": node_id, "pid": pid}
         tell = functools.partial(self._tell_evidence, self._attempt, place)
-        asking = ask_node(node_id, pid, self._last_group.oom_kills.get(pid), tell)
+        kills_before = self._last_group.oom_kills.get(pid)
+        find_rank = functools.partial(self._rank_on, node_id)
+        asking = ask_node(node_id, pid, kills_before, find_rank, tell, DELAY_S if decision.restart else 0.0)
         if not decision.restart:
             asking.join(_EVIDENCE_S)
+
+    def _rank_on(self, node_id: str) -> Any | None:
+        """The actor of a rank on that node, as of the group that runs; None without one."""
+        group = self._worker_group
+        workers = group.get_workers() if group is not None and group.has_started() else ()
+        return next((worker.actor for worker in workers if worker.metadata.node_id == node_id), None)
 
     def _tell_evidence(self, attempt: int, place: dict[str, Any], found: dict[str, Any]) -> None:
         self._journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from train_fn import worker
-from train_fn.out_of_memory import oom_kills
+from train_fn.out_of_memory import look_for_oom, oom_kills
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
@@ -49,6 +49,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def stack(self) -> str:
         """The Python stacks of this rank, the training thread's last."""
         return worker.stack()
+
+    def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
+        """What says that another process of this node was killed for want of memory; None where nothing does."""
+        return look_for_oom(pid, kills_before)
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
