@@ -10,16 +10,17 @@ import torch
 class StepClock:
     """One rank's own time: from the gate of the last step, which all ranks pass together, to its last gradient of this one.
 
-    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. The last gradient is that
-    of the first parameter, since backward runs from the end. On CUDA the stream's own times are taken, without waiting for it.
+    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Backward runs from the end,
+    so that the first parameter mostly gets the last gradient; models whose parameters are not in order are why two more are asked.
+    On CUDA the stream's own times are taken, without waiting for it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._began: float | torch.cuda.Event | None = None
         self._last_gradient: float | torch.cuda.Event | None = None
-        if parameters:
-            parameters[0].register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+        for index in {0, len(parameters) // 2, len(parameters) - 1} if parameters else ():
+            parameters[index].register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Something that is no step's work came between: the time until the next gate is not told."""
