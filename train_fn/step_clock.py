@@ -10,9 +10,9 @@ import torch
 class StepClock:
     """One rank's own time: from the gate of the last step, which all ranks pass together, to its last gradient of this one.
 
-    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Backward runs from the end,
-    so that the first parameter mostly gets the last gradient; models whose parameters are not in order are why two more are asked.
-    On CUDA the stream's own times are taken, without waiting for it.
+    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Backward runs from the
+    end, so that the first parameter mostly gets the last gradient; models whose parameters are not in order are why two more are
+    asked. On CUDA the stream's own times are taken, without waiting for it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:

@@ -160,7 +160,9 @@ def test_a_ledger_that_is_stored_in_between_says_the_same(history: list[EventRow
     heard_s=st.lists(st.floats(0, 600, allow_nan=False), min_size=40, max_size=40),
     end=st.floats(600, 700, allow_nan=False),
 )
-def test_outages_and_clocks_that_disagree_lose_and_invent_no_time(history: list[EventRow], heard_s: list[float], end: float) -> None:
+def test_outages_and_clocks_that_disagree_lose_and_invent_no_time(
+    history: list[EventRow], heard_s: list[float], end: float
+) -> None:
     """Events are heard of in batches, minutes late, by a service whose clock is not that of the nodes."""
     ledger = TimeLedger.begin(BEGIN)
     for item, heard in zip(history, sorted(heard_s), strict=False):
