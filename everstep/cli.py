@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_runs, cli_service
+from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_observe, cli_runs, cli_service
 from everstep.cli_terminal import JsonOption, UrlOption, begin
 
 app = typer.Typer(
@@ -44,6 +44,8 @@ app.command()(cli_runs.show)
 app.command()(cli_runs.watch)
 app.command()(cli_runs.logs)
 app.command()(cli_runs.why)
+app.command()(cli_observe.stragglers)
+app.command()(cli_observe.goodput)
 app.command()(cli_runs.metrics)
 app.command()(cli_runs.samples)
 app.command()(cli_runs.checkpoints)

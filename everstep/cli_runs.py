@@ -178,17 +178,24 @@ def logs(
 
 
 @command
-def why(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Tell what went wrong and what was done about it."""
+def why(
+    run_id: RunArgument,
+    lines: Annotated[int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")] = 10,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds the others up now."""
     out = terminal()
     run = out.client().runs.get(run_id)
-    failures = run.failures()
+    failures, report = run.failures(lines=lines), run.stragglers()
     if out.as_json:
-        out.json({"status": run.status, "reason": run.reason, "failures": failures})
+        out.json({"status": run.status, "reason": run.reason, "failures": failures, "stragglers": report.stragglers})
         return
     out.line(words.summary(run.run).splitlines()[0])
     if run.reason is not None:
         out.line(f"{run.reason.code}: {run.reason.message}")
+    for line in words.stragglers(report):
+        out.line(line)
     for number, fault in enumerate(failures, start=1):
         out.line()
         for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split("\n"):

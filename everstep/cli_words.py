@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from everstep.events import EventKind
-from everstep.wire import Event, Failure, Run, RunStatus
+from everstep.wire import Event, Failure, LogLine, Run, RunStatus, StragglerReport
 
 STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.QUEUED: "cyan",
@@ -100,8 +100,42 @@ def failure(fault: Failure) -> str:
     lines = [f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"]
     if fault.exception:
         lines.append(f"  cause: {fault.exception.strip().splitlines()[-1]}")
+    lines += [f"  {line}" for line in _evidence(fault)]
     lines.append(f"  then: {_outcome(fault)}")
     return "\n".join(lines)
+
+
+def _evidence(fault: Failure) -> list[str]:
+    """What the verdict rests on, apart from the exception, in lines."""
+    evidence = fault.evidence
+    lines = []
+    if evidence.get("death"):
+        lines.append(f"evidence: {_first_words(str(evidence['death']))}")
+    if evidence.get("oom_line"):
+        lines.append(f"kernel: {str(evidence['oom_line']).strip()}")
+    elif evidence.get("oom_kills"):
+        lines.append(f"kernel: killed {count(evidence['oom_kills'], 'process')} there for want of memory since the rank began")
+    if evidence.get("node_alive") is not None:
+        lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
+    collateral = [str(rank.get("rank")) for rank in evidence.get("ranks") or () if rank.get("state") == "collateral"]
+    if collateral:
+        lines.append(f"other ranks: {', '.join(collateral)} only lost their peer")
+    if evidence.get("stack"):
+        lines += ["it stood at:", *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:])]
+    if fault.last_lines:
+        lines += ["its last lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
+    return lines
+
+
+def _first_words(text: str) -> str:
+    """Ray's account of a death without its list of usual causes: the line that tells how the process ended, else the first."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    telling = [line for line in lines if "exit" in line.lower() or "memory" in line.lower() or "killed" in line.lower()]
+    return (telling or lines or [""])[0][:500]
+
+
+def _log_line(line: LogLine) -> str:
+    return f"{line.at.astimezone():%H:%M:%S} {line.level} {line.message[:300]}"
 
 
 def _outcome(fault: Failure) -> str:
@@ -113,7 +147,10 @@ def _outcome(fault: Failure) -> str:
     if fault.detect_s is not None:
         parts.append(f"noticed after {duration(fault.detect_s)}")
     if fault.recovery_s is not None:
-        parts.append(f"training again after {duration(fault.recovery_s)}")
+        phases = fault.evidence.get("recovery_phases") or {}
+        slowest = max(phases, key=lambda name: phases[name], default=None)
+        most = f" (most of it: {slowest.replace('_', ' ')}, {duration(phases[slowest])})" if slowest else ""
+        parts.append(f"training again after {duration(fault.recovery_s)}{most}")
     if fault.budget:
         parts.append(f"counted on {fault.budget}")
     return ", ".join(parts)
@@ -157,6 +194,13 @@ def event(item: Event) -> str | None:
                 f"recovered in {duration(data.get('recovery_s') or 0)}: {data.get('world_size_before')} -> "
                 f"{count(data.get('world_size_after') or 0, 'rank')}, {count(data.get('steps_lost') or 0, 'step')} lost"
             )
+        case EventKind.STRAGGLER if data.get("slow"):
+            return f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} holds the others up: {_slowness(data)}"
+        case EventKind.STRAGGLER:
+            return f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} is as fast as the others again"
+        case EventKind.EVIDENCE:
+            found = data.get("oom_line") or "out-of-memory kills were counted on its node"
+            return f"rank {data.get('rank')} was killed for want of memory: {found}"
         case EventKind.STOP_REQUESTED:
             return f"asked to {data.get('stop')}"
         case EventKind.DRILL_STARTED:
@@ -165,6 +209,21 @@ def event(item: Event) -> str | None:
             return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
         case _:
             return None
+
+
+def _slowness(data: Mapping[str, Any]) -> str:
+    own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
+    return f"{own_ms:.0f} ms of its own in a step, its peers {peers_ms:.0f} ms for the same share"
+
+
+def stragglers(report: StragglerReport) -> list[str]:
+    """Ranks that hold the others up now, one line each."""
+    return [
+        f"rank {each.rank} on node {each.node_id[:8]} holds the others up since {each.at.astimezone():%H:%M:%S}: "
+        f"{_slowness(each.model_dump())}"
+        for each in report.stragglers
+        if each.ended_at is None
+    ]
 
 
 def _failure_line(item: Event) -> str:

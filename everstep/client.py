@@ -21,7 +21,7 @@ from everstep.runs import RunHandle
 from everstep.spec import RunSpec, parse_spec
 from everstep.timing import Timing
 from everstep.transport import Transport
-from everstep.wire import ClusterInfo, Readiness, Run
+from everstep.wire import ClusterInfo, ProjectGoodput, Readiness, Run
 
 
 class Client:
@@ -86,6 +86,10 @@ class Client:
     def catalog(self) -> Catalog:
         """What a spec may name: tasks, models, data sets, optimizers, schedules, each with its arguments' JSON schema."""
         return self._transport.get("/v1/catalog", Catalog)
+
+    def goodput(self, project: str | None = None) -> list[ProjectGoodput]:
+        """Where the time of all runs went, by project."""
+        return list(self._transport.pages("/v1/goodput", ProjectGoodput, {"project": project}))
 
     def health(self) -> bool:
         """Whether the service lives. Raises Unavailable where nothing answers."""

@@ -36,6 +36,7 @@ from everstep.wire import (
     Run,
     RunStatus,
     Samples,
+    StragglerReport,
     Transition,
 )
 
@@ -186,9 +187,14 @@ class RunHandle:
         )
         return found.series
 
-    def failures(self) -> list[Failure]:
-        """Every failure with its verdict, its evidence and what was done, oldest first."""
-        return list(self._transport.pages(f"{self._path}/failures", Failure))
+    def failures(self, *, lines: int = 10) -> list[Failure]:
+        """Every failure with its verdict, its evidence and what was done, oldest first; with so many of the first failing rank's
+        last ``lines``."""
+        return list(self._transport.pages(f"{self._path}/failures", Failure, {"lines": lines}))
+
+    def stragglers(self) -> StragglerReport:
+        """Each rank's own time in a step and its waiting for the others, and the ranks that were found slow."""
+        return self._transport.get(f"{self._path}/stragglers", StragglerReport)
 
     def attempts(self) -> list[Attempt]:
         """Every worker group with its ranks, oldest first."""

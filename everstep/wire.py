@@ -230,6 +230,18 @@ class Attempt(Answer):
     """Why it ended: ``finished``, ``stopped``, ``resized``, or a verdict."""
 
 
+class LogLine(Answer):
+    seq: int
+    """Position in the answer's order; pass it as ``after``."""
+    at: Time
+    submission: int
+    attempt: int
+    rank: int | None
+    """Null for the driver."""
+    level: str
+    message: str
+
+
 class Failure(Answer):
     at: Time
     attempt: int
@@ -250,6 +262,64 @@ class Failure(Answer):
     recovery_s: float | None
     world_size_before: int | None
     world_size_after: int | None
+    submission: int = 0
+    """Ray Job whose attempt failed."""
+    last_lines: tuple[LogLine, ...] = ()
+    """What the first failing rank logged last, oldest first; ``seq`` is 0. The driver's where no rank failed first."""
+
+
+class RankTimes(Answer):
+    """A rank's typical step: medians over the last few seconds of training."""
+
+    rank: int
+    node_id: str
+    micro_batches: int
+    """Its share of a global batch."""
+    own_s: float
+    """Seconds of a step in which it worked by itself: data, forward, backward, optimizer."""
+    wait_s: float
+    """The rest of the step: all-reduce, most of it waiting for slower ranks."""
+    skew: float
+    """Its own time by that of a typical peer for the same share; 1 is as fast as the others."""
+
+
+class NodeTimes(Answer):
+    """The mean of a node's ranks."""
+
+    node_id: str
+    ranks: tuple[int, ...]
+    own_s: float
+    wait_s: float
+    skew: float
+
+
+class Straggler(Answer):
+    """A rank that held its peers up for a while."""
+
+    at: Time
+    """When that was sure; it began some 15 s before."""
+    attempt: int
+    rank: int
+    node_id: str
+    step: int
+    own_s: float
+    peers_s: float
+    """What a typical peer took for the same share."""
+    skew: float
+    ended_at: Time | None
+    """When it was as fast as the others again, or its attempt ended; null while it is slow."""
+
+
+class StragglerReport(Answer):
+    at: Time | None
+    """When the ranks' times were told; null before the first time, and for runs of one rank."""
+    attempt: int | None
+    step: int | None
+    step_s: float | None
+    ranks: tuple[RankTimes, ...]
+    nodes: tuple[NodeTimes, ...]
+    stragglers: tuple[Straggler, ...]
+    """Every rank that was ever found slow, oldest first."""
 
 
 class Checkpoint(Answer):
@@ -278,18 +348,6 @@ class CodeArchive(Answer):
     size_bytes: int
     modules: tuple[str, ...]
     """Dotted names that can be imported from it."""
-
-
-class LogLine(Answer):
-    seq: int
-    """Position in the answer's order; pass it as ``after``."""
-    at: Time
-    submission: int
-    attempt: int
-    rank: int | None
-    """Null for the driver."""
-    level: str
-    message: str
 
 
 class EpochSamples(Answer):
@@ -339,6 +397,17 @@ class Goodput(Answer):
     wall_s: float
     buckets: GoodputBuckets
     goodput: float | None
+
+
+class ProjectGoodput(Answer):
+    """The wall time of all runs of a project together; runs that were deleted are left out."""
+
+    project: str
+    runs: int
+    wall_s: float
+    buckets: GoodputBuckets
+    goodput: float | None
+    """Productive share of the time in which a run held resources, that is, of all but ``queued`` and ``paused``; null for none."""
 
 
 class MetricSeries(Answer):

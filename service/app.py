@@ -10,7 +10,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from service import problems
-from service.api import checkpoints, cluster, code, drills, health, histories, logs, openapi, prometheus, runs, series
+from service.api import checkpoints, cluster, code, drills, goodput, health, histories, logs, openapi, prometheus, runs, series
 from service.api.context import ApiContext
 
 _DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
@@ -36,7 +36,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
-    for module in (runs, histories, series, logs, checkpoints, drills, code, cluster, health, prometheus):
+    for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, health, prometheus):
         app.include_router(module.router)
     return app
 

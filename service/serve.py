@@ -31,6 +31,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
+from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
@@ -201,10 +202,11 @@ async def serve(
             await reach(ray, settings)
         rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
         scrub = ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s)
+        figures = RunFigures()
         stores = RunStore(database), EventStore(database), NodeMarkStore(database)
-        reconciler = Reconciler(*stores, storage, ray, cordon_rule=rule, scrub_rule=scrub)
+        reconciler = Reconciler(*stores, storage, ray, cordon_rule=rule, scrub_rule=scrub, figures=figures)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills)
+        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills, figures=figures)
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         url = base_url(settings, listener)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -57,8 +58,15 @@ class LogWriter(Protocol):
     mark_every_bytes: int
     """How much may be written between two marks for ``tail`` to stay cheap; 0 asks for one in every append."""
 
+    @property
+    def place(self) -> int:
+        """Where the log ends now, for ``arrived``."""
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Write lines without newlines in one go. After an error any part of them may be there: open the log again."""
+
+    def arrived(self, place: int, lines: Sequence[bytes]) -> int:
+        """How many of ``lines`` are there, in a log that was opened again after it could not append them at ``place``."""
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         """Complete lines from the newest mark on, or all where there is none."""
@@ -83,6 +91,34 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
     if limit <= 0:
         return []
     return _read_appended(files, stem, cursor, limit) if files.can_append else _read_segments(files, stem, cursor, limit)
+
+
+def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
+    """Complete lines at the end of a log, in about its last ``num_bytes``, oldest first; none where there is no such log."""
+    try:
+        return _end_of_file(files, f"{stem}.jsonl", num_bytes) if files.can_append else _last_segments(files, stem, num_bytes)
+    except StorageNotFound:
+        return []
+
+
+def _end_of_file(files: Files, relpath: str, num_bytes: int) -> list[bytes]:
+    with mapped("look at", files.path(relpath)):
+        start = max(0, Path(files.path(relpath)).stat().st_size - num_bytes)
+    parts = []
+    with files.open_read(relpath, start) as stream, mapped("read", files.path(relpath)):
+        while block := stream.read(_BLOCK_BYTES):
+            parts.append(block)
+    return _split(b"".join(parts))[1 if start else 0 :]
+
+
+def _last_segments(files: Files, stem: str, num_bytes: int) -> list[bytes]:
+    lines: list[bytes] = []
+    numbers = sorted(int(entry.name.split(".")[0]) for entry in files.list(stem) if entry.name.endswith(".jsonl"))
+    for number in reversed(numbers):
+        lines = _split(files.read(_segment(stem, number))) + lines
+        if sum(map(len, lines)) >= num_bytes:
+            break
+    return lines
 
 
 class AppendedLog:
@@ -119,6 +155,14 @@ class AppendedLog:
             if self._durable:
                 os.fdatasync(self._fd)
         self._size_bytes += len(data)
+
+    @property
+    def place(self) -> int:
+        return self._size_bytes
+
+    def arrived(self, place: int, lines: Sequence[bytes]) -> int:
+        ends = accumulate(len(line) + 1 for line in lines)
+        return sum(place + end <= self._size_bytes for end in ends)
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         with mapped("read", self._path):
@@ -179,6 +223,13 @@ class SegmentedLog:
             raise LogTakenOver(f"{self._files.path(relpath)} exists: another process writes this log")
         self._files.write(relpath, b"".join(line + b"\n" for line in lines))
         self._next += 1
+
+    @property
+    def place(self) -> int:
+        return self._next
+
+    def arrived(self, place: int, lines: Sequence[bytes]) -> int:
+        return len(lines) if self._next > place else 0
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         lines: list[bytes] = []

@@ -23,7 +23,7 @@ Stop = Literal["cancel", "pause"]
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
 _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
-_RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(\.jsonl)?")
+_RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
 _KEPT = "control/kept.json"
 DRIVER_ATTEMPT = 0
@@ -32,11 +32,18 @@ STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 @dataclass(frozen=True, order=True)
 class RankLog:
-    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0."""
+    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0. A long log has several parts, from 1."""
 
     submission: int
     attempt: int
     rank: int
+    part: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its file or directory, without suffix."""
+        whose = "driver" if self.rank < 0 else f"rank-{self.rank}"
+        return whose if self.part == 1 else f"{whose}.{self.part}"
 
 
 @dataclass(frozen=True, order=True)
@@ -102,6 +109,9 @@ class RunDir:
     @property
     def tensorboard_uri(self) -> str:
         return self.storage.child_uri(self._path("tensorboard"))
+
+    def tensorboard_path(self, name: str) -> str:
+        return self._path(f"tensorboard/{name}")
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
@@ -198,21 +208,22 @@ class RunDir:
         return self._path(f"events/s{submission:03d}")
 
     def rank_log_stem(self, log: RankLog) -> str:
-        name = "driver" if log.rank < 0 else f"rank-{log.rank}"
-        return self._path(f"logs/s{log.submission:03d}-a{log.attempt:03d}/{name}")
+        return self._path(f"logs/s{log.submission:03d}-a{log.attempt:03d}/{log.name}")
 
     def rank_logs(self) -> list[RankLog]:
-        """Every rank's log, by submission, attempt and rank."""
+        """Every part of every rank's log, by submission, attempt, rank and part."""
         found: set[RankLog] = set()
         for directory in self.files.list(self._path("logs")):
             attempt = _ATTEMPT_LOGS.fullmatch(directory.name)
-            if not attempt:
-                continue
-            for entry in self.files.list(self._path(f"logs/{directory.name}")):
-                rank = _RANK_LOG.fullmatch(entry.name)
-                if rank:
-                    found.add(RankLog(int(attempt[1]), int(attempt[2]), int(rank[1]) if rank[1] else -1))
+            if attempt:
+                found |= set(self.rank_logs_of(int(attempt[1]), int(attempt[2])))
         return sorted(found)
+
+    def rank_logs_of(self, submission: int, attempt: int) -> list[RankLog]:
+        """Every part of every rank's log of one attempt, by rank and part; of the driver's for attempt 0."""
+        entries = self.files.list(self._path(f"logs/s{submission:03d}-a{attempt:03d}"))
+        matches = {match for entry in entries if (match := _RANK_LOG.fullmatch(entry.name))}
+        return sorted({RankLog(submission, attempt, int(match[1]) if match[1] else -1, int(match[2] or 1)) for match in matches})
 
     def checkpoints_path(self, name: str = "") -> str:
         return self._path(f"checkpoints/{name}" if name else "checkpoints")

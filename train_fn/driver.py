@@ -36,6 +36,7 @@ from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.tensorboard_files import TensorBoardFiles
 from train_fn.verdict import Evidence, decide, failure_data, judge
 
 EXIT_REPLACED = 3
@@ -46,6 +47,10 @@ DRILL_POLL_S = 0.5
 FENCE_POLL_S = 5.0
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
+
+TENSORBOARD_S = 15.0
+"""Longest wait for the last points in the run's TensorBoard files. The run's end is told by then, and the service lets a driver
+end by itself for 20 s."""
 
 TRAIN = "train_fn.loop:train"
 OWN_FUNCTION = "train_fn.ray_train.own_function:train"
@@ -77,6 +82,7 @@ class Driver:
         self._done = threading.Event()
         self._journal: ActorJournalClient | None = None
         self._stopping = Stopping(None)
+        self._tensorboard: TensorBoardFiles | None = None
 
     def run(self) -> None:
         """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is durable on return.
@@ -100,6 +106,8 @@ class Driver:
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         threading.Thread(target=self._watch_drills, name="drills", daemon=True).start()
+        self._tensorboard = TensorBoardFiles(self._run_dir, self._submission)
+        self._tensorboard.start()
         job = RankJob(
             spec=spec,
             run_dir=self._run_dir,
@@ -205,6 +213,8 @@ class Driver:
         logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
         if not self._client.close(FINAL_FLUSH_S):
             raise RuntimeError(f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the storage writable?")
+        if self._tensorboard is not None:
+            self._tensorboard.close(TENSORBOARD_S)
 
     @property
     def _client(self) -> ActorJournalClient:

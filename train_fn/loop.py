@@ -25,7 +25,9 @@ from train_fn.restore import restore
 from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
+from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepSum, StepTotals
+from train_fn.stragglers import StragglerWatch
 from train_fn.tasks.checks import told
 from train_fn.tensor_tree import copy_to_cpu
 
@@ -58,6 +60,9 @@ class Attempt:
         self._saver: Saver | None = None
         self._publisher: Publisher | None = None
         self._reporter: Reporter | None = None
+        self._clock: StepClock | None = None
+        self._own_s = 0.0
+        self._stragglers: StragglerWatch | None = None
         self._reported_checkpoint = 0
 
     def begin(self) -> None:
@@ -77,6 +82,8 @@ class Attempt:
             self._saver.offer(is_best=True)  # due at once: from then on the run needs nothing of the one that it was forked from
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
+        self._clock = StepClock(replica.parameters, ctx.device)
+        self._stragglers = self._watch_stragglers(replica)
         self._loader = Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
@@ -98,7 +105,9 @@ class Attempt:
             self.phase = "step"
             totals = self._forward_backward(replica)  # collective: returns on every rank or on none
             values = self._commit(replica, totals)  # the gate is passed; no collective in here
-            reporter.step_done(values, totals.count.num_samples)
+            step_s = reporter.step_done(values, totals.count.num_samples)
+            if self._stragglers is not None:
+                self._stragglers.note(state.step - 1, totals.own_s, step_s)
             self._report_checkpoint(totals.checkpoint_step)
             if state.step < replica.total_steps:
                 stop = totals.stop
@@ -112,7 +121,7 @@ class Attempt:
     def _forward_backward(self, replica: Replica) -> StepTotals:
         """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""
         ctx, state, sampler = self.ctx, replica.state, replica.sampler
-        assert self._loader is not None and self._saver is not None
+        assert self._loader is not None and self._saver is not None and self._clock is not None
         num_samples = len(sampler.global_batch(state.epoch, state.k))
         share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
         scale = ctx.world_size / num_samples  # DDP divides by world_size
@@ -133,11 +142,23 @@ class Attempt:
                 loss_sum, weight = replica.forward(batch)
                 totals.add(loss_sum, weight, counted)
                 if last:  # what all need to know travels while the last backward runs
-                    totals.start(ctx.journal.stop_requested, self._saver.newest_committed(self._reported_checkpoint))
+                    newest = self._saver.newest_committed(self._reported_checkpoint)
+                    totals.start(ctx.journal.stop_requested, newest, self._own_s)
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
         self._buffers = replica.equal_buffers()
-        return totals.wait()
+        known = totals.wait()
+        self._own_s = self._clock.gate()
+        return known
+
+    def _watch_stragglers(self, replica: Replica) -> StragglerWatch | None:
+        """On rank 0 of several. A collective."""
+        ctx, sampler = self.ctx, replica.sampler
+        if ctx.world_size == 1:
+            return None
+        node_ids = replica.peers.gather(ctx.node_id)
+        shares = [len(sampler.share(0, 0, rank, ctx.world_size)) for rank in range(ctx.world_size)]
+        return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None
 
     def _commit(self, replica: Replica, totals: StepTotals) -> dict[str, float | None]:
         """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
@@ -172,6 +193,8 @@ class Attempt:
         is_best = close_boundary(self.ctx, self._replica, self._reporter)
         if self._replica.state.closed_epochs > closed_before:
             tell_epoch_ended(self._replica)
+        if self._replica.state.evaluated_step == self._replica.state.step and self._clock is not None:
+            self._clock.restart()
         return is_best
 
     def _report_checkpoint(self, step: int) -> None:
@@ -185,6 +208,8 @@ class Attempt:
             self.ctx.report_checkpoint(state.parent, dict(state.metrics))
         except Exception as exc:
             raise PeersGone(f"reporting checkpoint {state.parent} failed: {type(exc).__name__}: {exc}") from exc
+        if self._clock is not None:
+            self._clock.restart()  # a report is a barrier
 
     def _finish(self, is_best: bool) -> None:
         """Commit and report the final checkpoint; the run's end leaves nothing on the node."""

@@ -7,16 +7,65 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from storage.errors import StorageError
 from storage.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 
-MAX_LINES = 50_000
+MAX_LINES = 100_000
 """Lines held while storage is away; beyond it the oldest are let go."""
 MAX_LINE_CHARS = 8_000
 FLUSH_S = 0.5
+MOST_FLUSH_S = 1.0
+"""Longest that a line waits here, also where each write is an object of its own: it is to be durable within two seconds."""
+RATE_CHARS_PER_S = 1_000_000
+"""How much a process may log for long,"""
+BURST_CHARS = 8_000_000
+"""and at once. What is more is counted, and left out: neither storage nor the step is to pay for it."""
+
+
+class LogBudget:
+    """A bucket that fills at RATE_CHARS_PER_S, and what found it empty. Any thread may take from it."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._left = float(BURST_CHARS)
+        self._at = monotonic()
+        self._lines = 0
+        self._chars = 0
+
+    def take(self, num_chars: int, num_lines: int) -> bool:
+        """Whether so much may be logged now; where not, it counts as left out."""
+        with self._lock:
+            now = self._monotonic()
+            self._left = min(BURST_CHARS, self._left + (now - self._at) * RATE_CHARS_PER_S)
+            self._at = now
+            if self._left >= num_chars:
+                self._left -= num_chars
+                return True
+            self._lines += num_lines
+            self._chars += num_chars
+            return False
+
+    def leave_out(self, num_lines: int, num_chars: int) -> None:
+        """Count what was let go for another reason."""
+        with self._lock:
+            self._lines += num_lines
+            self._chars += num_chars
+
+    def notice(self) -> str | None:
+        """What was left out since the last notice, in words; None for nothing."""
+        with self._lock:
+            lines, chars = self._lines, self._chars
+            self._lines = self._chars = 0
+        if not chars:
+            return None
+        return (
+            f"{lines} lines ({chars / 1e6:.1f} MB) are left out here: this process logs more than {RATE_CHARS_PER_S / 1e6:g} MB/s"
+        )
 
 
 class RankLog:
@@ -24,8 +73,9 @@ class RankLog:
 
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
         self._where = (run_dir, submission, attempt, rank)
-        self._interval_s = max(FLUSH_S, run_dir.storage.batch_s)
+        self._interval_s = min(max(FLUSH_S, run_dir.storage.batch_s), MOST_FLUSH_S)
         self._lines: deque[LogRecord] = deque(maxlen=MAX_LINES)
+        self.budget = LogBudget()
         self._writer: RankLogWriter | None = None
         self._write_lock = threading.Lock()
         self._closing = threading.Event()
@@ -47,9 +97,11 @@ class RankLog:
         self._thread.start()
 
     def add(self, level: str, message: str) -> None:
-        """One line, cut where it is unreasonably long."""
+        """One line that the budget has room for, cut where it is unreasonably long."""
         if len(message) > MAX_LINE_CHARS:
             message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
+        if len(self._lines) == MAX_LINES:
+            self.budget.leave_out(1, len(self._lines[0].message))
         self._lines.append(LogRecord(at=time.time(), level=level, message=message))
 
     def flush(self) -> bool:
@@ -58,6 +110,9 @@ class RankLog:
             batch = []
             while self._lines:
                 batch.append(self._lines.popleft())
+            notice = self.budget.notice()
+            if notice is not None:
+                batch.append(LogRecord(at=time.time(), level="WARNING", message=notice))
             if not batch:
                 return True
             try:
@@ -65,7 +120,7 @@ class RankLog:
                     self._writer = RankLogWriter(*self._where)
                 self._writer.write(batch)
             except StorageError:
-                # Not logged: the line would come back here. Some of the batch may be written twice, none is lost.
+                # Not logged: the line would come back here.
                 self._lines.extendleft(reversed(batch))
                 return False
             return True
@@ -105,8 +160,10 @@ class _Handler(logging.Handler):
         text = record.getMessage()
         if record.exc_info and record.exc_info[0] is not None:
             text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
-        for line in text.splitlines() or [""]:
-            self._log.add(record.levelname, line)
+        lines = text.splitlines() or [""]
+        if self._log.budget.take(len(text) + 1, len(lines)):
+            for line in lines:
+                self._log.add(record.levelname, line)
 
 
 class _Tee:
@@ -120,8 +177,12 @@ class _Tee:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
+        if not self._log.budget.take(len(text), text.count("\n")):
+            return len(text)
         with self._lock:
-            *lines, self._partial = (self._partial + text).split("\n")
+            *lines, partial = (self._partial + text).split("\n")
+            # A line without end must not grow, nor be copied whole with every piece: of a progress bar the last state is enough.
+            self._partial = partial if len(partial) <= MAX_LINE_CHARS else partial.rsplit("\r", 1)[-1][: MAX_LINE_CHARS + 1]
         for line in lines:
             # A progress bar rewrites its line with carriage returns; only its last state is a line.
             self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])

@@ -27,8 +27,8 @@ class Reporter:
         self._steps_reported = 0
         self._step_began = self._epoch_began = time.perf_counter()
 
-    def step_done(self, values: dict[str, float | None], num_samples: int) -> None:
-        """Report a step's metrics, and how long it took since the last one."""
+    def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
+        """Report a step's metrics; returns how long it took since the last one, in seconds."""
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         finite = {name: value for name, value in values.items() if value is not None}
@@ -41,10 +41,11 @@ class Reporter:
         self._state.tail.append({"kind": EventKind.METRICS.value, "at": point["at"], "data": point})
         self._steps_reported += 1
         if self._journal is None:
-            return
+            return step_s
         # The attempt's first step travels alone: it marks the end of a recovery.
         late, self._late_points = (self._late_points, []) if self._steps_reported > 1 else ([], self._late_points)
         self._journal.emit(EventKind.METRICS, {"points": [*late, point]})
+        return step_s
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Report something that happens between steps; the clock of the next step starts after it."""

@@ -21,8 +21,10 @@ from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
+from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
+from service.time_book import TimeBook
 from storage.filesystem import Storage
 
 P = ParamSpec("P")
@@ -55,6 +57,7 @@ class ApiContext:
         clock: Callable[[], float] = time.time,
         *,
         drills_enabled: bool = False,
+        figures: RunFigures | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -62,9 +65,11 @@ class ApiContext:
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
         self.drills_enabled = drills_enabled
+        self.figures = figures or RunFigures(clock)
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
+        self.time_book = TimeBook(self.runs)
         self.drills = DrillStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.node_marks = NodeMarkStore(database, clock)

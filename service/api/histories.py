@@ -6,14 +6,16 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from everstep.wire import Attempt, Event, Failure, Goodput, Page, Samples
+from everstep.events import EventKind
+from everstep.wire import Attempt, Event, Failure, Goodput, Page, Samples, StragglerReport
 from service.api import sse
 from service.api.answers import event_answer
 from service.api.context import Context
+from service.api.last_lines import with_last_lines
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
 from service.auth import VisibleRun
-from service.projections import attempts, failures, samples
+from service.projections import attempts, failures, samples, stragglers
 from service.projections.goodput import TimeLedger
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
@@ -56,11 +58,27 @@ async def get_attempts(run: VisibleRun, context: Context) -> Page[Attempt]:
     return Page(items=tuple(attempts.attempts(events)), next_cursor=None)
 
 
-@router.get("/failures", summary="Failures of a run", responses=problem_answers(404))
-async def get_failures(run: VisibleRun, context: Context) -> Page[Failure]:
-    """Every failure with its verdict, its evidence and what was done, oldest first."""
+@router.get("/failures", summary="Failures of a run", responses=problem_answers(404, 422))
+async def get_failures(
+    run: VisibleRun,
+    context: Context,
+    lines: Annotated[int, Query(ge=0, le=200, description="Most last lines of the first failing rank, for each failure.")] = 10,
+) -> Page[Failure]:
+    """Every failure with its verdict, its evidence and what was done, oldest first.
+
+    `last_lines` is what the first failing rank logged last; the newest 20 failures have it, as far as storage answers.
+    """
     events = await context.database_call(context.events.of_kinds, run.id, failures.KINDS)
-    return Page(items=tuple(failures.failures(events)), next_cursor=None)
+    return Page(items=await with_last_lines(context, run.id, failures.failures(events), lines), next_cursor=None)
+
+
+@router.get("/stragglers", summary="Ranks that hold their peers up", responses=problem_answers(404))
+async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
+    """Each rank's own time in a step and the time that it waits for the others, as told last, by rank and by node; and every rank
+    that was found slow for long enough to matter."""
+    events = await context.database_call(context.events.of_kinds, run.id, stragglers.KINDS)
+    newest = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
+    return stragglers.stragglers(events, newest)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

@@ -48,6 +48,7 @@ class _Source:
     submission: int
     attempt: int
     rank: int | None
+    part: int
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,12 @@ class LogView:
             if self._head <= after:
                 return []
             in_memory = self._head - len(self._ring)
-            if after >= in_memory:
-                return list(islice(self._ring, after - in_memory, after - in_memory + limit))
-            return await self._read_again(after, limit)
+            kept = await self._parts() if after < in_memory else set()
+            while after < in_memory:
+                lines, after = await self._read_again(after, kept)
+                if lines:
+                    return lines[:limit]
+            return list(islice(self._ring, after - in_memory, after - in_memory + limit))
 
     def holds_more(self, lines: Sequence[LogLine]) -> bool:
         """Whether there are lines already behind these."""
@@ -108,7 +112,7 @@ class LogView:
         """Number what is new; whether anything was."""
         lines, cursor = await self._fetch(self._marks[-1].cursor)
         for line in lines:
-            self._order.append(self._index(_Source(line.submission, line.attempt, line.rank)))
+            self._order.append(self._index(_source_of(line)))
             self._ring.append(_answer(self._head, line))
         if lines:
             self._marks.append(_Mark(self._head, cursor))
@@ -119,13 +123,16 @@ class LogView:
             self._sources.append(source)
         return self._sources.index(source)
 
-    async def _read_again(self, after: int, limit: int) -> list[LogLine]:
-        """Old lines, to the next mark: from the mark before them every log is read as far as it was read then, and its lines are
-        put where they were put then."""
+    async def _read_again(self, after: int, kept: set[_Source]) -> tuple[list[LogLine], int]:
+        """Old lines, to the next mark, and its position.
+
+        From the mark before them every log is read as far as it was read then, and its lines are put where they were put then. A
+        log that grew too long has lost its oldest part: what is not ``kept`` is left out.
+        """
         position = bisect_right(self._marks, after, key=lambda mark: mark.seq)
         mark, end = self._marks[position - 1], self._marks[position].seq
         order = [self._sources[index] for index in self._order[mark.seq : end]]
-        missing = Counter(order)
+        missing = Counter(source for source in order if source in kept)
         found: dict[_Source, deque[LoggedLine]] = {source: deque() for source in missing}
         cursor = mark.cursor
         while missing.total() > 0:
@@ -133,12 +140,19 @@ class LogView:
             if not lines:
                 raise StorageNotFound(f"log lines of run {self._key.run_id} that were there are gone; ask again from the start")
             for line in lines:
-                source = _Source(line.submission, line.attempt, line.rank)
+                source = _source_of(line)
                 if missing[source] > 0:
                     missing[source] -= 1
                     found[source].append(line)
-        again = [_answer(seq, found[source].popleft()) for seq, source in enumerate(order, start=mark.seq + 1)]
-        return again[after - mark.seq : after - mark.seq + limit]
+        numbered = [(seq, source) for seq, source in enumerate(order, start=mark.seq + 1) if source in kept]
+        again = [_answer(seq, found[source].popleft()) for seq, source in numbered]
+        return [line for line in again if line.seq > after], end
+
+    async def _parts(self) -> set[_Source]:
+        """The logs that are still there."""
+        run_dir = self._context.storage.run_dir(self._key.run_id)
+        logs = await self._context.storage_call(run_dir.rank_logs)
+        return {_Source(log.submission, log.attempt, None if log.rank < 0 else log.rank, log.part) for log in logs}
 
     async def _fetch(self, cursor: dict[str, str]) -> tuple[list[LoggedLine], dict[str, str]]:
         run_dir = self._context.storage.run_dir(self._key.run_id)
@@ -164,6 +178,10 @@ class LogViews:
         """Drop the views of a run that is deleted."""
         for key in [key for key in self._views if key.run_id == run_id]:
             del self._views[key]
+
+
+def _source_of(line: LoggedLine) -> _Source:
+    return _Source(line.submission, line.attempt, line.rank, line.part)
 
 
 def _answer(seq: int, line: LoggedLine) -> LogLine:

@@ -1,4 +1,5 @@
-"""Figures for Prometheus: runs by status, the API's latency, the reconciler's lag."""
+"""Figures for Prometheus: what is now, read from the database when it is asked for, the API's latency, and what happened since
+this process began (service/figures.py). docs/observability.md says what each one means."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from everstep.wire import RunStatus
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.auth import Caller
+from service.problems import ProblemError
 
 router: Final = APIRouter(tags=["health"])
 
@@ -57,9 +60,49 @@ class _StateCollector(Collector):
         for result, count in zip(("sound", "corrupt"), self._context.runs.checkpoints.count_checks(), strict=True):
             checked.add_metric((result,), count)
         yield checked
+        yield from self._waiting_and_training()
+        yield from self._time()
         lag = self._context.reconciler_lag_s()
         if lag is not None:
             yield GaugeMetricFamily("everstep_reconciler_lag_seconds", "Seconds since the reconciler's last finished tick.", lag)
+
+    def _waiting_and_training(self) -> Iterator[GaugeMetricFamily]:
+        now = self._context.clock()
+        oldest: dict[str, float] = {}
+        ranks: dict[str, int] = {}
+        for run in self._context.runs.live():
+            oldest.setdefault(run.project, 0.0)
+            ranks[run.project] = ranks.get(run.project, 0) + (run.world_size or 0)
+            if run.status == RunStatus.QUEUED:
+                waited_s = max(0.0, now - run.time_ledger["at_us"] / 1e6)
+                oldest[run.project] = max(oldest[run.project], waited_s)
+        waiting = GaugeMetricFamily(
+            "everstep_queue_oldest_seconds",
+            "How long the run that waits longest has been QUEUED; 0 where none is.",
+            labels=("project",),
+        )
+        training = GaugeMetricFamily("everstep_ranks", "Ranks that run.", labels=("project",))
+        for project in oldest:
+            waiting.add_metric((project,), oldest[project])
+            training.add_metric((project,), ranks[project])
+        yield waiting
+        yield training
+
+    def _time(self) -> Iterator[GaugeMetricFamily]:
+        """Gauges: time that turns out to be something else moves between buckets, and a counter must never fall."""
+        spent = GaugeMetricFamily(
+            "everstep_run_time_seconds", "Wall time of all runs by what it went into.", labels=("project", "bucket")
+        )
+        share = GaugeMetricFamily(
+            "everstep_goodput_ratio", "Productive share of all time but queued and paused, over all runs.", labels=("project",)
+        )
+        for project in self._context.time_book.by_project(self._context.clock()):
+            for bucket, seconds in project.buckets.model_dump().items():
+                spent.add_metric((project.project, bucket), seconds)
+            if project.goodput is not None:
+                share.add_metric((project.project,), project.goodput)
+        yield spent
+        yield share
 
 
 @router.get(
@@ -68,9 +111,13 @@ class _StateCollector(Collector):
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problem_answers()},
 )
-async def get_figures(request: Request, context: Context, _caller: Caller) -> Response:
+async def get_figures(request: Request, context: Context, caller: Caller) -> Response:
+    """In Prometheus' text format. It tells of every project: a token that reaches one only gets 403."""
+    if caller.project is not None:
+        raise ProblemError(403, "forbidden", f"figures are of all projects; token {caller.name!r} reaches {caller.project} only")
     figures: Figures = request.app.state.figures
-    return Response(await context.database_call(generate_latest, figures.registry), media_type=CONTENT_TYPE_LATEST)
+    told = await context.database_call(generate_latest, figures.registry)
+    return Response(told + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class LatencyMiddleware:

@@ -88,6 +88,13 @@ class EventStore:
         with self._database.read() as connection:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
+    def newest(self, run_id: str, kind: str) -> EventRow | None:
+        """The last event of a kind."""
+        query = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.seq.desc()).limit(1)
+        with self._database.read() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        return EventRow.of(row) if row is not None else None
+
     def heads(self, run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
         """(last seq, status) of each of these runs; a run that is gone is left out."""
         query = select(runs.c.id, runs.c.last_seq, runs.c.status).where(runs.c.id.in_(list(run_ids)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
 
 _CREATE_ATTEMPTS: Final = 5
+_CHUNK_IDS: Final = 500
 
 
 class IdempotencyConflict(DatabaseError):
@@ -135,6 +136,22 @@ class RunStore:
         query = select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
         with self._database.read() as connection:
             return [RunRow.of(row) for row in connection.execute(query).mappings()]
+
+    def heads(self) -> dict[str, tuple[str, str]]:
+        """(project, status) of every run, by id."""
+        query = select(runs.c.id, runs.c.project, runs.c.status)
+        with self._database.read() as connection:
+            return {run_id: (project, status) for run_id, project, status in connection.execute(query)}
+
+    def ledgers(self, run_ids: Sequence[str]) -> dict[str, tuple[dict[str, Any], float | None]]:
+        """(time ledger, when it ended in unix seconds or None) of each of these runs; a run that is gone is left out."""
+        found: dict[str, tuple[dict[str, Any], float | None]] = {}
+        columns = (runs.c.id, runs.c.time_ledger, runs.c.finished_at)
+        with self._database.read() as connection:
+            for start in range(0, len(run_ids), _CHUNK_IDS):
+                query = select(*columns).where(runs.c.id.in_(run_ids[start : start + _CHUNK_IDS]))
+                found |= {run_id: (ledger, finished_at) for run_id, ledger, finished_at in connection.execute(query)}
+        return found
 
     def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
         """Changes of status of each run, oldest first."""

@@ -11,28 +11,36 @@ from everstep.wire import Failure, Verdict
 from service.db.rows import EventRow
 from storage.run_dir import CheckpointName
 
-KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RECOVERED, EventKind.RESTORED, EventKind.CHECKPOINT_CORRUPT})
+KINDS: Final = frozenset(
+    {EventKind.FAILURE, EventKind.EVIDENCE, EventKind.RECOVERED, EventKind.RESTORED, EventKind.CHECKPOINT_CORRUPT}
+)
 _FROM_RECOVERY: Final = ("detect_s", "recovery_s", "steps_lost", "world_size_before", "world_size_after")
+_OF_THE_EVENT: Final = ("at", "attempt", "submission")
 _DEFAULTS: Final[dict[str, Any]] = {
-    **{name: None for name in Failure.model_fields if name not in ("at", "attempt")},
+    **{name: None for name in Failure.model_fields if name not in _OF_THE_EVENT},
     "evidence": {},
     "action": "",
+    "last_lines": (),
 }
 
 
 def failures(events: Iterable[EventRow]) -> list[Failure]:
     """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the failure of an attempt that it
-    followed, where that has none."""
+    followed, where that has none. A rank that just vanished was killed for want of memory where its node's kernel says so."""
     found: list[dict[str, Any]] = []
     waiting: dict[str, Any] | None = None
     for event in events:
         if event.kind == EventKind.FAILURE:
-            waiting = {**_DEFAULTS, **event.data, "at": event.at, "attempt": event.attempt}
+            waiting = {**_DEFAULTS, **event.data, "at": event.at, "attempt": event.attempt, "submission": event.submission}
             found.append(waiting)
+        elif event.kind == EventKind.EVIDENCE:
+            _add_evidence(found, event)
         elif event.kind == EventKind.RECOVERED and waiting is not None:
             for name in _FROM_RECOVERY:
                 if waiting[name] is None:
                     waiting[name] = event.data.get(name)
+            if event.data.get("phases"):
+                waiting["evidence"] = {**waiting["evidence"], "recovery_phases": event.data["phases"]}
             waiting = None
         elif event.kind == EventKind.RESTORED:
             instead = event.data.get("checkpoint") or event.data.get("source")
@@ -52,12 +60,22 @@ def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any
         **_DEFAULTS,
         "at": event.at,
         "attempt": event.attempt,
+        "submission": event.submission,
         "verdict": Verdict.STORAGE.value,
         "step": name.step,
         "exception": bad.get("problem"),
         "evidence": {"checkpoint": str(name), "found_by": bad.get("found_by", "restore")},
         "action": action,
     }
+
+
+def _add_evidence(found: list[dict[str, Any]], event: EventRow) -> None:
+    for failure in reversed(found):
+        if failure and failure["attempt"] == event.attempt and failure["first_rank"] == event.data.get("rank"):
+            failure["evidence"] = {**failure["evidence"], **{name: event.data.get(name) for name in ("oom_line", "oom_kills")}}
+            if failure["verdict"] == Verdict.WORKER_LOST:
+                failure["verdict"] = Verdict.OUT_OF_MEMORY.value
+            return
 
 
 def _failure(data: dict[str, Any]) -> Failure:

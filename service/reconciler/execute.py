@@ -14,6 +14,7 @@ from everstep.spec import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.rows import RunRow
 from service.db.runs import RunStore
+from service.figures import RunFigures
 from service.ray_jobs import JobNotFound, RayError, RayJobs
 from service.reconciler.decide import ChangeStatus, Decision, DeliverStop, EndJob, SayReason, Start, SubmitClaimed, submission_id
 from service.reconciler.facts import Stop
@@ -51,11 +52,12 @@ def crash_point(name: str) -> None:
 class Executor:
     """Acts on decisions through the database, the run directory and Ray."""
 
-    def __init__(self, runs: RunStore, storage: Storage, ray: RayJobs, entrypoint: Entrypoint) -> None:
+    def __init__(self, runs: RunStore, storage: Storage, ray: RayJobs, entrypoint: Entrypoint, figures: RunFigures) -> None:
         self._runs = runs
         self._storage = storage
         self._ray = ray
         self._entrypoint = entrypoint
+        self._figures = figures
         self._acting: dict[str, asyncio.Task[None]] = {}
         """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
@@ -138,6 +140,8 @@ class Executor:
             raise
         crash_point("before_claim")
         run = await asyncio.to_thread(self._runs.claim_submission, run_id, after)
+        if after == 0:
+            self._figures.started(run, run.time_ledger["spent_us"].get("queued", 0) / 1e6)
         crash_point("after_claim")
         await self._submit(run)
 

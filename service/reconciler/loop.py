@@ -14,6 +14,7 @@ from service.db.engine import DatabaseError
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
+from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
 from service.ray_jobs import RayJobs
@@ -49,6 +50,7 @@ class Reconciler:
         cordon_rule: When a node is cordoned by itself.
         scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
+        figures: Where what happens to runs is counted; None keeps counters of its own.
         clock: Unix seconds.
     """
 
@@ -63,10 +65,12 @@ class Reconciler:
         cordon_rule: CordonRule = DEFAULT_RULE,
         scrub_rule: ScrubRule = DEFAULT_SCRUB_RULE,
         entrypoint: Entrypoint | None = None,
+        figures: RunFigures | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri))
-        self._observer = Observer(runs, node_marks, JournalTail(storage, events), ray, self._executor.delivered, clock)
+        figures = figures or RunFigures(clock)
+        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures)
+        self._observer = Observer(runs, node_marks, JournalTail(storage, events, figures), ray, self._executor.delivered, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)

@@ -6,6 +6,7 @@ import structlog
 
 from service.db.events import EventStore, JournalGap
 from service.db.rows import RunRow
+from service.figures import RunFigures
 from service.reconciler.facts import TailFact
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
@@ -20,9 +21,10 @@ log = structlog.get_logger(__name__)
 class JournalTail:
     """Follows the journal of every run's newest submission. Synchronous: call it in a thread."""
 
-    def __init__(self, storage: Storage, events: EventStore) -> None:
+    def __init__(self, storage: Storage, events: EventStore, figures: RunFigures | None = None) -> None:
         self._storage = storage
         self._events = events
+        self._figures = figures or RunFigures()
 
     def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
         """Apply what the newest submission's journal holds now.
@@ -54,7 +56,10 @@ class JournalTail:
                 log.warning("a journal could not be read", run_id=run.id, submission=submission, problem=str(exc))
                 return run, TailFact.BEHIND
             if batch:
+                known = run.journal_n if run.journal_submission == submission else 0
                 run = self._events.apply_journal(run.id, submission, batch, cursor)
+                if run.journal_submission == submission:
+                    self._figures.applied(run, [event for event in batch if known < event.n <= run.journal_n])
             if len(batch) < BATCH_EVENTS or run.submission != submission or run.status.terminal:
                 return run, TailFact.DRAINED
         return run, TailFact.BEHIND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import Dataset
 
-from train_fn import replica
+from train_fn import replica, stragglers
 from train_fn.context import WorkerContext
 
 NUM_SAMPLES = 90
@@ -149,3 +150,17 @@ def publishing_nothing() -> None:
     from train_fn.publisher import Publisher
 
     Publisher.offer = lambda self: None  # type: ignore[method-assign]
+
+
+class SlowSecondRank(Regression):
+    """Rank 1 takes 50 ms longer for each micro-batch."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.05)
+        return super().loss(model, batch)
+
+
+def slow_second_rank() -> None:
+    stragglers.WINDOW_S = 0.5
+    replica.build_task = lambda spec: SlowSecondRank()

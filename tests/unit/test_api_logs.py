@@ -11,6 +11,7 @@ import pytest
 
 from everstep.wire import LogLine
 from service.api import log_views
+from storage import rank_logs
 from storage.rank_logs import LogRecord, RankLogWriter
 from tests.unit.api_service import NOON, ApiService
 from tests.unit.test_api_events import Stream
@@ -91,6 +92,31 @@ async def test_old_lines_are_read_again_in_their_places(api: ApiService, monkeyp
             cursor = page["next_cursor"]
         assert [line.seq for line in again] == list(range(1, 55))
         assert [line.message for line in again] == written, "in the places that they had when they were first seen"
+
+
+async def test_lines_that_rotation_took_are_left_out_and_the_others_keep_their_places(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_views, "_RING_LINES", 5)
+    monkeypatch.setattr(log_views, "_BATCH_LINES", 7)
+    monkeypatch.setattr(rank_logs, "PART_BYTES", 600)
+    run_id = await api.create()
+    ranks = Ranks(api, run_id)
+    ranks.log(1, 1, (0, "of a quiet rank"))
+    first: dict[int, str] = {}
+    for number in range(80):
+        ranks.log(1, 0, (1 + number, f"line {number}"))
+        for line in await lines(api, run_id, f"?after={max(first, default=0)}&limit=5000"):
+            first[line.seq] = line.message
+    assert list(first) == list(range(1, len(first) + 1)) and "line 79" in first.values()
+    again: dict[int, str] = {}
+    cursor: str | None = "0"
+    while cursor is not None:
+        page = await api.get(f"/v1/runs/{run_id}/logs?limit=4&cursor={cursor}")
+        again |= {item["seq"]: item["message"] for item in page["items"]}
+        cursor = page["next_cursor"]
+    assert again.items() <= first.items() and "of a quiet rank" in again.values() and "line 0" not in again.values()
+    assert [seq for seq in first if seq not in again] == list(range(2, 2 + len(first) - len(again))), "the oldest alone are gone"
 
 
 async def test_following_waits_while_queued_and_ends_with_the_run(api: ApiService) -> None:

@@ -237,6 +237,27 @@ async def test_why_tells_failures_in_words(api: ApiService) -> None:
     assert value["failures"][0]["verdict"] == "worker_lost"
 
 
+async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    api.clock.now += 30
+    rank = {"node_id": "node-2-long-name", "micro_batches": 1, "wait_s": 0.0}
+    ranks = [{**rank, "rank": 0, "own_s": 0.01, "skew": 0.2}, {**rank, "rank": 1, "own_s": 0.06, "skew": 6.0}]
+    slow = {"rank": 1, "node_id": "node-2-long-name", "step": 9, "slow": True, "own_s": 0.06, "peers_s": 0.01, "skew": 6.0}
+    api.apply(
+        run_id,
+        [journal.event(EventKind.RANK_TIMES, step=9, step_s=0.06, ranks=ranks), journal.event(EventKind.STRAGGLER, **slow)],
+    )
+    told = (await everstep("stragglers", run_id)).stdout
+    assert "rank 1 on node node-2-l holds the others up since" in told and "60 ms of its own in a step, its peers 10 ms" in told
+    assert "60.0 ms" in told and told in (await everstep("stragglers", run_id)).stdout
+    assert json.loads((await everstep("stragglers", run_id, "--json")).stdout)["ranks"][1]["skew"] == 6.0
+    assert "holds the others up since" in (await everstep("why", run_id)).stdout
+    assert "productive" in (await everstep("goodput", run_id)).stdout
+    assert "default: 1 run" in (await everstep("goodput")).stdout
+    assert json.loads((await everstep("goodput", "--json")).stdout)["items"][0]["project"] == "default"
+    assert (await everstep("goodput", "--project", "none")).stdout == ""
+
+
 async def test_logs_are_printed_without_control_characters(api: ApiService) -> None:
     run_id = await finish(api)
     with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
@@ -385,7 +406,7 @@ def test_serve_becomes_the_service_with_the_same_arguments(monkeypatch: pytest.M
 def test_the_version_and_every_command_s_help() -> None:
     assert run_cli("--version").stdout.startswith("everstep ")
     overview = run_cli("--help").stdout
-    commands = ["serve", "submit", "runs", "show", "watch", "logs", "why", "metrics", "samples"]
+    commands = ["serve", "submit", "runs", "show", "watch", "logs", "why", "stragglers", "goodput", "metrics", "samples"]
     commands += ["checkpoints", "verify", "download", "cancel", "pause", "resume", "drill"]
     commands += ["cluster", "cordon", "uncordon", "drain", "demo"]
     for name in commands:

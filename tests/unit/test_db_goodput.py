@@ -153,3 +153,32 @@ def test_a_ledger_that_is_stored_in_between_says_the_same(history: list[EventRow
         parts.apply(item, BEGIN + 600)
     assert parts.close(BEGIN + 600) == whole.close(BEGIN + 600)
     assert set(whole.spent_us) <= set(BUCKETS)
+
+
+@given(
+    history=st.lists(any_event(), max_size=40),
+    heard_s=st.lists(st.floats(0, 600, allow_nan=False), min_size=40, max_size=40),
+    end=st.floats(600, 700, allow_nan=False),
+)
+def test_outages_and_clocks_that_disagree_lose_and_invent_no_time(
+    history: list[EventRow], heard_s: list[float], end: float
+) -> None:
+    """Events are heard of in batches, minutes late, by a service whose clock is not that of the nodes."""
+    ledger = TimeLedger.begin(BEGIN)
+    for item, heard in zip(history, sorted(heard_s), strict=False):
+        before = ledger.close(BEGIN + heard)
+        ledger.apply(item, BEGIN + heard)
+        assert ledger.at_us <= to_us(BEGIN + heard), "no time is booked that has not been"
+        assert ledger.close(BEGIN + heard).wall_s == before.wall_s
+    found = ledger.close(BEGIN + end)
+    assert sum(to_us(value) for value in found.buckets.model_dump().values()) == to_us(BEGIN + end) - to_us(BEGIN)
+
+
+def test_two_minutes_without_the_service_and_a_node_30_s_ahead() -> None:
+    ledger = TimeLedger.begin(BEGIN)
+    ledger.apply(status(0, RunStatus.STARTING), BEGIN)
+    ledger.apply(event(EventKind.TRAINING_STARTED, 40), BEGIN + 10)  # happened at 10 by the service's clock
+    for item in (steps(*((step, 41 + step) for step in range(1, 120))), event(EventKind.FAILURE, 161, detect_s=1.0)):
+        ledger.apply(item, BEGIN + 130)  # heard of when the service was back
+    found = ledger.close(BEGIN + 140).buckets
+    assert (found.starting, found.productive, found.detecting, found.restarting) == (10, 119, 1, 10)

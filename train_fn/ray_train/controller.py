@@ -16,6 +16,7 @@ from storage.run_dir import Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
 from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.seam import (
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 _RELEASE_S = 0.3
 """How long the cluster's view may take to show resources that a failed start gave back."""
 _FLUSH_S = 10.0
+_EVIDENCE_S = 3.0
+"""Longest wait for what a dead rank's node says of it, where the run ends with this failure."""
 _ASK_S = 1.0
 """Longest wait for the journal's newest word on steps done."""
 
@@ -275,7 +278,30 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if self._attempt_open:
             self._tell_ended(judgement.verdict.value, evidence.last_step)
         self._recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self._world_size, time.time())
+        self._look_for_oom(judgement, decision)
         logger.warning("attempt %d failed: %s, %s; %s", self._attempt, judgement.verdict, judgement.exception, decision.action)
+
+    def _look_for_oom(self, judgement: Judgement, decision: Decision) -> None:
+        """Where a rank just vanished, ask its node why, beside the recovery; told as another event."""
+        pid, node_id = judgement.detail.get("pid"), judgement.node_id
+        if judgement.verdict is not Verdict.WORKER_LOST or pid is None or node_id is None or self._last_group is None:
+            return
+        place = {"rank": judgement.first_rank, "node_id": node_id, "pid": pid}
+        tell = functools.partial(self._tell_evidence, self._attempt, place)
+        kills_before = self._last_group.oom_kills.get(pid)
+        find_rank = functools.partial(self._rank_on, node_id)
+        asking = ask_node(node_id, pid, kills_before, find_rank, tell, DELAY_S if decision.restart else 0.0)
+        if not decision.restart:
+            asking.join(_EVIDENCE_S)
+
+    def _rank_on(self, node_id: str) -> Any | None:
+        """The actor of a rank on that node, as of the group that runs; None without one."""
+        group = self._worker_group
+        workers = group.get_workers() if group is not None and group.has_started() else ()
+        return next((worker.actor for worker in workers if worker.metadata.node_id == node_id), None)
+
+    def _tell_evidence(self, attempt: int, place: dict[str, Any], found: dict[str, Any]) -> None:
+        self._journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
 
     def _tell_moved(self) -> None:
         """Ranks have saved and left a node that is about to be taken away: told as the preemption that it is."""

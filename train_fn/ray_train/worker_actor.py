@@ -10,6 +10,7 @@ import psutil
 
 from train_fn import worker
 from train_fn.nccl import abort_collectives
+from train_fn.out_of_memory import look_for_oom, oom_kills
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
@@ -30,6 +31,8 @@ class RankReady:
 
     versions: dict[str, str]
     born_at: float
+    oom_kills: int | None
+    """Processes that its node's kernel had killed for want of memory by then; None where that is not known."""
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
@@ -38,7 +41,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return RankReady(worker.versions(), psutil.Process().create_time())
+        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills())
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""
@@ -51,6 +54,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def stack(self) -> str:
         """The Python stacks of this rank, the training thread's last."""
         return worker.stack()
+
+    def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
+        """What says that another process of this node was killed for want of memory; None where nothing does."""
+        return look_for_oom(pid, kills_before)
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.

@@ -89,6 +89,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
         self._born_at: dict[int, float] = {}
+        self.oom_kills: dict[int, int | None] = {}
+        """By process id of a rank, the out-of-memory kills of its node when it began."""
         self._stacks: dict[int, str | None] = {}
         self._hung: list[int] = []
         self.start_reports: tuple[RankReport, ...] = ()
@@ -173,6 +175,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
         _check_versions(ready, metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
+        self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
             for actor, meta in zip(self._actors, metas, strict=True)

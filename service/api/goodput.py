@@ -1,0 +1,29 @@
+"""Where the time of a project's runs went."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query
+
+from everstep.wire import Page, ProjectGoodput
+from service.api.context import Context
+from service.api.openapi import problem_answers
+from service.auth import Caller
+
+router: Final = APIRouter(prefix="/v1", tags=["history"])
+
+
+@router.get("/goodput", summary="Where the time of all runs went", responses=problem_answers(422))
+async def get_goodput(
+    context: Context,
+    caller: Caller,
+    project: Annotated[str | None, Query(max_length=64, description="This project only.")] = None,
+) -> Page[ProjectGoodput]:
+    """The ledgers of all runs added up, for each project that the token reaches. A run that was deleted is left out."""
+    asked = [name for name in (project, caller.project) if name is not None]
+    wanted = asked or None
+    if len(set(asked)) > 1:
+        return Page(items=(), next_cursor=None)
+    found = await context.database_call(context.time_book.by_project, context.clock(), wanted)
+    return Page(items=tuple(found), next_cursor=None)

@@ -1,0 +1,73 @@
+"""Which ranks hold their peers up, folded from a run's history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from everstep.events import EventKind
+from everstep.wire import NodeTimes, RankTimes, Straggler, StragglerReport
+from service.db.rows import EventRow
+
+KINDS: Final = frozenset({EventKind.STRAGGLER, EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED})
+
+
+def stragglers(events: Iterable[EventRow], newest: EventRow | None) -> StragglerReport:
+    """Every rank that was found slow, oldest first, and the ranks' times as they were told last.
+
+    Args:
+        events: History of the kinds in KINDS.
+        newest: The last ``rank_times`` event; None where none was told.
+    """
+    found: list[dict[str, Any]] = []
+    open_ones: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.kind != EventKind.STRAGGLER:
+            _end(open_ones.values(), event.at)
+            open_ones.clear()
+        elif event.data["slow"]:
+            open_ones[event.data["rank"]] = {**event.data, "at": _time(event.at), "attempt": event.attempt, "ended_at": None}
+            found.append(open_ones[event.data["rank"]])
+        else:
+            _end([open_ones.pop(event.data["rank"], {})], event.at)
+    told = tuple(Straggler.model_validate(each) for each in found)
+    if newest is None:
+        return StragglerReport(at=None, attempt=None, step=None, step_s=None, ranks=(), nodes=(), stragglers=told)
+    ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
+    return StragglerReport(
+        at=_time(newest.at),
+        attempt=newest.attempt,
+        step=newest.data["step"],
+        step_s=newest.data["step_s"],
+        ranks=ranks,
+        nodes=_by_node(ranks),
+        stragglers=told,
+    )
+
+
+def _end(open_ones: Iterable[dict[str, Any]], at: float) -> None:
+    for each in open_ones:
+        if each:
+            each["ended_at"] = max(_time(at), each["at"])
+
+
+def _by_node(ranks: Iterable[RankTimes]) -> tuple[NodeTimes, ...]:
+    """The mean of each node's ranks, in the order of their first rank."""
+    nodes: dict[str, list[RankTimes]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.node_id, []).append(rank)
+    return tuple(
+        NodeTimes(
+            node_id=node_id,
+            ranks=tuple(rank.rank for rank in found),
+            own_s=sum(rank.own_s for rank in found) / len(found),
+            wait_s=sum(rank.wait_s for rank in found) / len(found),
+            skew=sum(rank.skew for rank in found) / len(found),
+        )
+        for node_id, found in nodes.items()
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

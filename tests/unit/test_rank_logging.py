@@ -1,0 +1,123 @@
+"""What a rank prints: bounded, never twice, and no burden to the step that prints it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from storage import rank_logs
+from storage.errors import StorageUnavailable
+from storage.filesystem import open_storage
+from storage.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_rank_logs
+from storage.run_dir import RunDir
+from tests.unit.storage_places import memory_run_dir
+from train_fn import rank_logging
+from train_fn.rank_logging import BURST_CHARS, LogBudget, RankLog
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return open_storage(str(tmp_path)).run_dir("run_l")
+
+
+def read(run_dir: RunDir) -> list[str]:
+    return [line.message for line in read_rank_logs(run_dir, limit=100_000)[0]]
+
+
+def test_prints_logging_and_progress_bars_become_lines(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        print("printed")
+        print("1 %\r2 %\r3 %")
+        print("on ", end="")
+        print("stderr", file=sys.stderr)
+        logging.getLogger("user").info("two\nlines")
+        sys.stdout.write("no end")
+    finally:
+        log.close()
+    assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "on no end"]
+    assert capsys.readouterr().out == "printed\n1 %\r2 %\r3 %\non no end", "it still goes where it went"
+
+
+def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_logging, "BURST_CHARS", 10_000)
+    monkeypatch.setattr(rank_logging, "RATE_CHARS_PER_S", 1)
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        for number in range(1000):
+            print(f"{number:03d}" + "x" * 96)
+        logging.getLogger("user").warning("x" * 500)
+    finally:
+        log.close()
+    *lines, notice = read(run_dir)
+    assert [int(line[:3]) for line in lines] == list(range(100))
+    assert notice.startswith("901 lines (0.1 MB) are left out here")
+    assert len(capsys.readouterr().out) == 10_000, "what is left out is not passed on either"
+
+
+def test_a_budget_fills_again() -> None:
+    now = 0.0
+    budget = LogBudget(lambda: now)
+    assert budget.take(BURST_CHARS, 1) and not budget.take(1000, 2)
+    now = 0.01
+    assert budget.take(1000, 1)
+    assert (budget.notice() or "").startswith("2 lines") and budget.notice() is None
+
+
+def test_a_line_without_end_does_not_grow(run_dir: RunDir) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        for _ in range(100):
+            sys.stdout.write("x" * 1000)
+        print()
+        for number in range(5000):
+            sys.stdout.write(f"\rstep {number}")
+        print()
+    finally:
+        log.close()
+    long, bar = read(run_dir)
+    assert len(long) < 2 * rank_logging.MAX_LINE_CHARS and "left out" in long
+    assert bar == "step 4999"
+
+
+@pytest.mark.parametrize("failure", ["before", "after"])
+def test_a_batch_that_is_written_again_repeats_nothing(failure: str) -> None:
+    run_dir, files = memory_run_dir()
+    with RankLogWriter(run_dir, 1, 1, 0) as writer:
+        batch = [LogRecord(float(number), "INFO", str(number)) for number in range(3)]
+        files.fail_next_write = failure
+        with pytest.raises(StorageUnavailable):
+            writer.write(batch)
+        writer.write([*batch, LogRecord(3.0, "INFO", "3")])
+        writer.write([LogRecord(4.0, "INFO", "4")])
+    assert read(run_dir) == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("where", ["local", "objects"])
+def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(where: str, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_logs, "PART_BYTES", 1000)
+    run_dir = run_dir if where == "local" else memory_run_dir()[0]
+    cursor: dict[str, str] = {}
+    followed: list[str] = []
+    for begin in range(0, 200, 25):  # the writer is opened again and again, as after errors
+        with RankLogWriter(run_dir, 1, 1, 0) as writer:
+            for number in range(begin, begin + 25):
+                writer.write([LogRecord(float(number), "INFO", f"{number:03d} {'x' * 50}")])
+                lines, cursor = read_rank_logs(run_dir, cursor)
+                followed += [line.message[:3] for line in lines if line.level == "INFO"]
+    assert followed == [f"{number:03d}" for number in range(200)], "who keeps up misses nothing"
+    kept = read(run_dir)
+    assert kept[-1].startswith("199") and 30 < len(kept) < 120
+    assert any("older lines of this log are gone" in line for line in kept)
+    last = [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 30) if line.level == "INFO"]
+    assert last[-20:] == [f"{number:03d}" for number in range(180, 200)]
+    assert last_rank_lines(run_dir, 1, 1, 3, 30) == [] == last_rank_lines(run_dir, 2, 1, 0, 30)
+    assert [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 2, before=190.0)] == ["188", "189"]

@@ -1,0 +1,64 @@
+"""Asks a dead rank's node, beside the recovery, whether the kernel killed the rank for want of memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from train_fn.out_of_memory import look_for_oom
+
+DELAY_S = 10.0
+"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the idle process that a new rank
+needs."""
+_ANSWER_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+def ask_node(
+    node_id: str,
+    pid: int,
+    kills_before: int | None,
+    find_rank: Callable[[], Any | None],
+    tell: Callable[[dict[str, Any]], None],
+    delay_s: float = DELAY_S,
+) -> threading.Thread:
+    """Ask in a thread. A node that does not answer says nothing.
+
+    Args:
+        node_id: Where the process was.
+        pid: The process that is gone.
+        kills_before: The node's out-of-memory kills while it lived.
+        find_rank: Gives the actor of a rank that is on that node by then, or None.
+        tell: Called with what was found, if anything was.
+        delay_s: How long to wait first.
+    """
+
+    def ask() -> None:
+        time.sleep(delay_s)
+        try:
+            found = ray.get(_question(find_rank(), node_id, pid, kills_before), timeout=_ANSWER_S)
+        except (RayError, ValueError) as exc:  # also a group that ends while it is asked for its ranks
+            logger.info("node %s did not say why process %d is gone: %s", node_id, pid, exc)
+            return
+        if found is not None:
+            tell(found)
+
+    thread = threading.Thread(target=ask, name="oom-probe", daemon=True)
+    thread.start()
+    return thread
+
+
+def _question(rank: Any | None, node_id: str, pid: int, kills_before: int | None) -> Any:
+    if rank is not None:
+        return rank.look_for_oom.remote(pid, kills_before)
+    task = ray.remote(num_cpus=0, max_retries=0)(look_for_oom)
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return task.options(scheduling_strategy=where).remote(pid, kills_before)

@@ -1,0 +1,50 @@
+"""How long a rank works by itself in a step, apart from waiting for its peers: a clock that no collective is added for."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class StepClock:
+    """One rank's own time: from the gate of the last step, which all ranks pass together, to its last gradient of this one.
+
+    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Backward runs from the
+    end, so that the first parameter mostly gets the last gradient; models whose parameters are not in order are why two more are
+    asked. On CUDA the stream's own times are taken, without waiting for it.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._began: float | torch.cuda.Event | None = None
+        self._last_gradient: float | torch.cuda.Event | None = None
+        for index in {0, len(parameters) // 2, len(parameters) - 1} if parameters else ():
+            parameters[index].register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+
+    def restart(self) -> None:
+        """Something that is no step's work came between: the time until the next gate is not told."""
+        self._began = None
+
+    def gate(self) -> float:
+        """Seconds of this rank's own work in the step whose gate it has just passed; 0 where they are not known."""
+        own_s = self._elapsed_s() if self._began is not None and self._last_gradient is not None else 0.0
+        self._began, self._last_gradient = self._now(), None
+        return own_s
+
+    def _mark(self, _parameter: torch.Tensor) -> None:
+        self._last_gradient = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _elapsed_s(self) -> float:
+        began, ended = self._began, self._last_gradient
+        if isinstance(began, float) and isinstance(ended, float):
+            return ended - began
+        assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)
+        return began.elapsed_time(ended) / 1000 if ended.query() else 0.0  # type: ignore[no-untyped-call]
