@@ -24,7 +24,7 @@ _COLLECTIVE_WORDS = re.compile(
 """Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that a peer went away."""
 
 _STORAGE_TYPES = frozenset(
-    {"CheckpointFailed"}
+    {"CheckpointFailed", "StorageNotShared"}
     | {name for name, value in vars(storage.errors).items() if isinstance(value, type) and issubclass(value, StorageError)}
 )
 

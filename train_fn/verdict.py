@@ -139,6 +139,8 @@ def decide(
         return _decide_user_error(judgement, past, spec)
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
+    if (judgement.signature or "").startswith("StorageNotShared|"):
+        return Decision(False, budget, "stop", reason=ReasonCode.STORAGE_UNAVAILABLE, message=judgement.exception)
     in_a_row = 1 + _failures_without_progress(judgement, past)
     if in_a_row > spec.max_system_failures:
         message = (
