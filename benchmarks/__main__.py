@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("main_job", "throughput", "recovery")
+NAMES = ("main_job", "throughput", "recovery", "checkpoint")
 
 
 def main() -> None:
