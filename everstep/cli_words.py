@@ -146,6 +146,8 @@ def event(item: Event) -> str | None:
             return f"checkpoint of step {data.get('step')}, {size(data.get('size_bytes') or 0)}"
         case EventKind.CHECKPOINT_FAILED:
             return f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training goes on"
+        case EventKind.CHECKPOINT_CADENCE:
+            return f"a checkpoint every {duration(data.get('interval_s') or 0)} from now on: {data.get('reason')}"
         case EventKind.FAILURE:
             return _failure_line(item)
         case EventKind.RECOVERED:

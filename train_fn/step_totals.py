@@ -37,6 +37,8 @@ class StepTotals:
     """What at least one rank has heard that the user asked for."""
     checkpoint_step: int
     """Step of a checkpoint that has been committed since and is to be reported; 0 for none."""
+    save: bool
+    """Whether the state after this step is to be saved: rank 0's word, on every rank the same."""
 
 
 class StepSum:
@@ -54,7 +56,7 @@ class StepSum:
         self._weights.append(weight)
         self._count += counted
 
-    def start(self, stop: Stop | None, checkpoint_step: int) -> None:
+    def start(self, stop: Stop | None, checkpoint_step: int, save: bool = False) -> None:
         """Send it off. On CUDA nothing here waits for the device."""
         device = self._peers.device
         loss = torch.stack(self._losses).sum(dtype=torch.float64)
@@ -66,7 +68,7 @@ class StepSum:
             sum(numbers),
             *(count.num_samples, count.num_unexpected, count.num_missing),
             *(hashed & _LIMB, hashed >> _LIMB_BITS & _LIMB, hashed >> 2 * _LIMB_BITS),
-            *(stop == "cancel", stop == "pause", checkpoint_step),
+            *(stop == "cancel", stop == "pause", checkpoint_step, save),
         ]
         vector = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
         nonfinite = torch.logical_not(torch.isfinite(loss)).double()
@@ -80,7 +82,8 @@ class StepSum:
         """The sums over all ranks; raises what the collective raised when a peer is gone."""
         if self._work is not None:
             self._work.wait()
-        loss, nonfinite, ranks, weight, samples, unexpected, missing, low, mid, high, cancels, pauses, step = self._vector.tolist()
+        *counted, cancels, pauses, step, save = self._vector.tolist()
+        loss, nonfinite, ranks, weight, samples, unexpected, missing, low, mid, high = counted
         hashed = int(low) + (int(mid) << _LIMB_BITS) + (int(high) << 2 * _LIMB_BITS) & MASK64
         return StepTotals(
             loss_sum=loss,
@@ -90,4 +93,5 @@ class StepSum:
             nonfinite_rank=int(ranks) - 1 if nonfinite == 1 else None,
             stop="cancel" if cancels else "pause" if pauses else None,
             checkpoint_step=int(step),
+            save=save > 0,
         )
