@@ -198,6 +198,7 @@ def _other_rank(options: Options, rank: int, rendezvous: str) -> None:
 def training_figures(options: Options) -> dict[str, Any]:
     if options.ranks == 1:
         return measure_training(options, Training(options, Path(options.directory), options.size_mb))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are on this machine
     rendezvous = f"file://{options.directory}/rendezvous"
     context = torch.multiprocessing.get_context("spawn")
     others = [context.Process(target=_other_rank, args=(options, rank, rendezvous)) for rank in range(1, options.ranks)]
