@@ -187,6 +187,8 @@ def event(item: Event) -> str | None:
             return f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training goes on"
         case EventKind.CHECKPOINT_CORRUPT:
             return f"checkpoint {data.get('name')} is corrupt: {data.get('problem')}"
+        case EventKind.CHECKPOINT_CADENCE:
+            return f"a checkpoint every {duration(data.get('interval_s') or 0)} from now on: {data.get('reason')}"
         case EventKind.FAILURE:
             return _failure_line(item)
         case EventKind.RECOVERED:

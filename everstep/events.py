@@ -46,7 +46,12 @@ class EventKind(StrEnum):
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
     CHECKPOINT_FAILED = "checkpoint_failed"
-    """A save failed; training goes on. data: step, error."""
+    """A save failed; training goes on. data: step, error, failed_in_a_row, max_failed_saves (of the spec), retry_s (until the next
+    try)."""
+    CHECKPOINT_CADENCE = "checkpoint_cadence"
+    """``checkpoint.every_steps: auto`` chose another interval. data: step, interval_s, cost_s (stall_s + slowdown_s), stall_s,
+    slowdown_s, write_s, mtbf_s, mtbf_source ("given" | "observed"), num_failures, bound ("write" | "min_interval_s" |
+    "max_interval_s") | null, reason (in words)."""
     CHECKPOINT_DELETED = "checkpoint_deleted"
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"

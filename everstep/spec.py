@@ -29,12 +29,21 @@ Seconds = PositiveFiniteFloat
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "PYTHON")
+STORAGE_CREDENTIALS = frozenset(
+    {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"}
+)
 MAX_WORKERS = 16_384
 
 
 def _belongs_to_user(name: str) -> str:
     if name.upper().startswith(REFUSED_ENV_PREFIXES):
         raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_* and PYTHON* belong to the service")
+    if name.upper() in STORAGE_CREDENTIALS:
+        raise PydanticCustomError(
+            "credentials_refused",
+            "may not be set: a spec is shown to others, and ranks write checkpoints with their node's credentials; "
+            "the operator gives them to the nodes",
+        )
     return name
 
 
@@ -125,10 +134,17 @@ class ScalingSpec(Frozen):
 
 
 class CheckpointSpec(Frozen):
-    every_steps: PositiveInt | None = 50
-    """Optimizer steps between two checkpoints; None saves by time only, and always at the end."""
+    every_steps: PositiveInt | Literal["auto"] | None = 50
+    """Optimizer steps between two checkpoints; None saves by time only, and always at the end. ``auto`` saves as often as loses
+    the least: from the measured cost of a save and the mean time between failures, by the formula of Young and Daly."""
     every_s: Seconds | None = None
     """Seconds between two checkpoints; None saves by steps only."""
+    mtbf_s: Seconds | None = None
+    """Mean seconds between failures for ``every_steps: auto``; None estimates it from the failures that the run has had."""
+    min_interval_s: Seconds = 5.0
+    """Shortest time between two checkpoints that ``auto`` may choose; also when the first one is made."""
+    max_interval_s: Seconds = 1800.0
+    """Longest time between two checkpoints that ``auto`` may choose."""
     keep_latest: PositiveInt = 3
     """Newest checkpoints that are kept; the best one is kept besides."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -137,6 +153,24 @@ class CheckpointSpec(Frozen):
     """Whether the best is the smallest or the largest value."""
     safetensors: bool = False
     """Write the weights as ``model.safetensors`` too, beside ``model.pt``."""
+    max_failed_saves: PositiveInt = 5
+    """Saves that may fail one after the other before the run says ``storage_unavailable``. Training goes on, and saving is tried
+    again and again with growing pauses of up to a minute."""
+    on_failed_saves: Literal["continue", "pause"] = "continue"
+    """What a run does that is ``storage_unavailable``: train on without new checkpoints, or pause. A paused run holds no
+    resources; when it is resumed it goes on from its newest checkpoint, and the steps since are done again."""
+
+    @field_validator("max_interval_s")
+    @classmethod
+    def _max_reaches_min(cls, value: float, info: ValidationInfo) -> float:
+        least = info.data.get("min_interval_s")
+        if least is not None and value < least:
+            raise PydanticCustomError(
+                "max_below_min",
+                "max_interval_s {value} is smaller than min_interval_s {least}; raise max_interval_s or lower min_interval_s",
+                {"value": value, "least": least},
+            )
+        return value
 
 
 class RecoverySpec(Frozen):

@@ -7,11 +7,12 @@ import io
 import math
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError
 from storage.files import Files, WriteStream
@@ -21,16 +22,21 @@ from storage.run_dir import CheckpointName, RunDir
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_BESIDE_BYTES = 256 << 10
+"""Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
+
 
 class CheckpointFile(io.RawIOBase):
     """A binary file that hashes and counts what is written to it; whole and durable once closed without an exception."""
 
-    def __init__(self, stream: WriteStream, closed_whole: Callable[[FileEntry], None]) -> None:
+    def __init__(self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor) -> None:
         super().__init__()
         self._stream = stream
         self._hash = hashlib.sha256()
+        self._hasher = hasher
         self._size_bytes = 0
         self._spoilt = False
+        self._problem: StorageError | None = None
         self._closed_whole = closed_whole
 
     def writable(self) -> bool:
@@ -38,12 +44,20 @@ class CheckpointFile(io.RawIOBase):
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
+        # The digest of a large block is taken while it is written: both let go of the interpreter. Neither keeps the caller's
+        # memory, so both must be done on return.
+        hashed = self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
         try:
             self._stream.write(view)
-        except BaseException:
+        except BaseException as exc:
             self._spoilt = True
+            self._problem = exc if isinstance(exc, StorageError) else None
             raise
-        self._hash.update(view)
+        finally:
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self._hash.update(view)
         self._size_bytes += len(view)
         return len(view)
 
@@ -71,6 +85,8 @@ class CheckpointFile(io.RawIOBase):
         self._spoilt = True
         with suppress(StorageError):  # the exception under way says more
             self.close()
+        if self._problem is not None and exc is not self._problem:
+            raise self._problem from exc  # torch.save says only that a write failed
 
 
 class CheckpointWriter:
@@ -83,9 +99,10 @@ class CheckpointWriter:
         # The marker says whose directory this is. Who begins the same checkpoint again removes it with the directory.
         self._marker = f"{self._directory}/{MANIFEST}.{secrets.token_hex(6)}.tmp"
         self._entries: dict[str, FileEntry | None] = {}
+        self._hasher = ThreadPoolExecutor(1, "checkpoint-digest")
         self._ended = False
-        self._files.make_dir(self._directory)
-        self._files.create(self._marker).close()
+        self._files.make_dir(run_dir.checkpoints_path())
+        self._files.touch(self._marker)  # fences the living; commit makes the directory durable
 
     @property
     def name(self) -> str:
@@ -108,7 +125,7 @@ class CheckpointWriter:
         def closed_whole(entry: FileEntry) -> None:
             self._entries[relpath] = entry
 
-        return CheckpointFile(self._files.create(f"{self._directory}/{relpath}"), closed_whole)
+        return CheckpointFile(self._files.create(f"{self._directory}/{relpath}"), closed_whole, self._hasher)
 
     def commit(
         self,
@@ -150,6 +167,7 @@ class CheckpointWriter:
         # The files' bytes are durable since they were closed; now their names, innermost directories first.
         for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
             self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
+        self._files.sync_dir(self._run_dir.checkpoints_path())
         if not self._files.promote(self._marker, f"{self._directory}/{MANIFEST}", manifest.to_bytes()):
             raise CheckpointReplaced(self.name)
         self._ended = True
@@ -161,13 +179,20 @@ class CheckpointWriter:
             return
         self._ended = True
         if self._files.exists(self._marker):
+            # The manifest first: where the answer to its write was lost, it may be there.
+            self._files.delete_file(f"{self._directory}/{MANIFEST}")
             self._files.delete_dir(self._directory)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.abort()
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self._hasher.shutdown()
+        if kind is None:
+            self.abort()
+            return
+        with suppress(StorageError):  # the exception under way says more; who begins next clears away what is left
+            self.abort()
 
     @property
     def _files(self) -> Files:

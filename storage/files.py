@@ -60,6 +60,9 @@ class Files(Protocol):
     def create(self, relpath: str) -> WriteStream:
         """Begin a new file, which must not exist yet where the filesystem can tell."""
 
+    def touch(self, relpath: str) -> None:
+        """Make a new empty file in a directory that is made for it. Neither survives a crash of the machine until it is synced."""
+
     def make_dir(self, relpath: str) -> None:
         """Make a directory and its parents durably, where directories are a thing."""
 

@@ -131,6 +131,9 @@ class ObjectFiles:
         with mapped("write", path):
             return _ObjectUpload(self._fs.open_output_stream(path, compression=None), path)
 
+    def touch(self, relpath: str) -> None:
+        self.create(relpath).close()
+
     def make_dir(self, relpath: str) -> None:
         """Nothing: an object's name is all there is to its directory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection
@@ -26,7 +27,10 @@ _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
 _KEPT = "control/kept.json"
+_PROBE = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PROBE_BYTES = 4096
 DRIVER_ATTEMPT = 0
+DRIVER_PROBE = "driver"
 STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 
@@ -200,6 +204,14 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as exc:
             raise CorruptFile(f"{self.files.path(path)} does not say which steps to keep: {exc}") from exc
 
+    def write_probe(self, submission: int, name: str) -> None:
+        """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a node's id or DRIVER_PROBE."""
+        self.files.write(self._probe_path(submission, name), probe_bytes(self, submission, name))
+
+    def read_probe(self, submission: int, name: str) -> bytes:
+        """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not see it."""
+        return self.files.read(self._probe_path(submission, name))
+
     def delete(self) -> None:
         """The whole directory with everything in it."""
         self.files.delete_dir(self._path())
@@ -231,11 +243,21 @@ class RunDir:
     def _drill_path(self, submission: int) -> str:
         return self._path(f"control/s{submission:03d}.drill.json")
 
+    def _probe_path(self, submission: int, name: str) -> str:
+        if not _PROBE.fullmatch(name):
+            raise InvalidStorage(f"{name!r} cannot name a node's probe")
+        return self._path(f"control/s{submission:03d}.probes/{name}")
+
     def _stop_path(self, submission: int) -> str:
         return self._path(f"control/s{submission:03d}.stop.json")
 
     def _path(self, relpath: str = "") -> str:
         return f"runs/{self.run_id}/{relpath}" if relpath else f"runs/{self.run_id}"
+
+
+def probe_bytes(run_dir: RunDir, submission: int, name: str) -> bytes:
+    """What a probe holds: whoever reads it knows it without being told."""
+    return hashlib.shake_128(f"{run_dir.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
 
 
 def _stop_request(stop: Stop) -> bytes:

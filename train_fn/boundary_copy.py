@@ -33,7 +33,7 @@ class BoundaryCopies:
         self._state = state
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None
-        self._free: list[dict[str, Any]] = []
+        self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
         """A copy of the present state. Called by the training thread, between two steps; whoever calls must release it."""
@@ -43,7 +43,7 @@ class BoundaryCopies:
             if newest is not None and newest.num_holders and newest.step == self._state.step:
                 newest.num_holders += 1
                 return newest
-            reuse = self._free.pop() if self._free else None
+            reuse, self._free = self._free, None
         tree = copy_to_cpu(self._state.state_dict(), reuse)
         copy = BoundaryCopy(self._state.step, self._state.epoch, tree, time.perf_counter() - began)
         with self._lock:
@@ -51,8 +51,11 @@ class BoundaryCopies:
         return copy
 
     def release(self, copy: BoundaryCopy) -> None:
-        """Called from any thread, once for each ``take``: the last one gives the memory to a later copy."""
+        """Called from any thread, once for each ``take``: the last one gives the memory to a later copy.
+
+        One copy's memory is kept for that, whatever number was held at a time.
+        """
         with self._lock:
             copy.num_holders -= 1
             if not copy.num_holders:
-                self._free.append(copy.state)
+                self._free, copy.state = copy.state, {}

@@ -25,7 +25,7 @@ from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir, Stop
+from storage.run_dir import DRIVER_PROBE, RunDir, Stop
 from train_fn.drills import Drills, Faults
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
@@ -97,6 +97,7 @@ class Driver:
         if spec.runs_own_function:
             self._train, self._settings = OWN_FUNCTION, self._settings.for_own_function()
         history = read_history(self._run_dir)
+        self._run_dir.write_probe(self._submission, DRIVER_PROBE)
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -151,6 +152,7 @@ class Driver:
                 return loss.given_up
             history, recovery = loss.history, loss.recovery
         while True:
+            self._check_newest()  # a driver that slept must not clear away what its successor has set up
             repair_snapshot_file(self._run_dir)
             remove_placement_groups(job.run_dir.run_id)
             engine = Engine(
@@ -208,7 +210,7 @@ class Driver:
     def _finish(self, outcome: Outcome) -> None:
         """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become durable."""
         self._done.set()
-        name, reason = ending(outcome, overdue=self._stopping.overdue)
+        name, reason = ending(outcome, overdue=self._stopping.overdue, by_itself=self._stopping.asked is None)
         self._client.emit(EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step})
         logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
         if not self._client.close(FINAL_FLUSH_S):

@@ -8,6 +8,7 @@ TrainError
 ├── BadTask            a task breaks its protocol
 ├── PeersGone          what all ranks do together did not come about
 ├── CheckpointFailed   the final checkpoint could not be committed
+├── StorageNotShared   the run's storage is not the same on all nodes
 └── StepFailed         what a rank raises after it left a broken attempt in order; names the cause
 """
 
@@ -73,6 +74,12 @@ class PeersGone(TrainError):
 
 class CheckpointFailed(TrainError):
     """A checkpoint that must be durable before the rank may go on could not be committed."""
+
+    kind = ErrorKind.STORAGE
+
+
+class StorageNotShared(TrainError):
+    """Nodes read other bytes under one path than others wrote there. Trying again changes nothing."""
 
     kind = ErrorKind.STORAGE
 

@@ -23,7 +23,7 @@ from train_fn.replica import Replica, build_replica, end_process_group
 from train_fn.reporter import Reporter
 from train_fn.restore import restore
 from train_fn.safetensors_file import require_safetensors
-from train_fn.saver import Saver
+from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepSum, StepTotals
@@ -79,7 +79,7 @@ class Attempt:
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.origin is not None:
-            self._saver.offer(is_best=True)  # due at once: from then on the run needs nothing of the one that it was forked from
+            self._saver.offer(due=True, is_best=True)  # at once: from then on the run needs nothing of the one that it was forked from
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
         self._clock = StepClock(replica.parameters, ctx.device)
@@ -112,10 +112,10 @@ class Attempt:
             if state.step < replica.total_steps:
                 stop = totals.stop
             is_best = stop is None and self._close_boundary()
-            saver.offer(is_best=is_best)
+            saver.offer(due=totals.save, is_best=is_best)
             publisher.offer()
         self.phase = "checkpoint"
-        self._finish(is_best)
+        self._finish(is_best, stop)
         return stop
 
     def _forward_backward(self, replica: Replica) -> StepTotals:
@@ -142,8 +142,8 @@ class Attempt:
                 loss_sum, weight = replica.forward(batch)
                 totals.add(loss_sum, weight, counted)
                 if last:  # what all need to know travels while the last backward runs
-                    newest = self._saver.newest_committed(self._reported_checkpoint)
-                    totals.start(ctx.journal.stop_requested, newest, self._own_s)
+                    saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
+                    totals.start(stop, saver.newest_committed(self._reported_checkpoint), saver.is_due(), self._own_s)
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
         self._buffers = replica.equal_buffers()
@@ -211,7 +211,7 @@ class Attempt:
         if self._clock is not None:
             self._clock.restart()  # a report is a barrier
 
-    def _finish(self, is_best: bool) -> None:
+    def _finish(self, is_best: bool, stop: Stop | None) -> None:
         """Commit and report the final checkpoint; the run's end leaves nothing on the node."""
         replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
         assert replica is not None and saver is not None and publisher is not None and reporter is not None
@@ -219,13 +219,16 @@ class Attempt:
         publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
         error = None
         try:
-            saver.save_now(is_best=is_best)
+            saver.save_now(is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S)
         except Exception as exc:
-            error = exc
-        error = replica.peers.share(error, 0)
+            if stop is not None and saver.stop is not None:  # the run asked to pause where saves fail: nothing else is left
+                logger.warning("stopped without a last checkpoint: %s", exc)
+            else:
+                error = exc
+        error, committed = replica.peers.share((error, saver.newest_committed(self._reported_checkpoint)), 0)
         if error is not None:
             raise error
-        self._report_checkpoint(replica.state.step)
+        self._report_checkpoint(committed)
         reporter.close()
         saver.close()
         self._loader.close()

@@ -27,7 +27,7 @@ _USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", lin
 """A frame of uploaded code, by where nodes keep it (``own_code``)."""
 
 _STORAGE_TYPES = frozenset(
-    {"CheckpointFailed"}
+    {"CheckpointFailed", "StorageNotShared"}
     | {name for name, value in vars(storage.errors).items() if isinstance(value, type) and issubclass(value, StorageError)}
 )
 

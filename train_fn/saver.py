@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
-from typing import IO, cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import IO, Any, cast
 
 import torch
 
 from everstep.events import EventKind
+from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
-from storage.run_dir import CheckpointName
+from storage.run_dir import CheckpointName, Stop
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
+from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.safetensors_file import safetensors_name, write_safetensors
+from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.state import TrainState
 
 MODEL_FILE = "model.pt"
@@ -26,8 +30,10 @@ EMA_FILE = "model_ema.pt"
 """The same with averaged weights, where the run keeps them."""
 STATE_FILE = "train_state.pt"
 """Everything else of TrainState."""
-FINAL_TRIES = 3
-RETRY_S = 1.0
+FINAL_PATIENCE_S = 600.0
+"""How long a run whose steps are done waits for a storage that fails."""
+STOP_PATIENCE_S = 30.0
+"""The same for ranks that were asked to stop: somebody waits for them."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +46,15 @@ class Save:
     is_best: bool
     best: str | None
     """Name of the checkpoint that retention keeps as the best."""
+    retry_until: float
+    """The same state is tried again before this moment; a periodic save is not, the next one then has a newer state."""
 
 
 class Saver:
-    """Saves on rank 0; on the others every call returns at once. One save is written at a time, one waits.
+    """Saves on rank 0; on the others every call returns at once. Training never waits for the storage, and outlives its failures.
 
-    A save that comes while another waits takes its place, unless the waiting one is the best and the new one is not.
+    One copy of the state is held, from the boundary until it is written. A save that comes due meanwhile is merged into one of
+    the first step after that. Only a state that is the best so far cannot wait: it takes a copy of its own.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
@@ -54,48 +63,75 @@ class Saver:
         self._store = ctx.run_dir.checkpoints
         self._lock = threading.Condition()
         self._waiting: Save | None = None
-        self._writing = False
-        self._closed = False
+        self._current: Save | None = None
+        self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
+        self._closed = self._hurry = False
         self._committed: Manifest | None = None
-        self._saved_at = time.monotonic()
-        self._saved_step: int | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
+        self._error: Exception | None = None
+        self._failures = SaveFailures(ctx.spec.checkpoint)
+        self._tried: str | None = None
+        """Checkpoint that was last to be committed: one that is found committed then, although that seemed to fail, is ours."""
+        self._past: tuple[float, ObservedFailures] | None = None
+        self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         if self._active:
-            self._thread.start()
+            threading.Thread(target=self._run, name="checkpoint-saver", daemon=True).start()
 
-    def offer(self, *, is_best: bool) -> None:
-        """Save in the background if a checkpoint is due: by steps, by time, or because this is the best state so far."""
-        if not self._active or not (is_best or self._is_due()):
-            return
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals take it to all ranks."""
+        if not self._active:
+            return False
+        now = time.monotonic()
         with self._lock:
-            if self._waiting is not None:
-                if self._waiting.is_best and not is_best:
-                    return
-                self._copies.release(self._waiting.copy)
-                self._waiting = None
-        save = self._take(is_best)
-        with self._lock:
-            self._waiting = save
-            self._lock.notify_all()
+            stalled = self._stalled(now)
+            if self._current is not None or self._waiting is not None or not self._failures.may_try(now):
+                due = False
+            else:
+                due = self._failures.in_a_row > 0 or self._cadence.is_due(self._state.step + 1, now)
+        if stalled is not None:
+            self._tell_failed(*stalled)
+        return due
 
-    def save_now(self, *, is_best: bool = False) -> None:
-        """Commit the present state before returning, after what is under way. Raises CheckpointFailed."""
+    def offer(self, *, due: bool, is_best: bool) -> None:
+        """Save the present state in the background if that is due, or if it is the best so far.
+
+        Args:
+            due: what ``is_due`` said before the step, on rank 0; all ranks are told the same.
+        """
         if not self._active:
             return
-        self._drain()
-        if self._committed is not None and self._committed.step == self._state.step:
+        with self._lock:
+            self._cadence.step_ended(time.monotonic(), busy=self._current is not None)
+        if due or is_best:
+            self._hand_over(is_best, retry_until=float("inf") if is_best else float("-inf"))
+        with self._lock:
+            self._cadence.boundary_left(time.monotonic())
+
+    def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
+        """Commit the present state before returning, after what is under way.
+
+        Raises CheckpointFailed where the storage keeps failing, or stands still, for ``patience_s``; one that is only slow is
+        waited for.
+        """
+        if not self._active:
             return
-        save = self._take(is_best)
-        for attempt in range(1, FINAL_TRIES + 1):
-            error = self._write(save)
-            if error is None:
-                self._copies.release(save.copy)
-                return
-            if attempt < FINAL_TRIES:
-                time.sleep(RETRY_S)
+        deadline = time.monotonic() + patience_s
+        with self._lock:
+            self._hurry = True
+            self._lock.notify_all()
+        if self.wait_idle(deadline) and not self._is_committed():
+            self._hand_over(is_best, retry_until=deadline)
+            self.wait_idle(deadline)
+        if self._is_committed():
+            return
         raise CheckpointFailed(
-            f"the checkpoint of step {save.copy.step} could not be committed in {FINAL_TRIES} tries: {error}"
-        ) from error
+            f"the checkpoint of step {self._state.step} could not be committed, with {patience_s:g} s of patience: "
+            f"{self._error or 'the storage does not answer'}"
+        ) from self._error
+
+    @property
+    def stop(self) -> Stop | None:
+        """What the run's spec asks for when so many saves failed."""
+        return self._failures.stop
 
     def newest_committed(self, already_reported: int) -> int:
         """Step of the newest checkpoint committed by this attempt, when later than ``already_reported``; else 0."""
@@ -109,64 +145,99 @@ class Saver:
         """Take no more; a save under way is left to its thread, which dies with the process."""
         with self._lock:
             self._closed = True
-            self._waiting = None
+            self._drop_waiting()
             self._lock.notify_all()
 
-    def _is_due(self) -> bool:
-        checkpoint, step = self._ctx.spec.checkpoint, self._state.step
-        by_step = checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
-        by_time = checkpoint.every_s is not None and time.monotonic() - self._saved_at >= checkpoint.every_s
-        return (by_step or by_time) and step != self._saved_step
+    # -- the training thread -----------------------------------------------------------------------------------------------
 
-    def _take(self, is_best: bool) -> Save:
-        copy = self._copies.take()
-        self._saved_at, self._saved_step = time.monotonic(), copy.step
-        best = self._state.best
-        return Save(copy, is_best, best.checkpoint if best else None)
-
-    def _drain(self) -> None:
+    def _hand_over(self, is_best: bool, retry_until: float) -> None:
+        """Copy the state and leave the copy to the thread."""
         with self._lock:
-            self._lock.wait_for(lambda: self._waiting is None and not self._writing)
+            if self._closed or (self._waiting is not None and self._waiting.is_best and not is_best):
+                return
+            self._drop_waiting()
+        copy = self._copies.take()
+        best = self._state.best
+        with self._lock:
+            self._waiting = Save(copy, is_best, best.checkpoint if best else None, retry_until)
+            self._cadence.begun(copy.step, time.monotonic())
+            self._lock.notify_all()
+
+    def _drop_waiting(self) -> None:
+        """Called with the lock held."""
+        if self._waiting is not None:
+            self._copies.release(self._waiting.copy)
+            self._waiting = None
+
+    def wait_idle(self, deadline: float) -> bool:
+        """Wait until nothing is left to write; past ``deadline`` only as long as bytes move."""
+        with self._lock:
+            while self._waiting is not None or self._current is not None:
+                last = deadline if self._moved_at is None else max(deadline, self._moved_at + STALLED_S)
+                left_s = last - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._lock.wait(min(left_s, 1.0))
+            return True
+
+    def _is_committed(self) -> bool:
+        return self._committed is not None and self._committed.step == self._state.step
+
+    def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
+        """Called with the lock held: count a save that no longer moves as failed; what is to be told then."""
+        if self._current is None or self._moved_at is None or now - self._moved_at < STALLED_S:
+            return None
+        self._moved_at = now
+        self._failures.failed(now)
+        return self._current.copy.step, f"StorageUnavailable: the storage took no byte for {STALLED_S:g} s", self._standing()
+
+    # -- the saver's thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._writing = False
-                self._lock.notify_all()
-                self._lock.wait_for(lambda: self._waiting is not None or self._closed)
-                if self._waiting is None:
-                    return
-                save, self._waiting, self._writing = self._waiting, None, True
-            self._write(save)
+        while (save := self._next()) is not None:
+            while (error := self._write(save)) is not None and self._try_again(save, error):
+                pass
             self._copies.release(save.copy)
+            with self._lock:
+                self._current = self._moved_at = None
+                self._lock.notify_all()
+
+    def _next(self) -> Save | None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._waiting is not None or self._closed)
+            self._current, self._waiting = self._waiting, None
+            return self._current
+
+    def _try_again(self, save: Save, error: Exception) -> bool:
+        """After a failure: wait, and say whether the same copy is to be tried again."""
+        with self._lock:
+            self._moved_at = None
+            left_s = save.retry_until - time.monotonic()
+            if not isinstance(error, StorageError) or left_s <= 0 or self._in_the_way(save):
+                return False
+            self._lock.wait_for(lambda: self._closed or self._in_the_way(save), min(self._failures.retry_s, left_s))
+            return not self._closed and self._waiting is None
+
+    def _in_the_way(self, save: Save) -> bool:
+        """Called with the lock held: whether a newer save waits for this one, or will as soon as it is gone."""
+        return self._waiting is not None or (self._hurry and save.retry_until == float("inf"))
 
     def _write(self, save: Save) -> Exception | None:
         """Write, commit, report, and delete what retention lets go; the error when it was not committed."""
-        ctx, began = self._ctx, time.perf_counter()
+        began = time.perf_counter()
+        self._moved()
         try:
-            manifest = self._commit(save)
-        except CheckpointExists as exc:
-            self._committed = self._store.manifest(exc.name)
-            return None
+            try:
+                manifest, is_new = self._commit(save), True
+            except CheckpointExists as exc:  # by an earlier attempt, or by a try whose answer was lost; it was just read back whole
+                manifest, is_new = self._store.manifest(exc.name), exc.name == self._tried
         except Exception as exc:
-            logger.exception("the checkpoint of step %d was not committed; training goes on", save.copy.step)
-            ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": save.copy.step, "error": f"{type(exc).__name__}: {exc}"})
+            self._note_failed(save, exc)
             return exc
-        self._committed = manifest
-        ctx.journal.emit(
-            EventKind.CHECKPOINT_COMMITTED,
-            {
-                "step": manifest.step,
-                "epoch": manifest.epoch,
-                "name": manifest.name,
-                "size_bytes": manifest.size_bytes,
-                "digest": manifest.digest,
-                "metrics": manifest.metrics,
-                "stall_s": round(save.copy.stall_s, 6),
-                "write_s": round(time.perf_counter() - began, 6),
-            },
-        )
-        self._retain(save)
+        self._note_committed(manifest)
+        if is_new:
+            self._tell_committed(save, manifest, time.perf_counter() - began)
+            self._retain(save)
         return None
 
     def _commit(self, save: Save) -> Manifest:
@@ -178,10 +249,12 @@ class Saver:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
                 with writer.write_file(name) as file:
-                    torch.save(content, cast(IO[bytes], file))
+                    torch.save(content, cast(IO[bytes], _Watched(file, self._moved)))
                 if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
                     with writer.write_file(safetensors_name(name)) as file:
-                        write_safetensors(content, cast(IO[bytes], file))
+                        write_safetensors(content, cast(IO[bytes], _Watched(file, self._moved)))
+                self._moved()
+            self._tried = writer.name
             return writer.commit(
                 epoch=save.copy.epoch,
                 attempt=ctx.attempt,
@@ -190,6 +263,9 @@ class Saver:
                 sample_digest=state["ledger"]["chain"],
                 metrics=state["metrics"],
             )
+
+    def _moved(self) -> None:
+        self._moved_at = time.monotonic()
 
     def _retain(self, save: Save) -> None:
         try:
@@ -201,3 +277,74 @@ class Saver:
             parsed = CheckpointName.parse(name)
             assert parsed is not None
             self._ctx.journal.emit(EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name})
+
+    # -- what is told ------------------------------------------------------------------------------------------------------
+
+    def _standing(self) -> dict[str, Any]:
+        """Called with the lock held: how failures stand."""
+        limit = self._ctx.spec.checkpoint.max_failed_saves
+        return {"failed_in_a_row": self._failures.in_a_row, "max_failed_saves": limit, "retry_s": self._failures.retry_s}
+
+    def _note_failed(self, save: Save, error: Exception) -> None:
+        logger.error("the checkpoint of step %d was not committed; training goes on", save.copy.step, exc_info=error)
+        with self._lock:
+            self._failures.failed(time.monotonic())
+            self._error = error
+            standing = self._standing()
+        self._tell_failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
+
+    def _note_committed(self, manifest: Manifest) -> None:
+        with self._lock:
+            self._failures.succeeded()
+            self._error, self._committed = None, manifest
+
+    def _tell_failed(self, step: int, error: str, standing: dict[str, Any]) -> None:
+        self._ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing})
+
+    def _tell_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
+        self._ctx.journal.emit(
+            EventKind.CHECKPOINT_COMMITTED,
+            {
+                "step": manifest.step,
+                "epoch": manifest.epoch,
+                "name": manifest.name,
+                "size_bytes": manifest.size_bytes,
+                "digest": manifest.digest,
+                "metrics": manifest.metrics,
+                "stall_s": round(save.copy.stall_s, 6),
+                "write_s": round(write_s, 6),
+            },
+        )
+        if self._cadence.auto:
+            observed = self._observed()
+            with self._lock:
+                chosen = self._cadence.committed(save.copy.stall_s, write_s, observed)
+            if chosen is not None:
+                self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": manifest.step, **chosen})
+
+    def _observed(self) -> ObservedFailures:
+        """Failures so far; the journals are read once, since in this attempt there was none yet."""
+        now = time.time()
+        if self._past is None:
+            try:
+                self._past = (now, observed_failures(self._ctx.run_dir, now))
+            except StorageError as exc:
+                logger.warning("the run's journals could not be read for its failures, trying again: %s", exc)
+                return ObservedFailures()
+        at, past = self._past
+        return replace(past, trained_s=past.trained_s + now - at)
+
+
+class _Watched:
+    """A checkpoint's file that tells whenever the storage took bytes."""
+
+    def __init__(self, file: CheckpointFile, moved: Callable[[], None]) -> None:
+        self._file, self._moved = file, moved
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        written = self._file.write(data)
+        self._moved()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -37,6 +37,8 @@ class StepTotals:
     """What at least one rank has heard that the user asked for."""
     checkpoint_step: int
     """Step of a checkpoint that has been committed since and is to be reported; 0 for none."""
+    save: bool
+    """Whether the state after this step is to be saved: rank 0's word, on every rank the same."""
     own_s: tuple[float, ...] = ()
     """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
 
@@ -56,7 +58,7 @@ class StepSum:
         self._weights.append(weight)
         self._count += counted
 
-    def start(self, stop: Stop | None, checkpoint_step: int, own_s: float = 0.0) -> None:
+    def start(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> None:
         """Send it off. On CUDA nothing here waits for the device."""
         device = self._peers.device
         loss = torch.stack(self._losses).sum(dtype=torch.float64)
@@ -68,7 +70,7 @@ class StepSum:
             sum(numbers),
             *(count.num_samples, count.num_unexpected, count.num_missing),
             *(hashed & _LIMB, hashed >> _LIMB_BITS & _LIMB, hashed >> 2 * _LIMB_BITS),
-            *(stop == "cancel", stop == "pause", checkpoint_step),
+            *(stop == "cancel", stop == "pause", checkpoint_step, save),
             *(own_s if rank == self._peers.rank else 0.0 for rank in range(self._peers.world_size)),
         ]
         vector = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
@@ -85,7 +87,8 @@ class StepSum:
             self._work.wait()
         sums = self._vector.tolist()
         self._peers.require_whole()  # the device has come past this step's gradients as well: they were queued before
-        loss, nonfinite, ranks, weight, samples, unexpected, missing, low, mid, high, cancels, pauses, step, *own_s = sums
+        loss, nonfinite, ranks, weight, samples, unexpected, missing, low, mid, high, *told = sums
+        cancels, pauses, step, save, *own_s = told
         hashed = int(low) + (int(mid) << _LIMB_BITS) + (int(high) << 2 * _LIMB_BITS) & MASK64
         return StepTotals(
             loss_sum=loss,
@@ -95,5 +98,6 @@ class StepSum:
             nonfinite_rank=int(ranks) - 1 if nonfinite == 1 else None,
             stop="cancel" if cancels else "pause" if pauses else None,
             checkpoint_step=int(step),
+            save=save > 0,
             own_s=tuple(own_s),
         )

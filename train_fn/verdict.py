@@ -139,6 +139,8 @@ def decide(
         return _decide_user_error(judgement, past, spec)
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
+    if (judgement.signature or "").startswith("StorageNotShared|"):
+        return Decision(False, budget, "stop", reason=ReasonCode.STORAGE_UNAVAILABLE, message=judgement.exception)
     if _gpu_is_too_small(judgement, past):
         message = (
             f"the GPU's memory was too small at step {judgement.step} twice; lower train.micro_batch_size, which changes no result "

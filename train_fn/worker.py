@@ -22,6 +22,7 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
+from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.journal import ActorJournalClient, deliver_to
@@ -29,6 +30,7 @@ from train_fn.nccl import begin_attempt
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
 """How Ray Train names the thread that runs the training function."""
@@ -197,6 +199,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         context.node_id,
         context.device,
     )
+    prove_storage(context, Peers(context.world_rank, context.world_size, context.device))
     module, _, function = job.train.partition(":")
     train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
     # What the imports made stays: leaving a broken step collects garbage, and should not look through all of torch for it.

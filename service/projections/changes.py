@@ -157,7 +157,21 @@ def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:
         "committed_at": event.at,
         "size_bytes": int(data["size_bytes"]),
     }
-    return Changes(_checkpoints([*_without(run, data["name"]), committed]))
+    columns = _checkpoints([*_without(run, data["name"]), committed])
+    if run.reason_code == ReasonCode.STORAGE_UNAVAILABLE and run.status is RunStatus.RUNNING:
+        columns |= {"reason_code": None, "reason_message": None}
+    return Changes(columns)
+
+
+def _checkpoint_failed(run: RunRow, event: EventRow) -> Changes:
+    """A run that trains while no checkpoint can be saved says so, until one is."""
+    data = event.data
+    failed, limit = data.get("failed_in_a_row"), data.get("max_failed_saves")
+    if run.status is not RunStatus.RUNNING or failed is None or limit is None or failed < limit:
+        return Changes()
+    newest = f"the newest checkpoint is of step {run.latest_checkpoint['step']}" if run.latest_checkpoint else "there is none yet"
+    message = f"{failed} saves in a row failed, {newest}, and training goes on; the last one said: {data['error']}"
+    return Changes({"reason_code": ReasonCode.STORAGE_UNAVAILABLE.value, "reason_message": message})
 
 
 def _checkpoint_gone(run: RunRow, event: EventRow) -> Changes:
@@ -242,6 +256,7 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.CHECKPOINT_COMMITTED: _checkpoint_committed,
     EventKind.CHECKPOINT_DELETED: _checkpoint_gone,
     EventKind.CHECKPOINT_CORRUPT: _checkpoint_gone,
+    EventKind.CHECKPOINT_FAILED: _checkpoint_failed,
     EventKind.FAILURE: _failure,
     EventKind.RECOVERED: _recovered,
     EventKind.WAITING: _waiting,

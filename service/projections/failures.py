@@ -12,7 +12,14 @@ from service.db.rows import EventRow
 from storage.run_dir import CheckpointName
 
 KINDS: Final = frozenset(
-    {EventKind.FAILURE, EventKind.EVIDENCE, EventKind.RECOVERED, EventKind.RESTORED, EventKind.CHECKPOINT_CORRUPT}
+    {
+        EventKind.FAILURE,
+        EventKind.EVIDENCE,
+        EventKind.RECOVERED,
+        EventKind.RESTORED,
+        EventKind.CHECKPOINT_CORRUPT,
+        EventKind.CHECKPOINT_FAILED,
+    }
 )
 _FROM_RECOVERY: Final = ("detect_s", "recovery_s", "steps_lost", "world_size_before", "world_size_after")
 _OF_THE_EVENT: Final = ("at", "attempt", "submission")
@@ -26,12 +33,14 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 def failures(events: Iterable[EventRow]) -> list[Failure]:
     """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the failure of an attempt that it
-    followed, where that has none. A rank that just vanished was killed for want of memory where its node's kernel says so."""
+    followed, where that has none. A rank that just vanished was killed for want of memory where its node's kernel says so.
+    Saves that fail are one failure, told when there were so many in a row that the run is ``storage_unavailable``.
+    """
     found: list[dict[str, Any]] = []
     waiting: dict[str, Any] | None = None
     for event in events:
         if event.kind == EventKind.FAILURE:
-            waiting = {**_DEFAULTS, **event.data, "at": event.at, "attempt": event.attempt, "submission": event.submission}
+            waiting = {**_DEFAULTS, **event.data, **_place(event)}
             found.append(waiting)
         elif event.kind == EventKind.EVIDENCE:
             _add_evidence(found, event)
@@ -48,7 +57,13 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             found += [_corrupt(event, bad, action) for bad in event.data.get("rejected") or ()]
         elif event.kind == EventKind.CHECKPOINT_CORRUPT:
             found.append(_corrupt(event, event.data, "a restore passes it over"))
+        elif event.kind == EventKind.CHECKPOINT_FAILED and _is_last_straw(event.data):
+            found.append({**_DEFAULTS, **_failed_saves(event.data), **_place(event)})
     return [_failure(data) for data in found if data]
+
+
+def _place(event: EventRow) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in _OF_THE_EVENT}
 
 
 def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any]:
@@ -58,9 +73,7 @@ def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any
         return {}
     return {
         **_DEFAULTS,
-        "at": event.at,
-        "attempt": event.attempt,
-        "submission": event.submission,
+        **_place(event),
         "verdict": Verdict.STORAGE.value,
         "step": name.step,
         "exception": bad.get("problem"),
@@ -76,6 +89,20 @@ def _add_evidence(found: list[dict[str, Any]], event: EventRow) -> None:
             if failure["verdict"] == Verdict.WORKER_LOST:
                 failure["verdict"] = Verdict.OUT_OF_MEMORY.value
             return
+
+
+def _is_last_straw(data: dict[str, Any]) -> bool:
+    return data.get("failed_in_a_row") is not None and data["failed_in_a_row"] == data.get("max_failed_saves")
+
+
+def _failed_saves(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "verdict": Verdict.STORAGE.value,
+        "step": data.get("step"),
+        "exception": data.get("error"),
+        "evidence": {"failed_saves": data["failed_in_a_row"]},
+        "action": "training goes on; saving is tried again",
+    }
 
 
 def _failure(data: dict[str, Any]) -> Failure:

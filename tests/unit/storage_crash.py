@@ -1,12 +1,14 @@
 """Runs a scenario again and again, each time dying one system call later; ``python -m tests.unit.storage_crash NAME DIR``.
 
 Death is os._exit right before a call of the OS, or in the middle of a write. Each run has its own directory, ``DIR/001-before``
-and so on, beside a file ``DIR/001-before.said`` with what the scenario claimed to have reached before it died.
+and so on, beside a file ``DIR/001-before.said`` with what the scenario claimed to have reached before it died, and
+``DIR/001-before.died`` with the call before (or in the middle of) which it did.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +25,16 @@ DIED = 77
 class Countdown:
     """Ends the process at the ``number``-th call of the OS: before it, or (writes) after half of it."""
 
-    def __init__(self, number: int, mode: str) -> None:
+    def __init__(self, number: int, mode: str, died: Callable[[str], None]) -> None:
         self.left = number
         self.mode = mode
+        self.died = died
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
             if self.left == 0:
+                self.died(f"{name} {_target(args)}")
                 if self.mode == "half":
                     if name != "write":
                         os._exit(DIED)
@@ -39,6 +43,13 @@ class Countdown:
             return call(*args, **kwargs)
 
         return counted
+
+
+def _target(args: tuple[Any, ...]) -> str:
+    """The name of the file or directory that a call is about; of a rename the new one. Random parts are cut out."""
+    about = args[1] if len(args) > 1 and isinstance(args[1], str | Path) else args[0]
+    path = Path(f"/proc/self/fd/{about}").readlink() if isinstance(about, int) else Path(str(about))
+    return re.sub(r"-?\b[0-9a-f]{12}\b", "", path.name).replace("..", ".")
 
 
 def checkpoint(directory: Path, say: Callable[[str], None]) -> None:
@@ -95,7 +106,7 @@ def run_until_it_survives(scenario: Callable[[Path, Callable[[str], None]], None
         say = _notebook(directory / f"{number:03d}-{mode}.said")
         child = os.fork()
         if child == 0:
-            countdown = Countdown(number, mode)
+            countdown = Countdown(number, mode, _notebook(directory / f"{number:03d}-{mode}.died"))
             for name in CALLS:
                 setattr(os, name, countdown.wrap(name, getattr(os, name)))
             scenario(place, say)

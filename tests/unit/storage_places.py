@@ -69,6 +69,9 @@ class MemoryObjects:
 
         return Upload()
 
+    def touch(self, relpath: str) -> None:
+        self.write(relpath, b"")
+
     def make_dir(self, relpath: str) -> None: ...
 
     def sync_dir(self, relpath: str) -> None: ...

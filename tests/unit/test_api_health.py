@@ -55,7 +55,7 @@ async def test_database_away_makes_it_unready(api: ApiService, tmp_path: Path) -
 
 async def test_the_catalog_describes_what_a_spec_takes(api: ApiService) -> None:
     catalog = Catalog.model_validate_json((await api.http.get("/v1/catalog")).content)
-    assert {entry.name for entry in catalog.data} == {"digits", "fashion_mnist", "cifar10", "image_folder"}
+    assert {entry.name for entry in catalog.data} == {"digits", "fashion_mnist", "cifar10", "image_folder", "text_files"}
     assert {"mini_resnet", "resnet18"} <= {entry.name for entry in catalog.models}
     for entry in (*catalog.tasks, *catalog.models, *catalog.data, *catalog.optimizers, *catalog.schedules):
         Draft202012Validator.check_schema(entry.args_schema)

@@ -260,6 +260,35 @@ def test_a_failure_learns_from_its_recovery() -> None:
 # ---------------------------------------------------------------- checkpoints and samples
 
 
+def failed_save(in_a_row: int, seq: int = 1) -> EventRow:
+    data = {"step": 10, "error": "StorageFull: no space left", "failed_in_a_row": in_a_row, "max_failed_saves": 3, "retry_s": 4.0}
+    return event(EventKind.CHECKPOINT_FAILED, seq, at=NOON + seq, **data)
+
+
+def test_a_run_whose_saves_fail_says_so_while_it_trains_and_until_one_succeeds() -> None:
+    run = run_row(latest_checkpoint={"step": 5})
+    assert project(run, failed_save(2)).columns == {}
+    assert project(run, event(EventKind.CHECKPOINT_FAILED, step=1, error="told by an older driver")).columns == {}
+    unavailable = project(run, failed_save(3))
+    assert unavailable.status is None and unavailable.columns["reason_code"] == ReasonCode.STORAGE_UNAVAILABLE
+    message = unavailable.columns["reason_message"]
+    assert message.startswith("3 saves in a row failed, the newest checkpoint is of step 5") and "no space left" in message
+    assert project(run_row(RunStatus.STOPPING), failed_save(3)).columns == {}, "a status with a reason of its own keeps it"
+    cleared = project(replace(run, **unavailable.columns), committed(20)).columns
+    assert (cleared["reason_code"], cleared["reason_message"]) == (None, None)
+    other = run_row(RunStatus.RUNNING, reason_code="waiting_for_capacity")
+    assert "reason_code" not in project(other, committed(20)).columns
+
+
+def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() -> None:
+    lost = event(EventKind.FAILURE, 1, verdict="node_lost", action="restart")
+    saves = [failed_save(number, seq=1 + number) for number in (1, 2, 3, 4)]
+    recovered = event(EventKind.RECOVERED, 9, recovery_s=2.5)
+    found = failures.failures([lost, *saves, recovered])
+    assert [(item.verdict, item.recovery_s) for item in found] == [("node_lost", 2.5), ("storage", None)]
+    assert found[1].exception == "StorageFull: no space left" and found[1].step == 10
+
+
 def test_checkpoints_of_the_lineage() -> None:
     history = [
         committed(10),

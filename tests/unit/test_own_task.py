@@ -106,7 +106,8 @@ def test_an_archive_is_unpacked_once_a_node_and_made_whole_again(storage: Storag
     add_to_path(storage, digest)
     assert fetched == [digest, digest] and (directory / "mine" / "data.json").exists()
     assert load_named("mine.task:x") == 1 and load_named("inner:__name__") == "inner"
-    assert len(sys.path) == len(set(sys.path))
+    ours = [place for place in sys.path if "/cache/code/" in place]
+    assert len(ours) == len(set(ours))
     assert not list(directory.parent.glob("*.tmp"))
 
 

@@ -43,6 +43,10 @@ def test_what_the_last_event_says() -> None:
     assert reason["code"] == ReasonCode.DEADLINE_EXCEEDED and "step 7" in reason["message"]
     assert ending(stopped, overdue=False) == ("stopped", {"code": "cancelled_by_user", "message": "stopped as asked: cancel"})
     assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), "all steps were done in time"
+    paused = Outcome(finished=True, stopped="pause", last_step=7)
+    assert ending(paused, overdue=False)[1]["code"] == ReasonCode.PAUSED_BY_USER  # type: ignore[index]
+    name, reason = ending(paused, overdue=False, by_itself=True)
+    assert name == "stopped" and reason is not None and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
     given_up = Outcome(finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice")
     assert ending(given_up, overdue=True) == ("failed", {"code": "user_error", "message": "it raised twice"})
 

@@ -39,6 +39,28 @@ def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:
         (_check_checkpoints if scenario == "checkpoint" else _check_journal)(said.with_suffix(""), claims)
 
 
+PROTOCOL = [
+    *("mkdir step-000000100.s001", "open manifest.json.tmp", "fsync manifest.json.tmp"),  # begun: the directory and its marker
+    *("open model.pt", "write model.pt", "fsync model.pt", "mkdir deep", "mkdir er", "open state.pt", "write state.pt"),
+    *("fsync state.pt", "fsync er", "fsync step-000000100.s001", "fsync checkpoints"),  # bytes, then names
+    *("write manifest.json.tmp", "replace manifest.json"),  # the commit
+    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001"),  # deletion: the manifest first
+    *("rename .trash-step-000000150.s001", "rmdir .trash-step-000000150.s001"),  # what was left unfinished is cleared away
+]
+"""Points of the commit protocol, in the order in which the scenario comes by."""
+
+
+def test_death_came_at_every_point_of_the_protocol(wreckage: tuple[str, Path]) -> None:
+    scenario, directory = wreckage
+    deaths = {mode: {path.read_text().strip() for path in directory.glob(f"*-{mode}.died")} for mode in ("before", "half")}
+    if scenario == "checkpoint":
+        assert set(PROTOCOL) <= deaths["before"], set(PROTOCOL) - deaths["before"]
+        writes = {point for point in PROTOCOL if point.startswith("write")}
+    else:
+        writes = {"write s001.jsonl"}
+    assert writes <= deaths["half"], writes - deaths["half"]
+
+
 def _check_checkpoints(place: Path, claims: list[str]) -> None:
     run_dir = open_storage(str(place)).run_dir("run_crash")
     store = run_dir.checkpoints

@@ -81,11 +81,11 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
 def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
     total = StepSum(ALONE)
     total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
-    total.start("pause", 40)
+    total.start("pause", 40, save=True)
     found = total.wait()
     assert found.count == Count(5, 1, 2, sample_hash)
     assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (loss, 5, "pause", 40)
-    assert found.num_nonfinite == 0
+    assert found.num_nonfinite == 0 and found.save
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:

@@ -190,7 +190,7 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     saver, publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
     for step in range(1, 30):
         advance(state, step)
-        saver.offer(is_best=False)
+        saver.offer(due=True, is_best=False)
         publisher.offer()
     publisher.close()
     saver.save_now()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,13 @@ from torch import nn
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.checkpoints import CheckpointStore
-from storage.errors import StorageFull
 from storage.filesystem import open_storage
 from train_fn import saver as saver_module
-from train_fn.boundary_copy import BoundaryCopies
+from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import Stop, WorkerContext
-from train_fn.errors import CheckpointFailed
 from train_fn.saver import Saver
 from train_fn.state import Best, TrainState
+from train_fn.tensor_tree import take_apart
 
 
 class Journal:
@@ -40,7 +41,7 @@ class Journal:
         return [data["step"] for found, data in self.events if found is kind]
 
 
-def make_context(tmp_path: Path, rank: int = 0, **checkpoint: Any) -> WorkerContext:
+def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
     spec = RunSpec.model_validate(
         {
             "name": "saver",
@@ -50,7 +51,7 @@ def make_context(tmp_path: Path, rank: int = 0, **checkpoint: Any) -> WorkerCont
     )
     return WorkerContext(
         spec=spec,
-        run_dir=open_storage(str(tmp_path)).run_dir("run_saver"),
+        run_dir=open_storage(uri or str(tmp_path)).run_dir("run_saver"),
         submission=1,
         attempt=1,
         world_rank=rank,
@@ -101,7 +102,7 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, 
     ctx, state, slow = make_context(tmp_path), make_state(), SlowStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
-    saver.offer(is_best=False)
+    saver.offer(due=True, is_best=False)
     assert slow.begun.acquire(timeout=10)
     advance(state, 11)  # training goes on while the storage is slow
     slow.go.release(2)
@@ -111,19 +112,92 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, 
     saver.close()
 
 
-def test_saves_that_come_too_fast_are_merged_but_the_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False) -> bool:
+    """One step as the loop takes it; whether its state was due to be saved."""
+    state.step = step - 1
+    due = saver.is_due()
+    advance(state, step)
+    saver.offer(due=due, is_best=is_best)
+    return due
+
+
+def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, state, slow = make_context(tmp_path, keep_latest=9), make_state(), SlowStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
-    for step, is_best in [(10, False), (20, False), (30, False), (35, True), (40, False)]:
-        advance(state, step)
-        saver.offer(is_best=is_best)
-        if step == 10:
-            assert slow.begun.acquire(timeout=10)  # under way; the others wait for it
+    assert train_step(saver, state, 10)
+    assert slow.begun.acquire(timeout=10)  # under way
+    assert not any(train_step(saver, state, step) for step in range(11, 35)), "20 and 30 wait until 10 is written"
+    train_step(saver, state, 35, is_best=True)
+    assert not train_step(saver, state, 40)
     slow.go.release(9)
+    saver.wait_idle(time.monotonic() + 10)
+    assert train_step(saver, state, 43), "what was merged is made up for at the first step that can"
+    saver.wait_idle(time.monotonic() + 10)
+    assert not train_step(saver, state, 44)
+    assert train_step(saver, state, 50)
     saver.save_now()
-    assert ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 40]  # type: ignore[attr-defined]
-    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 40]
+    assert ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]  # type: ignore[attr-defined]
+    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 43, 50]
     saver.close()
+
+
+class CountedCopies(BoundaryCopies):
+    """Notes where each copy lies, and how many are held at a time."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.places: set[int] = set()
+        self.held = self.most_held = 0
+
+    def take(self) -> BoundaryCopy:
+        copy = super().take()
+        self.held += 1
+        self.most_held = max(self.most_held, self.held)
+        self.places.add(copy.state["model"]["weight"].data_ptr())
+        return copy
+
+    def release(self, copy: BoundaryCopy) -> None:
+        self.held -= 1
+        super().release(copy)
+
+
+def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
+    """Training overwrites its tensors in place as fast as it can while saves are written, each of them over many steps."""
+    ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=9, fingerprint="data")
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    live = [*model.parameters(), *(moment for moments in optimizer.state.values() for moment in moments.values())]
+    copies = CountedCopies(state)
+    saver = Saver(ctx, state, copies)
+    step = num_saved = 0
+    deadline = time.monotonic() + 30
+    while len(ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED)) < 15:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        step += 1
+        state.step = step - 1
+        due = saver.is_due()
+        with torch.no_grad():
+            for tensor in live:
+                tensor.fill_(step)
+        state.step = step
+        saver.offer(due=due, is_best=False)
+        num_saved += due
+    saver.save_now()
+    saver.close()
+    committed = ctx.run_dir.checkpoints.list()
+    assert 15 <= len(committed) <= num_saved + 1 < step, "saves overlapped with steps, and were merged"
+    assert copies.most_held == 1 and len(copies.places) == 1, "one copy of the state, in memory that is used again"
+    for manifest in committed:
+        read = functools.partial(ctx.run_dir.checkpoints.read_file, manifest.name)
+        saved = {**torch.load(io.BytesIO(read("train_state.pt"))), "model": torch.load(io.BytesIO(read("model.pt")))}
+        tensors: list[torch.Tensor] = []
+        take_apart(saved, tensors)
+        assert len(tensors) == len(live)
+        assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
+        assert (saved["step"], saved["epoch"], manifest.epoch) == (manifest.step, manifest.step // 9, manifest.step // 9)
 
 
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
@@ -139,51 +213,14 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_failed_save_is_reported_and_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    begin, failures = CheckpointStore.begin, [StorageFull("no space left; free some")]
-
-    def fail_once(store: CheckpointStore, step: int, submission: int) -> Any:
-        if failures:
-            raise failures.pop()
-        return begin(store, step, submission)
-
-    monkeypatch.setattr(CheckpointStore, "begin", fail_once)
-    advance(state, 10)
-    saver.offer(is_best=False)
-    advance(state, 20)
-    saver.save_now()
-    assert ctx.journal.events[0] == (EventKind.CHECKPOINT_FAILED, {"step": 10, "error": "StorageFull: no space left; free some"})  # type: ignore[attr-defined]
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [20]
-    assert saver.newest_committed(0) == 20
-    assert saver.newest_committed(20) == 0
-    saver.close()
-
-
-def test_the_final_checkpoint_must_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    monkeypatch.setattr(saver_module, "RETRY_S", 0.0)
-
-    def fail(*_: Any) -> Any:
-        raise StorageFull("no space left")
-
-    monkeypatch.setattr(CheckpointStore, "begin", fail)
-    with pytest.raises(CheckpointFailed, match="step 0 could not be committed in 3 tries: no space left"):
-        saver.save_now()
-    assert len(ctx.journal.steps(EventKind.CHECKPOINT_FAILED)) == 3  # type: ignore[attr-defined]
-    saver.close()
-
-
 def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
     ctx, state = make_context(tmp_path, every_steps=None, every_s=5.0), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
-    assert not saver._is_due()
+    assert not saver.is_due()
     now[0] += 5
-    assert saver._is_due()
+    assert saver.is_due()
     monkeypatch.undo()
     saver.close()
 
@@ -201,7 +238,8 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     ctx, state = make_context(tmp_path, rank=1), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
-    saver.offer(is_best=True)
+    assert not saver.is_due()
+    saver.offer(due=True, is_best=True)
     saver.save_now()
     saver.close()
     assert ctx.run_dir.checkpoints.list() == []

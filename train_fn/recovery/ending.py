@@ -13,7 +13,8 @@ class Stopping:
     def __init__(self, deadline_at: float | None) -> None:
         """``deadline_at`` in unix seconds; None for a run without a deadline, or one whose steps are all done."""
         self._deadline_at = deadline_at
-        self._asked: Stop | None = None
+        self.asked: Stop | None = None
+        """What the user asked for."""
         self.overdue = False
         """Whether the deadline came before any stop of the user's."""
 
@@ -25,13 +26,13 @@ class Stopping:
             now: unix seconds.
         """
         if not self.overdue:
-            self._asked = asked or self._asked
-            self.overdue = self._asked is None and self._deadline_at is not None and now >= self._deadline_at
-        return "cancel" if self.overdue else self._asked
+            self.asked = asked or self.asked
+            self.overdue = self.asked is None and self._deadline_at is not None and now >= self._deadline_at
+        return "cancel" if self.overdue else self.asked
 
 
-def ending(outcome: Outcome, *, overdue: bool) -> tuple[str, dict[str, str] | None]:
-    """``outcome`` and ``reason`` of the ``finished`` event.
+def ending(outcome: Outcome, *, overdue: bool, by_itself: bool = False) -> tuple[str, dict[str, str] | None]:
+    """``outcome`` and ``reason`` of the ``finished`` event; ``by_itself`` where the ranks stopped although nobody asked.
 
     Ranks that had done their last step when they heard of the deadline did not stop: such a run has succeeded.
     """
@@ -42,5 +43,11 @@ def ending(outcome: Outcome, *, overdue: bool) -> tuple[str, dict[str, str] | No
     if overdue:
         message = f"recovery.deadline_s passed at step {outcome.last_step}; the last checkpoint is kept"
         return "failed", {"code": ReasonCode.DEADLINE_EXCEEDED.value, "message": message}
+    if by_itself:
+        message = (
+            f"paused at step {outcome.last_step} because saves fail (checkpoint.on_failed_saves is pause); "
+            "it goes on from its newest checkpoint once it is resumed"
+        )
+        return "stopped", {"code": ReasonCode.STORAGE_UNAVAILABLE.value, "message": message}
     code = ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
     return "stopped", {"code": code.value, "message": f"stopped as asked: {outcome.stopped}"}

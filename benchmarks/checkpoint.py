@@ -1,0 +1,338 @@
+"""What checkpoints cost and what they take to read back, beside plain torch.save, torch.load and the plain write of the same bytes.
+
+    python -m benchmarks checkpoint --size-mb 200 --ranks 2
+
+Plain processes without Ray. Rank 0 trains an MLP with AdamW and saves its whole state (weights and two moments) by the saver of
+the training loop; with two ranks the other one trains beside it, and gradients are added up over gloo. All sides write to one
+directory, in turn, so that a disk that is busy is busy for all; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from benchmarks.report import summary, write
+from everstep.events import EventKind
+from everstep.spec import parse_spec
+from storage.checkpoints import CheckpointStore
+from storage.filesystem import open_storage
+from train_fn.boundary_copy import BoundaryCopies
+from train_fn.context import Stop, WorkerContext
+from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
+from train_fn.state import TrainState
+
+BYTES_PER_PARAMETER = 12
+"""A weight and AdamW's two moments, in float32."""
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Options:
+    size_mb: float
+    ranks: int
+    repeats: int
+    steps: int
+    batch: int
+    many: int
+    many_mb: float
+    directory: str
+
+
+class Journal:
+    """Keeps what the saver tells."""
+
+    stop_requested: Stop | None = None
+
+    def __init__(self) -> None:
+        self.events: list[tuple[EventKind, dict[str, Any]]] = []
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        self.events.append((kind, data))
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def values(self, name: str) -> list[float]:
+        return [data[name] for kind, data in self.events if kind is EventKind.CHECKPOINT_COMMITTED]
+
+
+class Training:
+    """One rank's training, reduced to what a checkpoint depends on: state, steps, boundaries."""
+
+    def __init__(self, options: Options, directory: Path, size_mb: float, rank: int = 0, ranks: int = 1) -> None:
+        torch.manual_seed(0)
+        num_parameters = size_mb * 1e6 / BYTES_PER_PARAMETER
+        width = 1024 if num_parameters > 4 * 1024**2 else 256
+        layers = max(1, round(num_parameters / width**2))
+        model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self.state = TrainState(
+            model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=1000, fingerprint="none"
+        )
+        self._inputs = torch.randn(options.batch, width)
+        self._ranks = ranks
+        self.journal = Journal()
+        self.context = _context(directory, self.journal, rank, self._ranks)
+        self.copies = BoundaryCopies(self.state)
+        self.saver = Saver(self.context, self.state, self.copies)
+
+    def step(self) -> None:
+        loss = self.state.model(self._inputs).square().mean()
+        loss.backward()
+        if self._ranks > 1:
+            for parameter in self.state.model.parameters():
+                dist.all_reduce(parameter.grad)
+        self.state.optimizer.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+
+    def save(self) -> float:
+        """Offer a save, as the loop does at a boundary; seconds that training stood still."""
+        began = time.perf_counter()
+        self.saver.offer(due=True, is_best=False)
+        return time.perf_counter() - began
+
+    def wait_committed(self) -> None:
+        if not self.saver.wait_idle(time.monotonic() + PATIENCE_S) or self.saver.newest_committed(0) < self.state.step:
+            raise RuntimeError(f"step {self.state.step} was not committed: {self.journal.events[-1:]}")
+
+
+def _context(directory: Path, journal: Journal, rank: int, ranks: int) -> WorkerContext:
+    spec = {
+        "name": "bench-checkpoint",
+        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "checkpoint": {"every_steps": 50, "keep_latest": 1},
+    }
+    return WorkerContext(
+        spec=parse_spec(spec),
+        run_dir=open_storage(str(directory)).run_dir("run_bench"),
+        submission=1,
+        attempt=1,
+        world_rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        node_id="bench",
+        device=torch.device("cpu"),
+        journal=journal,
+        report_checkpoint=lambda name, metrics: None,
+    )
+
+
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def write_synced(path: Path, write_to: Callable[[io.BufferedWriter], object]) -> None:
+    with path.open("wb") as file:
+        write_to(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- what saving takes from training
+
+
+def measure_training(options: Options, training: Training) -> dict[str, Any]:
+    """Cycles of so many steps: without a save, with one that is written beside the next cycle's steps, and torch.save between."""
+    plain_s, saving_s, stalls_s, synchronous_s = [], [], [], []
+    path = Path(options.directory) / "synchronous.pt"
+    for cycle in range(options.repeats + 1):
+        plain = timed(lambda: [training.step() for _ in range(options.steps)])
+        began = time.perf_counter()
+        stall = training.save()
+        for _ in range(options.steps):
+            training.step()
+        saving = time.perf_counter() - began
+        training.saver.save_now()
+        synchronous = timed(lambda: write_synced(path, lambda file: torch.save(training.state.state_dict(), file)))
+        if cycle:  # the first one allocates and warms up
+            plain_s.append(plain)
+            saving_s.append(saving)
+            stalls_s.append(stall)
+            synchronous_s.append(synchronous)
+    path.unlink()
+    size_bytes = training.context.run_dir.checkpoints.list()[-1].size_bytes
+    plain_median, stall_median = statistics.median(plain_s), statistics.median(stalls_s)
+    return {
+        "state_mb": round(size_bytes / 1e6, 1),
+        "steps_between_saves": options.steps,
+        "stall_s": summary(stalls_s),
+        "synchronous_save_s": summary(synchronous_s),
+        "stall_over_synchronous": round(stall_median / statistics.median(synchronous_s), 4),
+        "cycle_without_save_s": summary(plain_s),
+        "cycle_with_save_s": summary(saving_s),
+        "share_stalled": round(stall_median / plain_median, 5),
+        "share_lost": round(statistics.median(b / a for a, b in zip(plain_s, saving_s, strict=True)) - 1, 5),
+        "background_write_s": summary(training.journal.values("write_s")[1:]),
+    }
+
+
+def _other_rank(options: Options, rank: int, rendezvous: str) -> None:
+    """The rank that does not save: the same steps, and the same stops where rank 0 writes by itself."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    training = Training(options, Path(options.directory), options.size_mb, rank, options.ranks)
+    for _ in range((options.repeats + 1) * 2 * options.steps):
+        training.step()
+    dist.destroy_process_group()
+
+
+def training_figures(options: Options) -> dict[str, Any]:
+    if options.ranks == 1:
+        return measure_training(options, Training(options, Path(options.directory), options.size_mb))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are on this machine
+    rendezvous = f"file://{options.directory}/rendezvous"
+    context = torch.multiprocessing.get_context("spawn")
+    others = [context.Process(target=_other_rank, args=(options, rank, rendezvous)) for rank in range(1, options.ranks)]
+    for process in others:
+        process.start()
+    try:
+        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=options.ranks)
+        return measure_training(options, Training(options, Path(options.directory), options.size_mb, 0, options.ranks))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for process in others:
+            process.join(10)
+            process.kill()
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def disk_figures(options: Options) -> dict[str, Any]:
+    """The bytes of a checkpoint through the writer (digest, sync, manifest) and plainly (write, sync), in turn."""
+    training = Training(options, Path(options.directory) / "disk", options.size_mb)
+    buffer = io.BytesIO()
+    torch.save(training.state.state_dict()["model"], buffer)
+    block = buffer.getbuffer()
+    data = memoryview(b"".join([block] * 3))  # weights and two moments
+    store = training.context.run_dir.checkpoints
+    path = Path(options.directory) / "plain.bin"
+
+    def commit(step: int) -> None:
+        with store.begin(step, 1) as writer:
+            with writer.write_file(MODEL_FILE) as file:
+                file.write(data)
+            writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+
+    plain_s, writer_s = [], []
+    for step in range(1, options.repeats + 2):
+        plain = timed(lambda: write_synced(path, lambda file: file.write(data)))
+        path.unlink()
+        written = timed(lambda step=step: commit(step))  # type: ignore[misc]
+        store.delete(store.list()[-1].name)
+        if step > 1:
+            plain_s.append(plain)
+            writer_s.append(written)
+    mb = len(data) / 1e6
+    return {
+        "mb": round(mb, 1),
+        "plain_write_mb_per_s": summary([mb / seconds for seconds in plain_s]),
+        "digest_and_write_mb_per_s": summary([mb / seconds for seconds in writer_s]),
+        "digest_and_write_over_plain": round(statistics.median(plain_s) / statistics.median(writer_s), 4),
+    }
+
+
+# ---------------------------------------------------------------- restore
+
+
+def read_back(store: CheckpointStore) -> dict[str, Any]:
+    """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte, load it."""
+    manifest, _ = store.newest_valid()
+    assert manifest is not None
+    loaded = [
+        torch.load(io.BytesIO(store.read_file(manifest.name, name)), map_location="cpu", weights_only=True)
+        for name in (STATE_FILE, MODEL_FILE)
+    ]
+    return {**loaded[0], "model": loaded[1]}
+
+
+def restore_figures(options: Options) -> dict[str, Any]:
+    training = Training(options, Path(options.directory) / "restore", options.size_mb)
+    training.step()
+    training.saver.save_now()
+    store = training.context.run_dir.checkpoints
+    [manifest] = store.list()
+    paths = [Path(store.path(manifest.name)) / name for name in (STATE_FILE, MODEL_FILE)]
+
+    def plain() -> None:
+        for path in paths:
+            torch.load(path, map_location="cpu", weights_only=True)
+
+    plain_s, restore_s = [], []
+    for turn in range(options.repeats + 1):
+        loaded, restored = timed(plain), timed(lambda: read_back(store))
+        if turn:
+            plain_s.append(loaded)
+            restore_s.append(restored)
+    return {
+        "torch_load_s": summary(plain_s),
+        "restore_s": summary(restore_s),
+        "restore_over_torch_load": round(statistics.median(restore_s) / statistics.median(plain_s), 4),
+    }
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory_figures(options: Options) -> dict[str, Any]:
+    """Resident memory over many saves of a smaller state; growth is that of the second half."""
+    training = Training(options, Path(options.directory) / "memory", options.many_mb)
+    process, resident_mb = psutil.Process(), []
+    for number in range(1, options.many + 1):
+        training.step()
+        training.save()
+        training.wait_committed()
+        if number % max(1, options.many // 20) == 0:
+            resident_mb.append(process.memory_info().rss / 1e6)
+    half, tenth = len(resident_mb) // 2, max(1, len(resident_mb) // 10)
+    return {
+        "saves": options.many,
+        "state_mb": options.many_mb,
+        "resident_mb": [round(value, 1) for value in resident_mb],
+        "growth_mb": round(statistics.median(resident_mb[-tenth:]) - statistics.median(resident_mb[half : half + tenth]), 2),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--size-mb", type=float, default=200, help="state: weights and two moments")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=50, help="steps between two saves")
+    parser.add_argument("--batch", type=int, default=64, help="samples a rank and step; more make longer steps")
+    parser.add_argument("--many", type=int, default=1000, help="saves of the memory test")
+    parser.add_argument("--many-mb", type=float, default=4)
+    parser.add_argument("--directory", default=".", help="where to write: the disk that is to be measured")
+    given = vars(parser.parse_args(argv))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given["directory"]) as directory:
+        options = Options(**{**given, "directory": str(Path(directory).absolute())})
+        write(
+            "checkpoint",
+            {
+                "memory": memory_figures(options),
+                "training": training_figures(options),
+                "disk": disk_figures(options),
+                "restore": restore_figures(options),
+            },
+        )

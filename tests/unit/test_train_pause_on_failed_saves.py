@@ -1,0 +1,64 @@
+"""The whole loop of one rank on a storage that takes no checkpoint: paused where the spec asks for it, and resumed later."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from storage.checkpoints import CheckpointStore
+from storage.errors import StorageFull
+from tests.unit.test_train_saver import Journal, make_context
+from train_fn import loop, save_failures
+from train_fn.context import WorkerContext
+
+SPEC = {
+    "name": "paused",
+    "task": {"name": "image_classification", "model": {"name": "mini_resnet", "args": {"width": 4}}, "data": {"name": "digits"}},
+    "train": {"max_steps": 40, "global_batch_size": 8, "micro_batch_size": 8, "eval_every_epochs": 100},
+    "checkpoint": {"every_steps": 2, "max_failed_saves": 2, "on_failed_saves": "pause"},
+}
+
+
+def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
+    reported: list[str] = []
+    ctx = dataclasses.replace(
+        make_context(place),
+        spec=RunSpec.model_validate(SPEC),
+        attempt=number,
+        journal=Journal(),
+        report_checkpoint=lambda name, metrics: reported.append(name),
+    )
+    return ctx, reported
+
+
+def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_failures, "RETRY_S", 0.001)
+    monkeypatch.setattr(loop, "STOP_PATIENCE_S", 0.01)
+    begin = CheckpointStore.begin
+
+    def begin_until_full(store: CheckpointStore, step: int, submission: int) -> Any:
+        if step > 2:
+            raise StorageFull("no space left")
+        return begin(store, step, submission)
+
+    with monkeypatch.context() as full:
+        full.setattr(CheckpointStore, "begin", begin_until_full)
+        ctx, reported = attempt(tmp_path, 1)
+        assert loop.train(ctx) == "pause"
+    events = ctx.journal.events  # type: ignore[attr-defined]
+    steps = [point["step"] for kind, data in events if kind is EventKind.METRICS for point in data["points"]]
+    assert 2 < steps[-1] < 40
+    assert len([kind for kind, _ in events if kind is EventKind.CHECKPOINT_FAILED]) >= 2
+    assert reported in ([], ["step-000000002.s001"]), "a checkpoint that was not committed is not reported"
+
+    ctx, reported = attempt(tmp_path, 2)
+    assert loop.train(ctx) is None
+    [restored] = [data for kind, data in ctx.journal.events if kind is EventKind.RESTORED]  # type: ignore[attr-defined]
+    assert (restored["source"], restored["step"]) == ("checkpoint", 2)
+    assert reported[-1] == "step-000000040.s001"
+    assert ctx.run_dir.checkpoints.list()[-1].step == 40
