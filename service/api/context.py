@@ -54,6 +54,7 @@ class ApiContext:
         clock: Callable[[], float] = time.time,
         *,
         drills_enabled: bool = False,
+        public_url: str | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -61,6 +62,8 @@ class ApiContext:
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
         self.drills_enabled = drills_enabled
+        self.public_url = public_url
+        """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.drills = DrillStore(database, clock)
