@@ -39,7 +39,7 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
             rank = event.data.get("first_rank")
             why = str(event.data.get("verdict") or "unknown") + ("" if rank is None else f" of rank {rank}")
         elif event.attempt not in attempts:
-            if attempts or event.attempt > 1:
+            if (attempts or event.attempt > 1) and event.data.get("step") is not None:
                 label = f"attempt {event.attempt}" + (f": {why}" if why else "")
                 found.append({"step": event.data["step"], "at": event.at, "attempt": event.attempt, "label": label})
             attempts.add(event.attempt)

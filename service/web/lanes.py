@@ -104,7 +104,7 @@ def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
     for event in events:
         if event.kind == EventKind.ATTEMPT_STARTED:
             _close(found, current, event.at)
-            current = _Attempt(event.attempt, event.at, event.data["workers"])
+            current = _Attempt(event.attempt, event.at, event.data.get("workers") or ())
             numbers.append(event.attempt)
         elif current is not None:
             _note(found, current, event)

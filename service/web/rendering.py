@@ -98,7 +98,8 @@ def _problem_page(request: Request, exc: Exception) -> Response:
         logger.exception("page_failed", path=request.url.path)
     if problem.status == 401:
         return _to_log_in(request)
-    response = page(request, "problem.html", None, problem.status, problem=problem, title=_title(problem))
+    caller = getattr(request.state, "caller", None)
+    response = page(request, "problem.html", caller, problem.status, problem=problem, title=_title(problem))
     response.headers.update(problem.headers)
     return response
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request, Response
@@ -30,7 +30,8 @@ _SALT_BYTES: Final = 16
 
 async def web_caller(request: Request, context: Context) -> Principal:
     """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in page."""
-    return await holder(context, request.cookies.get(COOKIE, ""))
+    request.state.caller = await holder(context, request.cookies.get(COOKIE, ""))
+    return cast(Principal, request.state.caller)
 
 
 async def holder(context: ApiContext, secret: str) -> Principal:

@@ -118,6 +118,11 @@ class Teller:
             writer.write([LogRecord(self.api.clock.now, level, message)])
 
 
+def story_token(api: ApiService) -> str:
+    """A token of the administrator in the story."""
+    return api.context.tokens.create("ada", "admin", None)[1]
+
+
 def node(node_id: str, hostname: str, state: NodeState = "ALIVE", *, is_head: bool = False, cpus: float = 8.0) -> Node:
     resources = {"CPU": cpus, "memory": 34e9, f"node:{hostname}": 1.0} if cpus else {"memory": 8e9}
     return Node(id=node_id, hostname=hostname, ip="10.0.0.1", state=state, is_head=is_head, resources_total=resources, runs=())
@@ -190,6 +195,7 @@ async def _now(api: ApiService, wide: dict[str, int]) -> tuple[str, str]:
     queued = await api.create(name="wide-sweep", project="speech", priority=5, scaling={"min_workers": 8, "max_workers": 16})
     message = "needs 8 x 1 CPU; run resnet-width-16-cosine holds 3 of 32, 5 fit now"
     api.runs.set_reason(queued, RunStatus.QUEUED, Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message=message))
-    await api.http.post(f"/v1/cluster/nodes/{NODES[2]}/cordon", json={"reason": "3 runs failed here within an hour"})
+    admin = await api.client(story_token(api))
+    await admin.post(f"/v1/cluster/nodes/{NODES[2]}/cordon", json={"reason": "3 runs failed here within an hour"})
     api.clock.now += 2
     return running, queued

@@ -193,6 +193,11 @@
         const stroke = colour(line.stroke);
         return { label: line.label, stroke, width: 1.6, dash: line.dashes, value: (u, value) => short(value), points: { show: line.isValidation && few || line.points.length === 1, size: 5, fill: stroke } };
       });
+      const moments = (u, values) => {
+        const length = u.scales.x.max - u.scales.x.min;
+        const [from, to] = length < 1200 ? [11, 19] : length < 172800 ? [11, 16] : [5, 16];
+        return values.map((value) => new Date(value * 1000).toISOString().slice(from, to).replace("T", " "));
+      };
       const xLabel = state.axis === "step" ? "step" : single ? "time" : "since the first step";
       return {
         ...this.size(),
@@ -200,7 +205,7 @@
         cursor: { sync: { key: "everstep" }, points: { size: 6 } },
         scales: { x: { time: clock }, y: state.logarithmic ? { distr: 3 } : {} },
         axes: [
-          { ...axis, size: 32, ...(state.axis === "time" && !single ? { values: elapsed } : {}), ...(clock ? {} : state.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
+          { ...axis, size: 32, ...(clock ? { values: moments, space: 80 } : state.axis === "time" ? { values: elapsed } : {}), ...(state.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
           { ...axis, size: 54, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) },
         ],
         series: [{ label: xLabel, ...(clock ? { value: "{HH}:{mm}:{ss}" } : {}) }, ...series],

@@ -1,5 +1,8 @@
 "use strict";
 window.addEventListener("DOMContentLoaded", () => {
+  const theme = /(?:^|; )everstep_theme=(light|dark)/.exec(document.cookie)?.[1];
+  const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.classList.toggle("dark-mode", isDark);
   SwaggerUIBundle({
     url: "/openapi.json",
     dom_id: "#reference",
