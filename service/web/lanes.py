@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -22,7 +23,7 @@ KINDS: Final = frozenset(
     }
 )
 MOST_RANKS: Final = 64
-MOST_ATTEMPTS: Final = 300
+MOST_SEGMENTS: Final = 4000
 
 Activity = Literal["starting", "training", "waiting"]
 ACTIVITY_WORDS: Final[dict[Activity, str]] = {
@@ -157,13 +158,20 @@ def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
 
 
 def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
-    """What is drawn of them: the newest attempts, the lowest ranks, and those that failed."""
-    shown = set(numbers[-MOST_ATTEMPTS:])
-    for lane in found.values():
-        lane.segments = [segment for segment in lane.segments if segment.attempt in shown]
-    start = min((segment.start for lane in found.values() for segment in lane.segments), default=end)
-    for lane in found.values():
-        lane.faults = [fault for fault in lane.faults if fault.at >= start]
+    """What is drawn of them: the lowest ranks and those that failed, and of their attempts as many of the newest as fit."""
     ordered = sorted(found.values(), key=lambda lane: lane.rank)
     drawn = [lane for index, lane in enumerate(ordered) if index < MOST_RANKS or lane.faults]
+    sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)
+    shown: set[int] = set()
+    room = MOST_SEGMENTS
+    for number in reversed(numbers):
+        room -= sizes[number]
+        if room < 0 and shown:
+            break
+        shown.add(number)
+    for lane in drawn:
+        lane.segments = [segment for segment in lane.segments if segment.attempt in shown]
+    start = min((segment.start for lane in drawn for segment in lane.segments), default=end)
+    for lane in drawn:
+        lane.faults = [fault for fault in lane.faults if fault.at >= start]
     return Lanes(start, max(end, start), tuple(drawn), len(ordered) - len(drawn), len(numbers) - len(shown))

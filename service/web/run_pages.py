@@ -28,6 +28,8 @@ router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, includ
 _POINTS: Final = 1500
 _CHARTS: Final = 6
 _PAGE_EVENTS: Final = 300
+_MOST_FAILURES: Final = 50
+_MOST_CHECKPOINTS: Final = 500
 _TOLD: Final = frozenset(EventKind) - {EventKind.METRICS}
 
 
@@ -63,7 +65,8 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         context,
         caller,
         run,
-        failures=[_told(failure) for failure in reversed(failures.items)],
+        failures=[_told(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
+        num_older_failures=max(0, len(failures.items) - _MOST_FAILURES),
         goodput=goodput,
         buckets=bucket_shares(goodput.buckets, goodput.wall_s),
         lanes=drawn,
@@ -132,14 +135,15 @@ async def get_stream(
 
 @router.get("/checkpoints")
 async def get_checkpoints(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
-    found = await checkpoints.list_checkpoints(run, context)
+    found = (await checkpoints.list_checkpoints(run, context)).items
     return await run_page(
         request,
         "checkpoints.html",
         context,
         caller,
         run,
-        checkpoints=tuple(reversed(found.items)),
+        checkpoints=tuple(reversed(found[-_MOST_CHECKPOINTS:])),
+        num_older=max(0, len(found) - _MOST_CHECKPOINTS),
         may_verify=caller.may("submitter"),
     )
 

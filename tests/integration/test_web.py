@@ -74,9 +74,7 @@ def paths(story: Story) -> list[str]:
     return ["/runs", *own, f"/runs/{story.failed}", compare, "/cluster", "/queue", "/runs?search=nothing", "/runs/none", "/login"]
 
 
-async def test_logging_in_by_keyboard_shows_the_runs_within_a_second(
-    api: ApiService, story: Story, context: BrowserContext
-) -> None:
+async def test_logging_in_and_searching_by_keyboard(api: ApiService, story: Story, context: BrowserContext) -> None:
     await context.clear_cookies()
     page = await context.new_page()
     await page.goto("/runs")

@@ -7,7 +7,7 @@ from typing import Any
 from everstep.events import EventKind
 from service.db.rows import EventRow
 from service.web import curves
-from service.web.lanes import MOST_RANKS, Fault, lanes
+from service.web.lanes import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
 
 
 def history(*told: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
@@ -59,6 +59,14 @@ def test_of_many_ranks_the_lowest_are_drawn_and_those_that_failed() -> None:
     found = lanes(history((1, EventKind.ATTEMPT_STARTED, 1, group), (5, EventKind.FAILURE, 1, failure)), now=9)
     assert found is not None and found.num_ranks_left_out == 9
     assert [lane.rank for lane in found.lanes][-1] == MOST_RANKS + 5
+
+
+def test_of_many_attempts_the_newest_are_drawn() -> None:
+    told = [(float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)]
+    found = lanes(history(*told), now=MOST_SEGMENTS)
+    assert found is not None and found.end == MOST_SEGMENTS
+    assert sum(len(lane.segments) for lane in found.lanes) == MOST_SEGMENTS
+    assert found.num_attempts_left_out == MOST_SEGMENTS - 1 - MOST_SEGMENTS // 2
 
 
 def test_training_and_validation_share_a_chart_and_the_loss_is_first() -> None:
