@@ -1,4 +1,4 @@
-"""The API as one ASGI application: routers, errors, documentation, and what lives as long as it does."""
+"""API and dashboard as one ASGI application: routers, errors, documentation, and what lives as long as it does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from service import problems
 from service.api import checkpoints, cluster, code, drills, goodput, health, histories, logs, openapi, prometheus, runs, series
 from service.api.context import ApiContext
+from service.web import dashboard
 
 _DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
 Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`); errors are `application/problem+json` with a `code`."""
@@ -28,6 +29,7 @@ def create_app(context: ApiContext) -> FastAPI:
         version=version("everstep"),
         description=_DESCRIPTION,
         lifespan=_lifespan,
+        docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )
@@ -38,6 +40,7 @@ def create_app(context: ApiContext) -> FastAPI:
     openapi.install(app)
     for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, health, prometheus):
         app.include_router(module.router)
+    dashboard.install(app)
     return app
 
 

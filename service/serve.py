@@ -119,6 +119,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         ray_token=existing_ray_token() if args.ray_address else None,
         nodes=args.nodes,
         cpus_per_node=args.cpus_per_node,
+        public_url=os.environ.get("EVERSTEP_PUBLIC_URL", "").strip(),
         drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
         cordon_runs=cordon_runs,
         cordon_failures=cordon_failures,
@@ -206,9 +207,12 @@ async def serve(
         stores = RunStore(database), EventStore(database), NodeMarkStore(database)
         reconciler = Reconciler(*stores, storage, ray, cordon_rule=rule, scrub_rule=scrub, figures=figures)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills, figures=figures)
-        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         url = base_url(settings, listener)
+        public_url = settings.public_url or url
+        context = ApiContext(
+            database, storage, view, reconciler.lag_s, drills_enabled=settings.drills, figures=figures, public_url=public_url
+        )
+        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):

@@ -53,6 +53,8 @@ class Settings:
     """Worker nodes of the embedded cluster; its head trains nothing."""
     cpus_per_node: int = DEFAULT_CPUS_PER_NODE
     """CPUs that each worker node of the embedded cluster offers."""
+    public_url: str = ""
+    """Base URL by which browsers reach the service, where that is not the one it listens on; empty is that one."""
     drills: bool = False
     """Whether failure drills may be run through the API."""
     cordon_runs: int = DEFAULT_CORDON_RUNS
@@ -72,6 +74,9 @@ class Settings:
             raise SettingsError(f"home {str(self.home)!r} is not absolute")
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port {self.port} is not between 0 and 65535")
+        if self.public_url and not self.public_url.startswith(("http://", "https://")):
+            raise SettingsError(f"EVERSTEP_PUBLIC_URL {self.public_url!r} is no URL; give for example https://everstep.example.org")
+        object.__setattr__(self, "public_url", self.public_url.rstrip("/"))
         if self.nodes < 1:
             raise SettingsError(f"nodes {self.nodes} is too few; the embedded cluster needs at least 1")
         if self.cpus_per_node < 1:

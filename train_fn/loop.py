@@ -79,7 +79,7 @@ class Attempt:
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.origin is not None:
-            self._saver.offer(due=True, is_best=True)  # at once: from then on the run needs nothing of the one that it was forked from
+            self._saver.offer(due=True, is_best=True)  # from then on the run needs nothing of its origin
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
         self._clock = StepClock(replica.parameters, ctx.device)

@@ -23,8 +23,18 @@ def event_answer(row: EventRow) -> Event:
     return Event(seq=row.seq, at=to_time(row.at), kind=row.kind, submission=row.submission, attempt=row.attempt, data=row.data)
 
 
-def run_answer(run: RunRow, transitions: Sequence[TransitionRow], dashboard_url: str | None, now: float) -> Run:
-    """The run as it is at ``now`` (unix seconds)."""
+def run_answer(
+    run: RunRow, transitions: Sequence[TransitionRow], dashboard_url: str | None, now: float, public_url: str | None = None
+) -> Run:
+    """The run as it is at ``now`` (unix seconds).
+
+    Args:
+        run: Its row.
+        transitions: Changes of its status, oldest first.
+        dashboard_url: Base URL of the Ray dashboard; None while it is not known.
+        now: Unix seconds.
+        public_url: Base URL of this service for browsers, without a trailing slash; None links to no page.
+    """
     latest = run.latest_checkpoint
     return Run(
         id=run.id,
@@ -52,7 +62,7 @@ def run_answer(run: RunRow, transitions: Sequence[TransitionRow], dashboard_url:
         steps_lost=run.steps_lost,
         protection=protection(run),
         goodput=TimeLedger.load(run.time_ledger).close(_end(run, now)).goodput,
-        links=_links(run, dashboard_url),
+        links=_links(run, dashboard_url, public_url),
         transitions=tuple(_transition(row) for row in transitions),
         forked_from=ForkedFrom.model_validate(run.spec["resume_from"]) if run.spec.get("resume_from") else None,
     )
@@ -62,9 +72,10 @@ def _end(run: RunRow, now: float) -> float:
     return now if run.finished_at is None else run.finished_at
 
 
-def _links(run: RunRow, dashboard_url: str | None) -> Links:
+def _links(run: RunRow, dashboard_url: str | None, public_url: str | None) -> Links:
     job = f"{dashboard_url}/#/jobs/{run.ray_job_id}" if dashboard_url and run.ray_job_id else None
-    return Links(ray_dashboard=dashboard_url, ray_job=job, dashboard=None)
+    page = f"{public_url}/runs/{run.id}" if public_url else None
+    return Links(ray_dashboard=dashboard_url, ray_job=job, dashboard=page)
 
 
 def _transition(row: TransitionRow) -> Transition:

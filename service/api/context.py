@@ -58,6 +58,7 @@ class ApiContext:
         *,
         drills_enabled: bool = False,
         figures: RunFigures | None = None,
+        public_url: str | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -66,6 +67,8 @@ class ApiContext:
         self.clock = clock
         self.drills_enabled = drills_enabled
         self.figures = figures or RunFigures(clock)
+        self.public_url = public_url
+        """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)

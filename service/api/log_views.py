@@ -104,6 +104,18 @@ class LogView:
                     return lines[:limit]
             return list(islice(self._ring, after - in_memory, after - in_memory + limit))
 
+    async def newest(self) -> int:
+        """Position of the last line that there is now; looks at storage no more often than ``read`` for followers does.
+
+        Raises StorageError.
+        """
+        async with self._lock:
+            if self._monotonic() - self._looked_at >= POLL_S:
+                while await self._extend():
+                    pass
+                self._looked_at = self._monotonic()
+            return self._head
+
     def holds_more(self, lines: Sequence[LogLine]) -> bool:
         """Whether there are lines already behind these."""
         return bool(lines) and lines[-1].seq < self._head

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 
 from everstep.spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
@@ -36,10 +36,10 @@ router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
     openapi_extra=SPEC_BODY,
 )
 async def create_run(
-    request: Request,
     response: Response,
     context: Context,
     caller: Caller,
+    raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
         Header(description="1 to 255 printable ASCII characters. The same key and body give the same run again with 200."),
@@ -47,7 +47,6 @@ async def create_run(
 ) -> Run:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
     caller.require("submitter")
-    raw = await read_json(request)
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
@@ -79,6 +78,9 @@ async def list_runs(
         list[str] | None, Query(description="Runs in one of these statuses only; repeat it, or separate several by commas.")
     ] = None,
     name: Annotated[str | None, Query(max_length=128, description="Runs of exactly this name only.")] = None,
+    search: Annotated[
+        str | None, Query(max_length=128, description="Runs whose id, name, or a tag's key or value holds this text.")
+    ] = None,
     tag: Annotated[list[str] | None, Query(description="`key=value` or `key`; runs with every one of these tags only.")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
@@ -90,6 +92,7 @@ async def list_runs(
         project=caller.project or project,
         statuses=_statuses(status or ()),
         name=name,
+        search=search,
         tags=tuple(_tag(text) for text in tag or ()),
     )
     found = await context.database_call(context.runs.find, where, limit + 1, parse_run_cursor(cursor))
@@ -163,4 +166,4 @@ async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
     """The runs as clients read them, in the same order."""
     transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
-    return [run_answer(run, transitions[run.id], dashboard_url, now) for run in runs]
+    return [run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in runs]

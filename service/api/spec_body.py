@@ -29,7 +29,7 @@ async def read_json(request: Request) -> Any:
         raise ProblemError(400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
     except ValueError as exc:
         raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
-    _check_depth(value)
+    check_depth(value)
     return value
 
 
@@ -54,7 +54,8 @@ async def _read_limited(request: Request) -> bytes:
     return bytes(body)
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raises 400 for what is nested too deeply."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

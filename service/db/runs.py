@@ -25,6 +25,8 @@ from service.states import LIVE, SUBMITTED, TransitionConflict
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
+_RUN_TEXTS: Final = (runs.c.id, runs.c.name)
+_TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
 
 
 class IdempotencyConflict(DatabaseError):
@@ -48,6 +50,8 @@ class RunFilter:
     project: str | None = None
     statuses: tuple[RunStatus, ...] = ()
     name: str | None = None
+    search: str | None = None
+    """Text that the id, the name, or a tag's key or value holds, in whatever case."""
     tags: tuple[tuple[str, str | None], ...] = ()
     """(key, value): every tag must be there; value None takes any."""
 
@@ -162,10 +166,11 @@ class RunStore:
                 found[row["run_id"]].append(TransitionRow.of(row))
         return found
 
-    def count_by_status(self) -> dict[RunStatus, int]:
-        """How many runs are in each status; zero where none is."""
+    def count_by_status(self, where: RunFilter = RunFilter()) -> dict[RunStatus, int]:
+        """How many of these runs, by default of all, are in each status; zero where none is."""
+        query = _filtered(where).with_only_columns(runs.c.status, func.count()).group_by(runs.c.status)
         with self._database.read() as connection:
-            found = connection.execute(select(runs.c.status, func.count()).group_by(runs.c.status)).all()
+            found = connection.execute(query).all()
         return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
 
     # ---------------------------------------------------------------- what the reconciler changes
@@ -323,6 +328,13 @@ def _filtered(where: RunFilter) -> Select[Any]:
         query = query.where(runs.c.status.in_([status.value for status in where.statuses]))
     if where.name is not None:
         query = query.where(runs.c.name == where.name)
+    if where.search:
+        tagged = and_(
+            run_tags.c.run_id == runs.c.id, or_(*(column.icontains(where.search, autoescape=True) for column in _TAG_TEXTS))
+        )
+        query = query.where(
+            or_(*(column.icontains(where.search, autoescape=True) for column in _RUN_TEXTS), exists().where(tagged))
+        )
     for key, value in where.tags:
         tagged = and_(run_tags.c.run_id == runs.c.id, run_tags.c.key == key)
         query = query.where(exists().where(tagged if value is None else and_(tagged, run_tags.c.value == value)))

@@ -31,6 +31,12 @@ def test_a_dashboard_address_becomes_a_url(address: str, url: str) -> None:
     assert not settings.embedded
 
 
+def test_the_public_url_is_kept_without_its_slash() -> None:
+    assert Settings(home=Path("/srv/es"), public_url="https://es.example.org/").public_url == "https://es.example.org"
+    with pytest.raises(SettingsError, match="EVERSTEP_PUBLIC_URL"):
+        Settings(home=Path("/srv/es"), public_url="es.example.org")
+
+
 @pytest.mark.parametrize("address", ["ray://head:10001", "redis://head:6379", "", "http://", ":8265"])
 def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
     with pytest.raises(SettingsError, match="http://head:8265"):

@@ -1,0 +1,75 @@
+"""Static files: read and compressed once, named by their content so that browsers may keep them for good."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import anyio.to_thread
+from fastapi import APIRouter, Request, Response
+
+from service.problems import not_found
+
+router: Final = APIRouter(include_in_schema=False)
+
+_DIRECTORY: Final = Path(__file__).parent / "static"
+_MEDIA_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".md": "text/plain; charset=utf-8",
+    "": "text/plain; charset=utf-8",
+}
+_A_YEAR_S: Final = 365 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One file as it is served."""
+
+    body: bytes
+    compressed: bytes
+    media_type: str
+    version: str
+    """The first digits of its SHA-256."""
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Every file that there is: a path that is not among them is not looked for."""
+    return frozenset(path.relative_to(_DIRECTORY).as_posix() for path in _DIRECTORY.rglob("*") if path.is_file())
+
+
+@cache
+def asset(name: str) -> Asset:
+    """The file of this name below ``static/``. Raises 404."""
+    if name not in _names():
+        raise not_found(f"there is no file {name[:80]!r}")
+    path = _DIRECTORY / name
+    body = path.read_bytes()
+    return Asset(body, gzip.compress(body, 9, mtime=0), _MEDIA_TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:12])
+
+
+def asset_url(name: str) -> str:
+    """Its address, which changes with its content."""
+    return f"/static/{name}?v={asset(name).version}"
+
+
+@router.get("/static/{name:path}")
+async def get_asset(name: str, request: Request) -> Response:
+    if name not in _names():
+        raise not_found(f"there is no file {name[:80]!r}")
+    found = await anyio.to_thread.run_sync(asset, name)
+    headers = {"ETag": f'"{found.version}"', "Vary": "Accept-Encoding", "X-Content-Type-Options": "nosniff"}
+    fresh = request.query_params.get("v") == found.version
+    headers["Cache-Control"] = f"public, max-age={_A_YEAR_S}, immutable" if fresh else "no-cache"
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(found.compressed, media_type=found.media_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(found.body, media_type=found.media_type, headers=headers)

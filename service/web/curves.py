@@ -1,0 +1,47 @@
+"""Curves of a run's metrics, grouped into charts, with its restarts marked on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from everstep.events import EventKind
+from service.db.rows import EventRow
+from service.projections.metric_names import PREFIX
+
+MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
+_FIRST: Final = ("loss", "accuracy", "perplexity")
+_MOST_MARKS: Final = 200
+
+
+def charts(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Charts for these metrics, ``[{title, names}]``: training and validation of one metric together, the loss first."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
+        groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
+
+    def order(title: str) -> tuple[int, str]:
+        return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
+
+    return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
+
+
+def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
+    """Restarts, newest last: where the run went on (step, unix seconds) after which failure.
+
+    Args:
+        events: History of the kinds in MARK_KINDS.
+    """
+    found, why = [], ""
+    attempts: set[int] = set()
+    for event in events:
+        if event.kind == EventKind.FAILURE:
+            rank = event.data.get("first_rank")
+            why = str(event.data.get("verdict") or "unknown") + ("" if rank is None else f" of rank {rank}")
+        elif event.attempt not in attempts:
+            if (attempts or event.attempt > 1) and event.data.get("step") is not None:
+                label = f"attempt {event.attempt}" + (f": {why}" if why else "")
+                found.append({"step": event.data["step"], "at": event.at, "attempt": event.attempt, "label": label})
+            attempts.add(event.attempt)
+            why = ""
+    return found[-_MOST_MARKS:]

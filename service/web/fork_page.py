@@ -1,0 +1,69 @@
+"""Forking a run: a new run from its spec, changed by hand."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from everstep.errors import FieldError, InvalidSpec
+from service.api.context import Context
+from service.api.runs import create_run
+from service.api.spec_body import check_depth, content_sha256
+from service.problems import ProblemError
+from service.web.rendering import PageRoute
+from service.web.run_pages import run_page
+from service.web.session import CheckedForm, WebCaller, WebRun
+
+router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
+
+
+@router.get("/fork")
+async def get_fork(
+    request: Request,
+    run: WebRun,
+    context: Context,
+    caller: WebCaller,
+    step: Annotated[str, Query(pattern=r"^(latest|best|\d{1,15})?$")] = "",
+) -> Response:
+    """The spec to change; with ``step`` the new run begins from that checkpoint of this one."""
+    caller.require("submitter")
+    spec = {**run.spec, "name": _forked_name(run.name)}
+    if step:
+        spec["resume_from"] = {"run_id": run.id, "step": int(step) if step.isdigit() else step}
+    text = json.dumps(spec, indent=2, ensure_ascii=False)
+    return await run_page(request, "fork.html", context, caller, run, text=text, key=secrets.token_hex(16), faults=[], step=step)
+
+
+@router.post("/fork")
+async def post_fork(request: Request, run: WebRun, context: Context, caller: WebCaller, form: CheckedForm) -> Response:
+    """Submits the spec. The form has a key, so that sending the same twice makes one run."""
+    caller.require("submitter")
+    text, key = form.get("spec", ""), form.get("key", "")
+    try:
+        raw = _parsed(text)
+        made = await create_run(Response(), context, caller, raw, f"fork-{key[:64]}-{content_sha256(raw)}")
+    except InvalidSpec as exc:
+        page = await run_page(request, "fork.html", context, caller, run, text=text, key=key, faults=exc.errors, step="")
+        page.status_code = 422
+        return page
+    return RedirectResponse(f"/runs/{made.id}", 303)
+
+
+def _parsed(text: str) -> Any:
+    """The JSON that was typed. Raises InvalidSpec."""
+    try:
+        value = json.loads(text)
+        check_depth(value)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidSpec((FieldError(("spec",), f"is not JSON: {exc}"),)) from exc
+    except ProblemError as exc:
+        raise InvalidSpec((FieldError(("spec",), exc.detail),)) from exc
+    return value
+
+
+def _forked_name(name: str) -> str:
+    return f"{name[:123]}-fork"

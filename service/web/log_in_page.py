@@ -1,0 +1,47 @@
+"""Logging in with a token, and out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import RedirectResponse
+
+from service.api.context import Context
+from service.problems import ProblemError
+from service.web.rendering import PageRoute, page
+from service.web.session import CheckedForm, holder, local_path, log_in, log_out, read_form
+
+router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+
+@router.get("/")
+async def get_first_page() -> Response:
+    return RedirectResponse("/runs", 303)
+
+
+@router.get("/login")
+async def get_log_in(request: Request, next: str | None = None) -> Response:
+    return page(request, "login.html", None, target=local_path(next), problem=None)
+
+
+@router.post("/login")
+async def post_log_in(request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]) -> Response:
+    secret, target = form.get("token", "").strip(), local_path(form.get("next"))
+    try:
+        await holder(context, secret)
+    except ProblemError as exc:
+        if exc.status != 401:
+            raise
+        problem = "This token is not valid: unknown, expired or revoked." if secret else "Enter a token."
+        return page(request, "login.html", None, 401, target=target, problem=problem)
+    response = RedirectResponse(target, 303)
+    log_in(request, response, secret)
+    return response
+
+
+@router.post("/logout")
+async def post_log_out(_form: CheckedForm) -> Response:
+    response = RedirectResponse("/login", 303)
+    log_out(response)
+    return response

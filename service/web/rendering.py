@@ -1,0 +1,136 @@
+"""Pages as answers: templates that escape, headers that allow nothing inline, errors that a person can read."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Final
+from urllib.parse import quote
+
+import structlog
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from everstep import cli_words
+from service.api.context import ApiContext
+from service.auth import Principal
+from service.problems import ProblemError, as_problem
+from service.web import words
+from service.web.assets import asset_url
+from service.web.session import COOKIE, CSRF_FIELD, csrf_token
+
+logger = structlog.get_logger(__name__)
+
+THEME_COOKIE: Final = "everstep_theme"
+_COMPRESS_BYTES: Final = 1000
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_environment: Final = Environment(
+    loader=PackageLoader("service.web"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_environment.globals |= {"asset": asset_url, "csrf_field": CSRF_FIELD}
+_environment.filters |= {
+    "count": cli_words.count,
+    "duration": cli_words.duration,
+    "span": words.span,
+    "size": cli_words.size,
+    "number": cli_words.number,
+    "percent": words.percent,
+    "clock": words.clock,
+    "headline": words.headline,
+}
+
+
+def page(request: Request, template: str, caller: Principal | None, /, status: int = 200, **values: Any) -> HTMLResponse:
+    """A page from its template.
+
+    Args:
+        request: What is answered.
+        template: File below ``templates/``.
+        caller: Who looks; None where nobody is logged in.
+        status: HTTP status.
+        values: What the template names besides.
+    """
+    context: ApiContext = request.app.state.context
+    theme = request.cookies.get(THEME_COOKIE)
+    text = _environment.get_template(template).render(
+        caller=caller,
+        csrf=partial(csrf_token, request.cookies.get(COOKIE, "")),
+        theme=theme if theme in ("light", "dark") else "auto",
+        now=datetime.fromtimestamp(context.clock(), UTC),
+        path=request.url.path,
+        **values,
+    )
+    return HTMLResponse(text.encode(errors="replace"), status)
+
+
+class PageRoute(APIRoute):
+    """A route for browsers: what its handler raises becomes a page, and every answer gets the headers of pages."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                response = await handle(request)
+            except Exception as exc:
+                response = _problem_page(request, exc)
+            return _finished(request, response)
+
+        return answer
+
+
+def _problem_page(request: Request, exc: Exception) -> Response:
+    problem = as_problem(exc)
+    if problem.status == 500:
+        logger.exception("page_failed", path=request.url.path)
+    if problem.status == 401:
+        return _to_log_in(request)
+    caller = getattr(request.state, "caller", None)
+    response = page(request, "problem.html", caller, problem.status, problem=problem, title=_title(problem))
+    response.headers.update(problem.headers)
+    return response
+
+
+def _title(problem: ProblemError) -> str:
+    return {
+        403: "Not allowed",
+        404: "Not found",
+        409: "Not possible now",
+        422: "Not understood",
+        503: "Not available now",
+    }.get(problem.status, "The service failed" if problem.status >= 500 else "Not possible")
+
+
+def _to_log_in(request: Request) -> Response:
+    """To the log-in page and back; a script is told with the status, and htmx with its own header."""
+    if request.method == "GET" and "text/html" in request.headers.get("accept", "") and "hx-request" not in request.headers:
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"/login?next={quote(target, safe='')}", 303)
+    if request.method == "POST":
+        return RedirectResponse("/login", 303)
+    return Response(status_code=401, headers={"HX-Redirect": "/login"})
+
+
+def _finished(request: Request, response: Response) -> Response:
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    body = getattr(response, "body", b"")
+    if len(body) >= _COMPRESS_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        response.body = gzip.compress(body, 5, mtime=0)
+        response.headers["Content-Encoding"] = "gzip"
+        response.headers["Content-Length"] = str(len(response.body))
+        response.headers.add_vary_header("Accept-Encoding")
+    return response

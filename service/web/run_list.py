@@ -1,0 +1,76 @@
+"""The page *runs*: found, filtered, and live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+
+from everstep.wire import RunStatus
+from service.api.context import Context
+from service.api.runs import list_runs
+from service.db.runs import RunFilter
+from service.web.rendering import PageRoute, page
+from service.web.session import WebCaller
+from service.web.words import STATUS_GROUPS, progress_share
+
+router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+_PAGE_RUNS: Final = 50
+
+
+@router.get("/runs")
+async def get_runs(
+    request: Request,
+    context: Context,
+    caller: WebCaller,
+    search: Annotated[str, Query(max_length=128)] = "",
+    status: Annotated[str, Query(max_length=16)] = "",
+    project: Annotated[str, Query(max_length=64)] = "",
+    tag: Annotated[str, Query(max_length=400)] = "",
+    cursor: Annotated[str, Query(max_length=200)] = "",
+) -> Response:
+    search = search.strip()
+    found = await list_runs(
+        context,
+        caller,
+        project=project or None,
+        status=list(STATUS_GROUPS.get(status, (RunStatus(status),) if status in set(RunStatus) else ())),
+        name=None,
+        search=search or None,
+        tag=[tag] if tag else None,
+        limit=_PAGE_RUNS,
+        cursor=cursor or None,
+    )
+    key, separator, value = tag.partition("=")
+    where = RunFilter(
+        project=caller.project or project or None,
+        search=search or None,
+        tags=((key, value if separator else None),) if tag else (),
+    )
+    counts = await context.database_call(context.runs.count_by_status, where)
+    given = {"search": search, "status": status, "project": project, "tag": tag}
+
+    def link(**changes: str | None) -> str:
+        """This page with other filters; from its first run on."""
+        return _address(given | changes)
+
+    return page(
+        request,
+        "runs.html",
+        caller,
+        runs=found.items,
+        counts={"": sum(counts.values())} | {name: sum(counts[each] for each in group) for name, group in STATUS_GROUPS.items()},
+        given=given,
+        link=link,
+        next_page=_address(given | {"cursor": found.next_cursor}) if found.next_cursor else None,
+        is_first_page=not cursor,
+        is_filtered=any(given.values()),
+        progress_share=progress_share,
+    )
+
+
+def _address(values: dict[str, Any]) -> str:
+    query = urlencode({name: value for name, value in values.items() if value})
+    return f"/runs?{query}" if query else "/runs"

@@ -1,0 +1,188 @@
+"""One run: overview, curves, checkpoints, history, and what may be done to it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+
+from everstep import cli_words
+from everstep.events import EventKind
+from everstep.wire import Failure, Run, RunStatus
+from service.api import checkpoints, histories, runs, sse
+from service.api.answers import event_answer
+from service.api.context import ApiContext, Context
+from service.api.series import get_metrics
+from service.auth import Principal
+from service.db.rows import RunRow
+from service.states import is_legal
+from service.web import curves
+from service.web.lanes import ACTIVITY_WORDS, KINDS, lanes
+from service.web.rendering import PageRoute, page
+from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
+from service.web.words import bucket_shares, progress_share
+
+router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
+
+_POINTS: Final = 1500
+_CHARTS: Final = 6
+_PAGE_EVENTS: Final = 300
+_MOST_FAILURES: Final = 50
+_MOST_CHECKPOINTS: Final = 500
+_TOLD: Final = frozenset(EventKind) - {EventKind.METRICS}
+
+
+async def run_page(
+    request: Request, template: str, context: ApiContext, caller: Principal, row: RunRow, /, **values: Any
+) -> Response:
+    """A page with the head that every page of a run has: name, status, actions."""
+    [run] = await runs.run_answers(context, [row])
+    return page(request, template, caller, run=run, actions=_actions(run, caller), progress_share=progress_share, **values)
+
+
+def _actions(run: Run, caller: Principal) -> list[str]:
+    """What this caller may ask of the run now."""
+    if not caller.may("submitter"):
+        return []
+    possible = {
+        "pause": run.status != RunStatus.STOPPING and is_legal(run.status, RunStatus.PAUSED),
+        "resume": is_legal(run.status, RunStatus.QUEUED),
+        "cancel": is_legal(run.status, RunStatus.CANCELLED),
+        "delete": run.status.terminal,
+    }
+    return [name for name, is_possible in possible.items() if is_possible]
+
+
+@router.get("")
+async def get_run(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
+    failures = await histories.get_failures(run, context)
+    goodput = await histories.get_goodput(run, context)
+    drawn = lanes(await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock())
+    return await run_page(
+        request,
+        "run.html",
+        context,
+        caller,
+        run,
+        failures=[_told(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
+        num_older_failures=max(0, len(failures.items) - _MOST_FAILURES),
+        goodput=goodput,
+        buckets=bucket_shares(goodput.buckets, goodput.wall_s),
+        lanes=drawn,
+        activity_words=ACTIVITY_WORDS,
+        workers={worker["rank"]: worker for worker in run.workers},
+        last_seq=run.last_seq,
+    )
+
+
+def _told(failure: Failure) -> dict[str, Any]:
+    """A failure with its story: the headline, and what followed."""
+    headline, *rest = cli_words.failure(failure).splitlines()
+    return {
+        "fault": failure,
+        "headline": headline[:1].upper() + headline[1:],
+        "rest": [line.strip() for line in rest],
+        "evidence": _evidence(failure.evidence),
+    }
+
+
+def _evidence(evidence: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each piece of evidence as a name and its text; nested pieces one a line."""
+    return [(name.replace("_", " "), _text(value)) for name, value in evidence.items() if value not in (None, "", [], {})]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "\n".join(_text(item) for item in value)
+    return str(value)
+
+
+@router.get("/curves.json")
+async def get_curves(
+    run: WebRun, context: Context, all: Annotated[bool, Query()] = False, max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS
+) -> Response:
+    """Charts, their series and the restarts, and the event behind which the stream goes on."""
+    grouped = curves.charts(run.metrics)
+    shown = grouped if all else grouped[:_CHARTS]
+    series: dict[str, Any] = {}
+    for name in (name for chart in shown for name in chart["names"]):
+        series |= (await get_metrics(run, context, name, max_points)).series
+    marks = curves.marks(await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS))
+    return JSONResponse(
+        {
+            "run": {"id": run.id, "name": run.name},
+            "charts": shown,
+            "num_charts": len(grouped),
+            "series": series,
+            "marks": marks,
+            "seq": run.last_seq,
+        }
+    )
+
+
+@router.get("/stream")
+async def get_stream(
+    run: WebRun,
+    context: Context,
+    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    last_event_id: sse.LastEventId = None,
+) -> StreamingResponse:
+    return sse.response(context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
+
+
+@router.get("/checkpoints")
+async def get_checkpoints(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
+    found = (await checkpoints.list_checkpoints(run, context)).items
+    return await run_page(
+        request,
+        "checkpoints.html",
+        context,
+        caller,
+        run,
+        checkpoints=tuple(reversed(found[-_MOST_CHECKPOINTS:])),
+        num_older=max(0, len(found) - _MOST_CHECKPOINTS),
+        may_verify=caller.may("submitter"),
+    )
+
+
+@router.get("/checkpoints/{step}/archive")
+async def get_archive(run: WebRun, context: Context, step: checkpoints.Which) -> StreamingResponse:
+    return await checkpoints.get_archive(run, context, step)
+
+
+@router.post("/checkpoints/{step}/verify")
+async def post_verify(run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm) -> Response:
+    checkpoint = await checkpoints.verify_checkpoint(run, context, step)
+    return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
+
+
+@router.get("/events")
+async def get_events(
+    request: Request, run: WebRun, context: Context, caller: WebCaller, after: Annotated[int, Query(ge=0, le=2**53)] = 0
+) -> Response:
+    """What happened in words, oldest first; what is too small to be told is left out."""
+    rows = await context.database_call(context.events.after, run.id, after, _PAGE_EVENTS + 1, _TOLD)
+    events = [event_answer(row) for row in rows[:_PAGE_EVENTS]]
+    told = [(event, text) for event in events if (text := cli_words.event(event))]
+    next_after = rows[_PAGE_EVENTS - 1].seq if len(rows) > _PAGE_EVENTS else None
+    return await run_page(request, "events.html", context, caller, run, events=told, after=after, next_after=next_after)
+
+
+@router.post("/delete")
+async def post_delete(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
+    await runs.delete_run(run, context)
+    return RedirectResponse("/runs", 303)
+
+
+_ACTIONS: Final = {"pause": runs.pause_run, "resume": runs.resume_run, "cancel": runs.cancel_run}
+
+
+@router.post("/{action}")
+async def post_action(
+    run: ControlledWebRun, context: Context, action: Literal["pause", "resume", "cancel"], _form: CheckedForm
+) -> Response:
+    await _ACTIONS[action](run, context)
+    return RedirectResponse(f"/runs/{run.id}", 303)

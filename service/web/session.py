@@ -1,0 +1,127 @@
+"""Who looks at a page: the log-in cookie, and the proof that a form came from one of our pages.
+
+The cookie holds the user's own token, so that a token which is revoked or expires ends its log-ins at once, and a service that
+starts anew keeps them. Scripts cannot read it (HttpOnly), and other sites' forms and requests do not carry it (SameSite=Lax).
+Every form carries a salted MAC under that token besides, and must come from this origin where the browser tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Annotated, Final, cast
+from urllib.parse import parse_qsl, urlsplit
+
+from fastapi import Depends, Request, Response
+from fastapi.security import HTTPAuthorizationCredentials
+
+from service.api.context import ApiContext, Context
+from service.api.spec_body import MAX_BODY_BYTES
+from service.auth import Principal, controlled_run, principal, visible_run
+from service.db.rows import RunRow
+from service.problems import ProblemError
+
+COOKIE: Final = "everstep_session"
+CSRF_FIELD: Final = "csrf"
+_LASTS_S: Final = 30 * 24 * 3600
+_SALT_BYTES: Final = 16
+
+
+async def web_caller(request: Request, context: Context) -> Principal:
+    """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in page."""
+    request.state.caller = await holder(context, request.cookies.get(COOKIE, ""))
+    return cast(Principal, request.state.caller)
+
+
+async def holder(context: ApiContext, secret: str) -> Principal:
+    """Whom a token stands for, as the API finds it. Raises 401 where it is not valid."""
+    return await principal(context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=secret))
+
+
+WebCaller = Annotated[Principal, Depends(web_caller)]
+
+
+async def web_run(run_id: str, context: Context, caller: WebCaller) -> RunRow:
+    """The run of the path. One of another project does not exist for this caller: 404."""
+    return await visible_run(run_id, context, caller)
+
+
+WebRun = Annotated[RunRow, Depends(web_run)]
+
+
+async def web_controlled_run(run: WebRun, caller: WebCaller) -> RunRow:
+    """The run of the path, for an action on it. Raises 403 for viewers."""
+    return await controlled_run(run, caller)
+
+
+ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
+
+
+def log_in(request: Request, response: Response, secret: str) -> None:
+    """Set the cookie; for secure connections only where this is one."""
+    response.set_cookie(
+        COOKIE, secret, max_age=_LASTS_S, path="/", secure=request.url.scheme == "https", httponly=True, samesite="lax"
+    )
+
+
+def log_out(response: Response) -> None:
+    response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
+
+
+def csrf_token(secret: str) -> str:
+    """A proof for one form: a new salt each time, so that compression of pages gives nothing of it away."""
+    salt = secrets.token_hex(_SALT_BYTES)
+    return f"{salt}.{_mac(secret, salt)}"
+
+
+def _mac(secret: str, salt: str) -> str:
+    return hmac.new(secret.encode(), f"everstep-form:{salt}".encode(), hashlib.sha256).hexdigest()
+
+
+def is_csrf_token(secret: str, token: str) -> bool:
+    """Whether ``token`` was made for a form of whoever is logged in with ``secret``."""
+    salt, _, mac = token.partition(".")
+    return token.isascii() and hmac.compare_digest(mac, _mac(secret, salt))
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a form from this origin. Raises 403 for one from elsewhere, 413 for one that is too large."""
+    _check_origin(request)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ProblemError(413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes.")
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
+    except ValueError as exc:
+        raise ProblemError(400, "malformed_form", "The form cannot be read; reload the page and send it again.") from exc
+
+
+def _check_origin(request: Request) -> None:
+    """Browsers tell where a form is from; what tells nothing is no browser and has no cookie of ours to misuse."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    foreign = site is not None and site not in ("same-origin", "none")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
+        foreign = True
+    if foreign:
+        raise ProblemError(403, "foreign_origin", "This form came from another site; nothing was done.")
+
+
+async def checked_form(request: Request, _caller: WebCaller) -> dict[str, str]:
+    """The fields of a form that one of our pages made for this log-in. Raises 403."""
+    fields = await read_form(request)
+    if not is_csrf_token(request.cookies[COOKIE], fields.pop(CSRF_FIELD, "")):
+        raise ProblemError(403, "stale_form", "This form was made for another log-in; nothing was done. Reload the page.")
+    return fields
+
+
+CheckedForm = Annotated[dict[str, str], Depends(checked_form)]
+
+
+def local_path(target: str | None) -> str:
+    """``target`` where it is a page of this service, else the first page: a link must not lead a log-in elsewhere."""
+    if not target or not target.startswith("/") or target.startswith("//") or "\\" in target or not target.isprintable():
+        return "/runs"
+    return target

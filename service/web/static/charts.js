@@ -1,0 +1,316 @@
+// Curves of one run, live, or of several beside each other. Drawn by uPlot from what the service has thinned already.
+"use strict";
+(() => {
+  const MOST_POINTS = 4500;
+  const REDRAW_MS = 400;
+  const root = document.getElementById("charts");
+  const urls = root.dataset.curves.split(" ");
+  const single = urls.length === 1;
+  const state = { axis: "step", logarithmic: false, all: false, runs: [], plots: new Map() };
+
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const short = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString());
+
+  // ---------------------------------------------------------------- reading
+
+  async function read() {
+    try {
+      const answers = await Promise.all(urls.map(readOne));
+      if (answers.includes(null)) return;
+      state.runs = answers;
+      draw();
+      window.everstep.heard();
+    } catch (problem) {
+      failed(problem);
+    }
+  }
+
+  async function readOne(url) {
+    const answer = await fetch(state.all ? `${url}?all=1` : url, { headers: { Accept: "application/json" } });
+    if (answer.status === 401) {
+      location.assign("/login");
+      return null;
+    }
+    if (!answer.ok) throw new Error(`the service answered ${answer.status}`);
+    return answer.json();
+  }
+
+  function failed(problem) {
+    if (state.plots.size) return window.everstep.away();
+    const text = message(`The curves could not be read: ${problem.message}. `);
+    const again = document.createElement("button");
+    again.type = "button";
+    again.textContent = "Try again";
+    again.addEventListener("click", read);
+    text.append(again);
+  }
+
+  function message(words) {
+    const text = document.createElement("p");
+    text.className = "dim state";
+    text.textContent = words;
+    root.replaceChildren(text);
+    return text;
+  }
+
+  // ---------------------------------------------------------------- figures
+
+  function titles() {
+    return [...new Set(state.runs.flatMap((run) => run.charts.map((chart) => chart.title)))];
+  }
+
+  function draw() {
+    const wanted = titles();
+    if (!wanted.length) {
+      state.plots.clear();
+      message(single ? "No metrics yet. The curves begin with the first step." : "None of these runs has metrics yet.");
+      return;
+    }
+    for (const [title, plot] of state.plots) if (!wanted.includes(title)) (plot.destroy(), state.plots.delete(title));
+    if (!state.plots.size) root.replaceChildren();
+    for (const title of wanted) {
+      if (!state.plots.has(title)) state.plots.set(title, new Plot(title));
+      state.plots.get(title).update();
+    }
+    more();
+    document.getElementById("curve-choices").hidden = false;
+  }
+
+  function more() {
+    root.querySelector(".more")?.remove();
+    const hidden = Math.max(...state.runs.map((run) => run.num_charts - run.charts.length));
+    if (hidden <= 0) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "more";
+    button.textContent = `Show ${hidden} more`;
+    button.addEventListener("click", () => {
+      state.all = true;
+      read();
+    });
+    root.append(button);
+  }
+
+  // Lines of one chart: a metric and its validation twin, or that of every run.
+  function linesOf(title) {
+    const lines = [];
+    state.runs.forEach((run, index) => {
+      const chart = run.charts.find((each) => each.title === title);
+      for (const [place, name] of (chart?.names ?? []).entries()) {
+        const points = run.series[name] ?? [];
+        const number = single ? place : index;
+        lines.push({
+          label: single ? name : `${run.run.name} ${chart.names.length > 1 ? name : ""}`.trim(),
+          points,
+          stroke: `--series-${(number % 8) + 1}`,
+          dashes: !single && place > 0 ? [6, 4] : [],
+          isValidation: name.startsWith("val_"),
+        });
+      }
+    });
+    return lines;
+  }
+
+  // One table of x and a column for each line; the newest value wins where two have one x.
+  function tableOf(lines) {
+    const tables = lines.map(({ points }) => {
+      const begin = points.length ? points[0][1] : 0;
+      const at = state.axis === "step" ? (point) => point[0] : single ? (point) => point[1] : (point) => point[1] - begin;
+      const columns = new Map();
+      for (const point of points) {
+        const value = state.logarithmic && point[2] !== null && point[2] <= 0 ? null : point[2];
+        columns.set(at(point), value);
+      }
+      const xs = [...columns.keys()].sort((a, b) => a - b);
+      return [xs, xs.map((x) => columns.get(x))];
+    });
+    return tables.length ? uPlot.join(tables) : [[]];
+  }
+
+  class Plot {
+    constructor(title) {
+      this.title = title;
+      this.figure = document.createElement("figure");
+      this.figure.className = "chart";
+      const caption = document.createElement("figcaption");
+      const heading = document.createElement("h3");
+      heading.textContent = title;
+      this.summary = document.createElement("span");
+      this.summary.className = "summary";
+      caption.append(heading, this.summary);
+      this.place = document.createElement("div");
+      this.place.className = "plot";
+      this.figure.append(caption, this.place);
+      root.append(this.figure);
+      this.uplot = null;
+      this.key = "";
+      this.zoomed = false;
+      new ResizeObserver(() => this.uplot?.setSize(this.size())).observe(this.place);
+    }
+
+    size() {
+      return { width: Math.max(200, this.place.clientWidth), height: 200 };
+    }
+
+    update() {
+      const lines = linesOf(this.title);
+      const table = tableOf(lines);
+      const key = JSON.stringify([lines.map((line) => line.label), state.axis, state.logarithmic]);
+      if (this.uplot && key === this.key) {
+        this.uplot.setData(table, !this.zoomed);
+        if (this.zoomed) this.uplot.redraw();
+      } else {
+        this.uplot?.destroy();
+        this.zoomed = false;
+        this.uplot = new uPlot(this.options(lines), table, this.place);
+        this.uplot.over.addEventListener("dblclick", () => (this.zoomed = false));
+        this.key = key;
+      }
+      this.summarize(lines);
+    }
+
+    summarize(lines) {
+      const words = lines.flatMap(({ label, points }) => {
+        const values = points.map((point) => point[2]).filter((value) => value !== null);
+        if (!values.length) return [];
+        const last = points.findLast((point) => point[2] !== null);
+        return [{ label, now: short(last[2]), step: last[0], low: short(values.reduce((a, b) => Math.min(a, b))), high: short(values.reduce((a, b) => Math.max(a, b))) }];
+      });
+      this.summary.textContent = single ? words.map((each) => each.now).join(" · ") : "";
+      const text = words.map((each) => `${each.label}: ${each.now} at step ${each.step}, between ${each.low} and ${each.high}`).join("; ");
+      const canvas = this.uplot.root.querySelector(".u-wrap");
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${this.title}. ${text || "no values"}`);
+    }
+
+    options(lines) {
+      const grid = { stroke: colour("--line"), width: 1 };
+      const axis = { stroke: colour("--dim"), grid, ticks: grid, font: "11px ui-sans-serif, system-ui, sans-serif" };
+      const clock = state.axis === "time" && single;
+      const elapsed = (u, values) => values.map((value) => (value < 120 ? `${Number(value.toFixed(1))} s` : `${Number((value / 60).toFixed(1))} min`));
+      const series = lines.map((line) => {
+        const few = line.points.length < 40;
+        const stroke = colour(line.stroke);
+        return { label: line.label, stroke, width: 1.6, dash: line.dashes, value: (u, value) => short(value), points: { show: line.isValidation && few || line.points.length === 1, size: 5, fill: stroke } };
+      });
+      const moments = (u, values) => {
+        const length = u.scales.x.max - u.scales.x.min;
+        const [from, to] = length < 1200 ? [11, 19] : length < 172800 ? [11, 16] : [5, 16];
+        return values.map((value) => new Date(value * 1000).toISOString().slice(from, to).replace("T", " "));
+      };
+      const xLabel = state.axis === "step" ? "step" : single ? "time" : "since the first step";
+      return {
+        ...this.size(),
+        tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
+        cursor: { sync: { key: "everstep" }, points: { size: 6 } },
+        scales: { x: { time: clock }, y: state.logarithmic ? { distr: 3 } : {} },
+        axes: [
+          { ...axis, size: 32, ...(clock ? { values: moments, space: 80 } : state.axis === "time" ? { values: elapsed } : {}), ...(state.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
+          { ...axis, size: 54, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) },
+        ],
+        series: [{ label: xLabel, ...(clock ? { value: "{HH}:{mm}:{ss}" } : {}) }, ...series],
+        hooks: { draw: [single ? drawMarks : () => {}], setSelect: [(u) => u.select.width > 0 && (this.zoomed = true)] },
+      };
+    }
+
+    destroy() {
+      this.uplot?.destroy();
+      this.figure.remove();
+    }
+  }
+
+  // A dashed line with the attempt's number wherever the run went on after a restart.
+  function drawMarks(u) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour("--fault");
+    ctx.lineWidth = devicePixelRatio;
+    ctx.font = `${11 * devicePixelRatio}px ui-sans-serif, system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    let free = -Infinity;
+    for (const mark of state.runs[0].marks) {
+      const x = u.valToPos(state.axis === "step" ? mark.step : mark.at, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const words = `↻ ${mark.attempt}`;
+      const width = ctx.measureText(words).width + 10 * devicePixelRatio;
+      const left = Math.min(x + 3 * devicePixelRatio, bbox.left + bbox.width - width);
+      if (left < free) continue;
+      ctx.fillText(words, left, bbox.top + 11 * devicePixelRatio);
+      free = left + width;
+    }
+    ctx.restore();
+  }
+
+  // ---------------------------------------------------------------- live
+
+  let redraw = null;
+  let reread = null;
+
+  function rereadIn(ms) {
+    clearTimeout(reread);
+    reread = setTimeout(read, ms);
+  }
+
+  function add(name, step, at, value) {
+    const points = state.runs[0].series[name];
+    if (!points) return false;
+    while (points.length && points[points.length - 1][0] >= step) points.pop();
+    points.push([step, at, value]);
+    return points.length <= MOST_POINTS;
+  }
+
+  function take(event) {
+    if (!state.runs.length) return true;
+    if (event.kind === "metrics") {
+      return event.data.points.every((point) => Object.entries(point.values).every(([name, value]) => add(name, point.step, point.at, value) || isHidden(name)));
+    }
+    if (event.kind === "evaluated") {
+      const at = Date.parse(event.at) / 1000;
+      return Object.entries(event.data.metrics).every(([name, value]) => {
+        const shown = name.startsWith("val_") ? name : `val_${name}`;
+        return add(shown, event.data.step, at, value) || isHidden(shown);
+      });
+    }
+    return !["failure", "restored"].includes(event.kind);
+  }
+
+  // Whether a metric belongs to a chart that is not shown: then its points are none of ours.
+  function isHidden(name) {
+    const run = state.runs[0];
+    return !run.series[name] && run.num_charts > run.charts.length;
+  }
+
+  if (single) {
+    document.addEventListener("everstep:event", ({ detail }) => {
+      if (state.runs.length && detail.seq <= state.runs[0].seq) return;
+      if (!take(detail)) return rereadIn(600);
+      redraw ??= setTimeout(() => {
+        redraw = null;
+        if (state.runs.length) draw();
+      }, REDRAW_MS);
+    });
+  }
+
+  document.addEventListener("everstep:theme", () => {
+    for (const plot of state.plots.values()) plot.key = "";
+    draw();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("everstep:theme")));
+  for (const choice of document.querySelectorAll("input[name=axis]")) {
+    choice.addEventListener("change", () => {
+      state.axis = choice.value;
+      draw();
+    });
+  }
+  document.getElementById("log-scale").addEventListener("change", (event) => {
+    state.logarithmic = event.target.checked;
+    draw();
+  });
+  read();
+})();

@@ -1,0 +1,189 @@
+"""The dashboard in a real browser: pages are live, usable by keyboard, and hold to their own policy.
+
+The service is real (uvicorn, SQLite, storage), its history told by tests/browser/story.py; no cluster is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import BrowserContext, ConsoleMessage, Page, async_playwright, expect
+from sqlalchemy import insert
+
+from everstep.events import EventKind
+from everstep.wire import RunStatus
+from service.db.tables import metrics
+from service.web.session import COOKIE
+from tests.browser.chromium import chromium_path
+from tests.browser.story import Story, tell
+from tests.unit.api_service import NOON, ApiService, Journal
+from tests.unit.web_browser import status_of
+
+AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
+
+expect.set_options(timeout=15_000)
+
+pytestmark = pytest.mark.skipif(chromium_path() is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture
+async def story(api: ApiService) -> Story:
+    return await tell(api)
+
+
+@pytest.fixture
+async def context(api: ApiService) -> AsyncIterator[BrowserContext]:
+    """A browser that is logged in; what its console says beyond what a test expects is a failure."""
+    said: list[str] = []
+
+    def note(message: ConsoleMessage) -> None:
+        expected = ("Failed to load resource", "htmx:")  # of tests that ask for what is missing, or cut the line
+        if message.type in ("error", "warning") and not message.text.startswith(expected):
+            said.append(message.text)
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        found = await browser.new_context(base_url=api.url, viewport={"width": 1360, "height": 900})
+        await found.add_cookies([{"name": COOKIE, "value": api.token("admin"), "url": api.url}])
+        found.on("console", note)
+        found.on("weberror", lambda error: said.append(str(error.error)))
+        yield found
+        await browser.close()
+    assert said == []
+
+
+@pytest.fixture
+async def page(context: BrowserContext) -> Page:
+    return await context.new_page()
+
+
+def paths(story: Story) -> list[str]:
+    run = f"/runs/{story.running}"
+    own = [run, f"{run}/checkpoints", f"{run}/logs", f"{run}/events", f"{run}/spec?against={story.finished}", f"{run}/fork"]
+    compare = f"/compare?run={story.finished}&run={story.running}"
+    return ["/runs", *own, f"/runs/{story.failed}", compare, "/cluster", "/queue", "/runs?search=nothing", "/runs/none", "/login"]
+
+
+async def test_logging_in_and_searching_by_keyboard(api: ApiService, story: Story, context: BrowserContext) -> None:
+    await context.clear_cookies()
+    page = await context.new_page()
+    await page.goto("/runs")
+    await expect(page.get_by_label("Token")).to_be_focused()
+    await page.keyboard.type(api.token("admin"))
+    began = time.monotonic()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("link", name="resnet-width-16-cosine")).to_be_visible()
+    assert time.monotonic() - began < 5
+    await page.keyboard.press("/")
+    await page.keyboard.type("WIDTH-32")
+    await expect(page.get_by_role("link", name="resnet-width-16-cosine")).to_have_count(0)
+    await expect(page).to_have_url(f"{api.url}/runs?search=WIDTH-32")
+
+
+async def test_a_run_that_trains_is_followed_and_cancelled(api: ApiService, story: Story, page: Page) -> None:
+    await page.goto(f"/runs/{story.running}")
+    loss = page.locator("figure.chart", has_text="loss").first
+    await expect(loss.get_by_role("img")).to_have_attribute("aria-label", _has("at step 560"))
+    run = api.runs.get(story.running)
+    assert run is not None
+    last = api.events.after(story.running, run.last_seq - 1, 1)[0]
+    journal = _journal_behind(api, story.running, last.attempt)
+    api.apply(story.running, [journal.steps(561, 562, loss=0.0625)])
+    told = time.monotonic()
+    await expect(loss.get_by_role("img")).to_have_attribute("aria-label", _has("0.0625 at step 562"))
+    assert time.monotonic() - told < 5
+    await expect(page.locator("#figures")).to_contain_text("562")
+    await expect(page.locator(".timeline li")).to_have_count(2)
+    failure = {"verdict": "worker_lost", "first_rank": 0, "node_id": "3b321ac3", "step": 562, "action": "restarted"}
+    api.apply(story.running, [journal.event(EventKind.FAILURE, **failure)])
+    await expect(page.locator(".timeline li")).to_have_count(3)
+    await expect(page.locator("#top .badge")).to_have_text("Recovering")
+    await page.get_by_text("Cancel…").click()
+    await page.get_by_role("button", name="Cancel this run").click()
+    await expect(page.locator("#top .badge")).to_have_text("Stopping")
+    assert status_of(api, story.running) == RunStatus.STOPPING
+
+
+async def test_what_is_marked_and_opened_survives_an_update(api: ApiService, story: Story, page: Page) -> None:
+    await page.goto("/runs")
+    await page.get_by_label("Compare resnet-width-16-cosine").check()
+    await page.get_by_role("link", name="resnet-width-32").focus()
+    await api.create(name="just submitted")
+    await expect(page.get_by_role("link", name="just submitted")).to_be_visible()
+    await expect(page.get_by_label("Compare resnet-width-16-cosine")).to_be_checked()
+    await expect(page.get_by_role("link", name="resnet-width-32")).to_be_focused()
+
+
+async def test_a_service_that_is_away_is_told_and_its_return_too(story: Story, context: BrowserContext, page: Page) -> None:
+    await page.goto("/runs")
+    await context.set_offline(True)
+    await expect(page.locator("#connection")).to_contain_text("does not answer")
+    await context.set_offline(False)
+    await expect(page.locator("#connection")).to_be_hidden()
+
+
+async def test_a_hundred_thousand_points_are_thinned_and_drawn(api: ApiService, story: Story, page: Page) -> None:
+    points = [
+        {"run_id": story.running, "name": "loss", "step": step, "at": NOON + step, "value": 9.0 if step == 50_000 else 0.5}
+        for step in range(1000, 101_000)
+    ]
+    with api.database.write() as connection:
+        connection.execute(insert(metrics), points)
+    await page.goto(f"/runs/{story.running}")
+    chart = page.locator("figure.chart", has_text="loss").first.get_by_role("img")
+    await expect(chart).to_have_attribute("aria-label", _has("at step 100999"), timeout=30_000)
+    await expect(chart).to_have_attribute("aria-label", _has("and 9;"))
+    drawn_ms = await page.evaluate(
+        """() => { const began = performance.now();
+        document.querySelector("input[name=axis][value=time]").click();
+        return performance.now() - began; }"""
+    )
+    assert drawn_ms < 500
+
+
+async def test_nothing_serious_is_found_by_axe(story: Story, page: Page) -> None:
+    found: dict[str, list[str]] = {}
+    for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+        for path in paths(story):
+            await page.goto(path)
+            if await page.locator("#charts").count():
+                await expect(page.locator("figure.chart").first).to_be_visible(timeout=20_000)
+            await page.evaluate(AXE.read_text())
+            result = await page.evaluate("(rules) => axe.run({resultTypes: ['violations'], ...rules})", rules)
+            bad = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
+            if bad:
+                found[f"{scheme} {path}"] = [f"{each['id']}: {node['html'][:200]}" for each in bad for node in each["nodes"][:3]]
+    assert found == {}
+
+
+async def test_the_reference_is_drawn_from_our_own_files(api: ApiService, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto("/docs")
+    await expect(page.get_by_role("heading", name="Everstep")).to_be_visible()
+    await expect(page.get_by_text("Submit a run", exact=True)).to_be_visible()
+    assert [url for url in asked if not url.startswith((api.url, "data:"))] == []
+
+
+def _has(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text))
+
+
+def _journal_behind(api: ApiService, run_id: str, attempt: int) -> Journal:
+    """The run's journal, to be continued."""
+    run = api.runs.get(run_id)
+    assert run is not None
+    journal = Journal(submission=run.submission, attempt=attempt, at=api.clock.now)
+    journal.n = run.journal_n
+    return journal
