@@ -16,6 +16,8 @@ DEFAULT_CPUS_PER_NODE = 1
 DEFAULT_CORDON_RUNS = 3
 DEFAULT_CORDON_FAILURES = 5
 DEFAULT_CORDON_WINDOW_S = 3600.0
+DEFAULT_RATE_PER_S = 1000.0
+DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
 
 
 N = TypeVar("N", int, float)
@@ -60,6 +62,10 @@ class Settings:
     without being asked for."""
     cordon_window_s: float = DEFAULT_CORDON_WINDOW_S
     """The window in seconds."""
+    rate_per_s: float = DEFAULT_RATE_PER_S
+    """Requests a second that one token may make for ever, twice as many at once; 0 is no limit."""
+    max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
+    """Largest upload of code."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -73,6 +79,10 @@ class Settings:
         for name in ("cordon_runs", "cordon_failures"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} {getattr(self, name)} is negative; 0 is no limit")
+        if not 0 <= self.rate_per_s < float("inf"):
+            raise SettingsError(f"rate_per_s {self.rate_per_s:g} is no rate; give requests a second, or 0 for no limit")
+        if self.max_upload_bytes < 1:
+            raise SettingsError(f"max_upload_bytes {self.max_upload_bytes} is too few; give a number of bytes")
         if not 0 < self.cordon_window_s < float("inf"):
             raise SettingsError(f"cordon_window_s {self.cordon_window_s:g} is no length of time; give seconds above 0")
         if not self.database_url:
@@ -132,6 +142,17 @@ def cordon_settings(environ: Mapping[str, str] = os.environ) -> tuple[int, int, 
         _number(environ, "EVERSTEP_CORDON_RUNS", DEFAULT_CORDON_RUNS),
         _number(environ, "EVERSTEP_CORDON_FAILURES", DEFAULT_CORDON_FAILURES),
         _number(environ, "EVERSTEP_CORDON_WINDOW_S", DEFAULT_CORDON_WINDOW_S),
+    )
+
+
+def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]:
+    """``rate_per_s`` and ``max_upload_bytes`` from EVERSTEP_RATE_PER_S and EVERSTEP_MAX_UPLOAD_BYTES, or their defaults.
+
+    Raises SettingsError naming a variable that is not a number.
+    """
+    return (
+        _number(environ, "EVERSTEP_RATE_PER_S", DEFAULT_RATE_PER_S),
+        _number(environ, "EVERSTEP_MAX_UPLOAD_BYTES", DEFAULT_MAX_UPLOAD_BYTES),
     )
 
 
