@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -23,17 +24,20 @@ from fastapi import FastAPI
 
 from service.api.context import ApiContext
 from service.app import create_app
-from service.auth import ensure_local_token
+from service.auth import LOCAL_TOKEN_ID, ensure_local_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
+from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
+from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from service.reconciler.unhealthy import CordonRule
 from service.settings import (
@@ -46,6 +50,7 @@ from service.settings import (
     cordon_settings,
     existing_ray_token,
     home_directory,
+    request_limits,
 )
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
@@ -105,6 +110,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     )
     args = parser.parse_args(argv)
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
+    rate_per_s, max_upload_bytes = request_limits()
     return Settings(
         home=home_directory(),
         host=args.host,
@@ -119,6 +125,8 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         cordon_runs=cordon_runs,
         cordon_failures=cordon_failures,
         cordon_window_s=cordon_window_s,
+        rate_per_s=rate_per_s,
+        max_upload_bytes=max_upload_bytes,
     )
 
 
@@ -160,8 +168,8 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
         storage.probe()
     except StorageError as exc:
         raise CannotStart(f"{exc}; see that this user may write there, or choose another --storage") from exc
-    database = Database(settings.database_url)
     try:
+        database = Database(settings.database_url)
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
@@ -195,16 +203,48 @@ async def serve(
         if supervisor is None:
             await reach(ray, settings)
         rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
-        reconciler = Reconciler(RunStore(database), EventStore(database), NodeMarkStore(database), storage, ray, cordon_rule=rule)
+        reconciler = made_reconciler(database, storage, ray, rule)
         view = ClusterView(ray, supervisor.note if supervisor else None)
-        context = ApiContext(database, storage, view, reconciler.lag_s, drills_enabled=settings.drills)
-        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
+        context = ApiContext(
+            database,
+            storage,
+            view,
+            reconciler.lag_s,
+            drills_enabled=settings.drills,
+            rate_per_s=settings.rate_per_s,
+            max_upload_bytes=settings.max_upload_bytes,
+        )
+        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         url = base_url(settings, listener)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
                 await server.serve([listener])
     database.close()
+
+
+def made_reconciler(database: Database, storage: Storage, ray: RayJobs, rule: CordonRule) -> Reconciler:
+    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file is held by the home's lock."""
+    leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
+    mine = database if leadership is None else database.guarded(leadership.check)
+    return Reconciler(
+        RunStore(mine),
+        EventStore(mine),
+        NodeMarkStore(mine),
+        ProjectStore(mine),
+        storage,
+        ray,
+        cordon_rule=rule,
+        leadership=leadership,
+    )
+
+
+def local_token_id(settings: Settings, database: Database) -> str:
+    """Id of the token of this home: replicas that share a database have one each, and must not replace each other's."""
+    if database.is_sqlite:
+        return LOCAL_TOKEN_ID
+    place = f"{socket.gethostname()}:{settings.home}"
+    return f"{LOCAL_TOKEN_ID}_{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 @contextlib.asynccontextmanager

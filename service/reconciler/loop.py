@@ -12,12 +12,15 @@ import structlog
 
 from service.db.engine import DatabaseError
 from service.db.events import EventStore
+from service.db.lease import LeaseLost
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.marks_file import MarksFile
 from service.ray_jobs import RayJobs
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
+from service.reconciler.leadership import Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
 from service.reconciler.tail import JournalTail
@@ -37,10 +40,12 @@ class Reconciler:
         runs: Runs.
         events: Their histories.
         node_marks: What was said of nodes.
+        projects: Their quotas.
         storage: Where run directories lie.
         ray: The cluster.
         cordon_rule: When a node is cordoned by itself.
         entrypoint: The shell command of a submission's job; None is the training driver.
+        leadership: Who reconciles where several replicas share a database; None where this process is the only one.
         clock: Unix seconds.
     """
 
@@ -49,16 +54,19 @@ class Reconciler:
         runs: RunStore,
         events: EventStore,
         node_marks: NodeMarkStore,
+        projects: ProjectStore,
         storage: Storage,
         ray: RayJobs,
         *,
         cordon_rule: CordonRule = DEFAULT_RULE,
         entrypoint: Entrypoint | None = None,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri))
-        self._observer = Observer(runs, node_marks, JournalTail(storage, events), ray, self._executor.delivered, clock)
+        self._observer = Observer(runs, node_marks, projects, JournalTail(storage, events), ray, self._executor.delivered, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
+        self._leadership = leadership
         self._clock = clock
         self._wake = asyncio.Event()
         self.last_tick_at: float | None = None
@@ -78,7 +86,14 @@ class Reconciler:
         self._wake.set()
 
     async def tick(self) -> tuple[Decision, ...]:
-        """Look once, decide, act. Returns what was decided. Raises DatabaseError where the database is away."""
+        """Look once, decide, act; nothing where another process leads. Returns what was decided.
+
+        Raises DatabaseError where the database is away.
+        """
+        if self._leadership is not None and not await self._leadership.hold():
+            await self._executor.close()
+            self.last_tick_at = self._clock()
+            return ()
         facts = await self._observer.look()
         decisions = decide(facts)
         await self._executor.execute(decisions)
@@ -91,6 +106,9 @@ class Reconciler:
         while not stopping.is_set():
             try:
                 await self.tick()
+                pause_s = INTERVAL_S
+            except LeaseLost as exc:
+                log.warning("what was begun is left to another process", problem=str(exc))
                 pause_s = INTERVAL_S
             except DatabaseError as exc:
                 log.warning("the database does not answer; trying again", problem=str(exc))
@@ -106,6 +124,8 @@ class Reconciler:
         await self._node_care.close()
         await self._observer.close()
         await self._executor.close()
+        if self._leadership is not None:
+            await self._leadership.release()
 
     async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
         self._wake.clear()

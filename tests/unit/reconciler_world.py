@@ -15,6 +15,7 @@ from everstep.spec import parse_spec
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import RayEndpoint, RayJobs
@@ -34,7 +35,8 @@ class World:
         self.now = time.time()
         self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
         self.marks = NodeMarkStore(self.database, self.clock)
-        self.reconciler = Reconciler(self.runs, self.events, self.marks, self.storage, ray, clock=self.clock)
+        self.projects = ProjectStore(self.database, self.clock)
+        self.reconciler = Reconciler(self.runs, self.events, self.marks, self.projects, self.storage, ray, clock=self.clock)
 
     def clock(self) -> float:
         return self.now
