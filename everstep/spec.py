@@ -27,17 +27,27 @@ from everstep.field_errors import field_errors
 Seconds = PositiveFiniteFloat
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
-REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "PYTHON")
+REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "DYLD_", "PYTHON", "GLIBC_", "TORCHELASTIC_")
+REFUSED_ENV_NAMES = frozenset(
+    {
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("CUDA_VISIBLE_DEVICES", "GCONV_PATH", "BASH_ENV"),
+    }
+)
+"""What Ray and torch tell a rank of its place, and what makes other programs run other code."""
 MAX_WORKERS = 16_384
 
 
 def _belongs_to_user(name: str) -> str:
     if name.upper().startswith(REFUSED_ENV_PREFIXES):
         raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_* and PYTHON* belong to the service")
+    if name.upper() in REFUSED_ENV_NAMES:
+        raise PydanticCustomError("env_refused", "may not be set: a rank's place and devices are the service's to say")
     return name
 
 
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_belongs_to_user)]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
 class LoaderSpec(Frozen):
@@ -185,12 +195,21 @@ class RunSpec(Frozen):
     """Start from a checkpoint of another run; not served by this version."""
     env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=256)
     """Environment of every rank, set before the process group exists."""
-    secrets: dict[str, str] = Field(default_factory=dict)
-    """Names of secret files on the nodes; not served by this version."""
+    secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
+    """Variables of every rank that are read from files which the operator put on the nodes: variable to name of the file."""
     runtime_env: None = None
-    """Ray runtime environment; the operator allows none in this version."""
+    """Ray runtime environment; denied: packages belong into the nodes' image."""
 
-    @field_validator("code", "resume_from", "runtime_env", mode="before")
+    @field_validator("runtime_env", mode="before")
+    @classmethod
+    def _no_runtime_env(cls, value: Any) -> None:
+        if value is not None:
+            raise PydanticCustomError(
+                "runtime_env_denied",
+                "runtime_env is denied by this service; leave it out or set it to null, and have packages installed on the nodes",
+            )
+
+    @field_validator("code", "resume_from", mode="before")
     @classmethod
     def _not_served(cls, value: Any, info: ValidationInfo) -> None:
         if value is not None:
@@ -200,9 +219,10 @@ class RunSpec(Frozen):
 
     @field_validator("secrets")
     @classmethod
-    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
-        if value:
-            raise PydanticCustomError("not_served", "secrets is not served by this version; leave it out or empty")
+    def _secrets_are_no_env(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        twice = sorted(value.keys() & info.data.get("env", {}).keys())
+        if twice:
+            raise PydanticCustomError("secret_in_env", "{name} is in env, too; set it in one of the two", {"name": twice[0]})
         return value
 
     @field_validator("scaling")

@@ -5,6 +5,7 @@ TrainError
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
 ├── DataChanged        the data set is not the one that the state to resume was trained on
 ├── BadTask            a task breaks its protocol
+├── SecretMissing      a secret of the spec is not on this node
 ├── PeersGone          what all ranks do together did not come about
 ├── CheckpointFailed   the final checkpoint could not be committed
 └── StepFailed         what a rank raises after it left a broken attempt in order; names the cause
@@ -56,6 +57,17 @@ class DataChanged(TrainError):
 
 class BadTask(TrainError):
     """A task returned something that its protocol does not allow."""
+
+
+class SecretMissing(TrainError):
+    """A rank cannot have a secret that its spec names. ``problem`` says why, without any value."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"secret {name!r} is not on this node: {problem}. The operator puts secrets on every node (EVERSTEP_SECRETS_DIR); "
+            "else take it out of the spec's secrets"
+        )
+        self.name = name
 
 
 class PeersGone(TrainError):

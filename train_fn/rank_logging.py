@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from storage.errors import StorageError
@@ -25,6 +26,8 @@ class RankLog:
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
         self._where = (run_dir, submission, attempt, rank)
         self._interval_s = max(FLUSH_S, run_dir.storage.batch_s)
+        self.redact: Callable[[str], str] = str
+        """Takes out of every line what nobody may read."""
         self._lines: deque[LogRecord] = deque(maxlen=MAX_LINES)
         self._writer: RankLogWriter | None = None
         self._write_lock = threading.Lock()
@@ -48,6 +51,7 @@ class RankLog:
 
     def add(self, level: str, message: str) -> None:
         """One line, cut where it is unreasonably long."""
+        message = self.redact(message)
         if len(message) > MAX_LINE_CHARS:
             message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
         self._lines.append(LogRecord(at=time.time(), level=level, message=message))
@@ -125,7 +129,8 @@ class _Tee:
         for line in lines:
             # A progress bar rewrites its line with carriage returns; only its last state is a line.
             self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
-        return self._stream.write(text)
+        self._stream.write(self._log.redact(text))
+        return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         for line in lines:

@@ -107,7 +107,7 @@ def test_all_faults_are_found_at_once() -> None:
             "checkpoint": {"best_mode": "median"},
             "env": {"RAY_ADDRESS": "x", "LD_PRELOAD": "y", "pythonpath": "z", "1A": "", "B": 1},
             "code": {"archive": "sha256:0"},
-            "secrets": {"A": "b"},
+            "secrets": {"RAY_TOKEN": "b", "A": "../b"},
             "colour": "red",
         }
     )
@@ -128,7 +128,7 @@ def test_all_faults_are_found_at_once() -> None:
         "checkpoint.best_mode",
         *(f"env.{name}" for name in ("RAY_ADDRESS", "LD_PRELOAD", "pythonpath", "1A", "B")),
         "code",
-        "secrets",
+        *(f"secrets.{name}" for name in ("RAY_TOKEN", "A")),
         "colour",
     }
     assert all(found.values())
@@ -149,7 +149,9 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(scaling={"min_workers": 2}), "scaling.max_workers", "max_workers 1 is smaller than min_workers 2"),
         (spec(scaling={"use_gpu": False, "accelerator_type": "A100"}), "scaling.accelerator_type", "needs use_gpu"),
         (spec(optimizer={"name": "sgd", "momentum": 0, "nesterov": True}), "optimizer.nesterov", "momentum > 0"),
-        (spec(runtime_env={"pip": ["x"]}), "runtime_env", "not served"),
+        (spec(runtime_env={"pip": ["x"]}), "runtime_env", "denied"),
+        (spec(env={"MASTER_PORT": "1"}), "env.MASTER_PORT", "may not be set"),
+        (spec(env={"TOKEN": "1"}, secrets={"TOKEN": "hub"}), "secrets", "TOKEN is in env, too"),
         (spec(name="../../etc"), "name", "pattern"),
         (spec(train={"global_batch_size": 10**12}), "train.global_batch_size", "less than or equal"),
         ([], "", "mapping"),
