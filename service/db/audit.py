@@ -16,6 +16,7 @@ from service.db.tables import audit_log
 
 _PATH_CHARS: Final = 512
 _SHORT_CHARS: Final = 64
+_INSERT: Final = insert(audit_log)
 
 
 @dataclass
@@ -84,7 +85,7 @@ class AuditStore:
         entry = _current.get()
         if entry is None or entry.seq is not None or entry.token_id is None:
             return None
-        result = connection.execute(insert(audit_log).values(entry.columns(self._clock())))
+        result = connection.execute(_INSERT, entry.columns(self._clock()))
         key = result.inserted_primary_key
         assert key is not None
         told, seq = (entry.target, entry.status), int(key[0])
@@ -98,7 +99,7 @@ class AuditStore:
         """Once a call is answered: write it where it wrote nothing itself, and correct it where it was answered otherwise."""
         if entry.seq is None:
             with self._database.write() as connection:
-                connection.execute(insert(audit_log).values(entry.columns(self._clock())))
+                connection.execute(_INSERT, entry.columns(self._clock()))
         elif entry.told != (entry.target, entry.status):
             answered = update(audit_log).where(audit_log.c.seq == entry.seq)
             with self._database.write() as connection:

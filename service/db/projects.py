@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from everstep.team import Quotas
 from everstep.wire import RunStatus
@@ -17,7 +17,7 @@ from service.db.rows import ProjectRow
 from service.db.tables import projects, runs, tokens
 from service.states import LIVE
 
-DEFAULT_PROJECT: Final = "default"
+_MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bindparam("name"))
 
 
 class ProjectError(DatabaseError):
@@ -97,9 +97,16 @@ def ensure_project(connection: Connection, name: str, now: float) -> bool:
     return True
 
 
-def check_queue(connection: Connection, name: str) -> None:
-    """Raises QuotaExceeded where as many runs of the project wait as may."""
-    most = connection.execute(select(projects.c.max_queued).where(projects.c.name == name)).scalar_one_or_none()
+def join_queue(connection: Connection, name: str, now: float) -> None:
+    """See that one more run of the project may wait; a project that is not there is made.
+
+    Raises QuotaExceeded where as many wait as may, IntegrityError where another replica made it at the same moment: try again.
+    """
+    found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
+    if found is None:
+        connection.execute(insert(projects), {"name": name, "created_at": now})
+        return
+    most = found[0]
     if most is None:
         return
     waiting = select(runs.c.id).where(runs.c.status == RunStatus.QUEUED.value, runs.c.project == name).limit(most).subquery()

@@ -16,7 +16,7 @@ from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.engine import Database, DatabaseError
 from service.db.ids import new_run_id
-from service.db.projects import check_queue, ensure_project
+from service.db.projects import join_queue
 from service.db.rows import RunRow, Stop, TransitionRow
 from service.db.tables import idempotency_keys, run_tags, runs, transitions
 from service.db.writer import RunWriter
@@ -92,8 +92,7 @@ class RunStore:
 
     def _insert(self, connection: Connection, spec: dict[str, Any], created_by: str, idempotency: IdempotencyKey | None) -> RunRow:
         now = self._clock()
-        if not ensure_project(connection, spec["project"], now):
-            check_queue(connection, spec["project"])
+        join_queue(connection, spec["project"], now)
         writer = RunWriter(connection, new_row(new_run_id(now), spec, created_by, now), now, new=True)
         writer.begin()
         run = writer.save()
