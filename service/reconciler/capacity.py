@@ -40,7 +40,11 @@ def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 def room(free: Sequence[Mapping[str, float]], needs: Mapping[str, float], strategy: str) -> int:
     """How many ranks fit on all nodes under a placement strategy."""
-    by_node = [fits(node, needs) for node in free]
+    return combined([fits(node, needs) for node in free], strategy)
+
+
+def combined(by_node: Sequence[int], strategy: str) -> int:
+    """How many ranks fit in all, from how many fit on each node."""
     if strategy == "STRICT_PACK":
         return max(by_node, default=0)
     if strategy == "STRICT_SPREAD":
@@ -50,6 +54,8 @@ def room(free: Sequence[Mapping[str, float]], needs: Mapping[str, float], strate
 
 def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> list[int]:
     """Take up to ``count`` ranks' resources out of ``free``, as Ray would place them. Returns the node of each rank, by index."""
+    if count <= 0:
+        return []
     room_of = {index: slots for index, node in enumerate(free) if (slots := fits(node, needs)) > 0}
     fullest_first = strategy in ("PACK", "STRICT_PACK")
     placed: list[int] = []

@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from everstep.team import Quotas
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.reconciler.capacity import Free, amounts, has_gpus, most_workers, needs_of, remove, restore, room, take
+from service.reconciler.capacity import (
+    Free,
+    amounts,
+    combined,
+    fits,
+    has_gpus,
+    most_workers,
+    needs_of,
+    remove,
+    restore,
+    room,
+    take,
+)
 from service.reconciler.facts import NodeFacts, RunFacts
 
 PATIENCE_S: Final = 600.0
@@ -284,29 +296,38 @@ class _Queue:
         if blocker is None:
             return ()
         needs, free = needs_of(blocker, self._gpus), [dict(node) for node in self._free]
+        slots = [fits(node, needs) for node in free]
 
         def enough() -> bool:
-            return room(free, needs, blocker.placement_strategy) >= blocker.min_workers
+            return combined(slots, blocker.placement_strategy) >= blocker.min_workers
+
+        def without(run: RunFacts, change: Callable[[Free, Mapping[str, float], Sequence[int]], None] = restore) -> None:
+            """As if the run were paused; with ``remove``, as if it were not."""
+            placed = self._placed[run.id]
+            change(free, placed.needs, placed.nodes)
+            for index in set(placed.nodes):
+                slots[index] = fits(free[index], needs)
 
         for run in self._holding:
             if run.status == RunStatus.STOPPING:
-                restore(free, self._placed[run.id].needs, self._placed[run.id].nodes)
+                without(run)
         chosen: list[RunFacts] = []
         lower = [run for run in self._holding if run.priority < blocker.priority and run.status != RunStatus.STOPPING]
         for run in sorted(lower, key=lambda run: (run.priority, -run.created_at, run.id)):
             if enough():
                 break
-            restore(free, self._placed[run.id].needs, self._placed[run.id].nodes)
+            without(run)
             chosen.append(run)
         if not enough():
             return ()
-        for run in reversed(list(chosen)):  # those of the highest priority first: perhaps a later choice made them needless
-            remove(free, self._placed[run.id].needs, self._placed[run.id].nodes)
+        spared: set[str] = set()
+        for run in reversed(chosen):  # those of the highest priority first: perhaps a later choice made them needless
+            without(run, remove)
             if enough():
-                chosen.remove(run)
+                spared.add(run.id)
             else:
-                restore(free, self._placed[run.id].needs, self._placed[run.id].nodes)
-        return tuple(Preemption(run.id, blocker.id) for run in chosen)
+                without(run)
+        return tuple(Preemption(run.id, blocker.id) for run in chosen if run.id not in spared)
 
 
 def _shape(needs: Mapping[str, float], run: RunFacts) -> _Shape:
