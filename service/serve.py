@@ -104,7 +104,13 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         help="use an existing Ray cluster: the URL of its dashboard, for example http://head:8265. Its token is taken from "
         "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token",
     )
-    parser.add_argument("--database", metavar="URL", default="", help="SQLAlchemy URL (default: SQLite in EVERSTEP_HOME)")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        default=os.environ.get("EVERSTEP_DATABASE", ""),
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows; "
+        "default: SQLite in EVERSTEP_HOME)",
+    )
     parser.add_argument(
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
     )

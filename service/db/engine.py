@@ -134,7 +134,7 @@ def _checked_url(url: str) -> URL:
     try:
         found = make_url(url)
     except SQLAlchemyError as exc:
-        raise DatabaseError(f"{url[:20]!r}… is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…") from exc
+        raise DatabaseError("that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…") from exc
     if found.get_backend_name() == "postgresql":
         return found.set(drivername="postgresql+psycopg")
     if found.get_backend_name() != "sqlite":

@@ -15,7 +15,7 @@ from everstep.spec import parse_spec
 from everstep.team import Quotas
 from everstep.wire import ReasonCode, RunStatus
 from service.db.audit import AuditEntry, AuditStore, begin_entry
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database, DatabaseError, DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.lease import LEASE_S, LeaseLost, LeaseStore
 from service.db.projects import ProjectStore, QuotaExceeded
@@ -24,6 +24,7 @@ from service.db.runs import RunStore
 from service.db.tokens import TokenStore
 from service.states import TransitionConflict
 from tests.unit.api_service import NOON, Journal, ManualClock, spec
+from tests.unit.postgres_server import PostgresServer
 
 
 @pytest.fixture
@@ -191,7 +192,22 @@ def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Databa
     assert taken[0] is not None and taken[0].holder == "b"
 
 
-# ---------------------------------------------------------------- addresses
+# ---------------------------------------------------------------- addresses and lost connections
+
+
+def test_a_connection_that_drops_in_the_middle_changes_nothing_and_the_next_one_works(postgresql: PostgresServer) -> None:
+    with postgresql.database() as url:
+        database = Database(url)
+        runs = RunStore(database)
+        with pytest.raises(DatabaseUnavailable), database.write() as connection:
+            connection.execute(text("DELETE FROM projects"))
+            backend = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with database.read() as other:
+                other.execute(text("SELECT pg_terminate_backend(:backend)"), {"backend": backend})
+            connection.execute(text("SELECT 1"))
+        assert [row.name for row, _ in ProjectStore(database).all()] == ["default"]
+        assert create(runs).status == RunStatus.QUEUED
+        database.close()
 
 
 @pytest.mark.parametrize("url", ["mysql://a/b", "nonsense", ""])
