@@ -147,6 +147,9 @@ class _Queue:
         self._blocker: RunFacts | None = None
         self._beside: Free = []
         """What the blocker will find once everything that began before it was submitted has ended."""
+        self._coming: Free = []
+        """What is free, with what runs that are stopping give back."""
+        self._victims: tuple[Preemption, ...] = ()
         self._held_projects: dict[str, str] = {}
         """By project: its first run that a quota holds back."""
         self._rooms: dict[tuple[str, _Shape], int] = {}
@@ -251,9 +254,10 @@ class _Queue:
     # ---------------------------------------------------------------- the first that does not fit
 
     def _reserve(self, run: RunFacts) -> None:
-        """From here on nothing starts that could delay this run.
+        """From here on nothing starts that could keep this run waiting for ever.
 
         Whatever began before it was submitted ends some day. What began later, or begins now, may not: beside all of that, it fits.
+        What is being freed for it, by runs that are stopping, is kept for it alone.
         """
         self._blocker = run
         self._beside = [dict(node.resources) for node in self._usable]
@@ -263,39 +267,50 @@ class _Queue:
                 remove(self._beside, self._placed[other.id].needs, self._placed[other.id].nodes)
         for started in self._started:
             remove(self._beside, started.needs, started.nodes)
+        self._coming = [dict(node) for node in self._free]
+        for other in self._holding:
+            if other.status == RunStatus.STOPPING:
+                restore(self._coming, self._placed[other.id].needs, self._placed[other.id].nodes)
+        self._victims = self._choose_victims(run)
 
     def _backfill(self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int) -> None:
         """Start a run behind the blocker where the blocker would not notice."""
         tried = _shape(needs, run), run.min_workers
         before = f"run {blocker.id} is before it, and would be delayed"
-        if tried in self._refused:
+        if tried in self._refused or self._victims:
             self._wait(run, needs, before)
             return
         fitting = min(most, room(self._free, needs, run.placement_strategy))
         blocker_needs = needs_of(blocker, self._gpus)
-        kept = min(blocker.min_workers, room(self._beside, blocker_needs, blocker.placement_strategy))
+        spaces = (self._beside, self._coming)
+        kept = [min(blocker.min_workers, room(space, blocker_needs, blocker.placement_strategy)) for space in spaces]
+        if kept[1] < blocker.min_workers:
+            kept[1] = 0  # it does not start from what is coming in any case
         for count in dict.fromkeys((fitting, run.min_workers)):
             if not run.min_workers <= count <= fitting:
                 continue
             placed = take(self._free, needs, count, run.placement_strategy)
-            remove(self._beside, needs, placed)
-            if room(self._beside, blocker_needs, blocker.placement_strategy) >= kept:
+            for space in spaces:
+                remove(space, needs, placed)
+            after = [room(space, blocker_needs, blocker.placement_strategy) for space in spaces]
+            if after[0] >= kept[0] and after[1] >= kept[1]:
                 # It may not grow into what is kept for the other one.
                 self._start(run, needs, placed, count)
                 return
-            restore(self._beside, needs, placed)
-            restore(self._free, needs, placed)
+            for space in (*spaces, self._free):
+                restore(space, needs, placed)
         self._refused.add(tried)
         self._wait(run, needs, before)
 
     # ---------------------------------------------------------------- preemption
 
     def preemptions(self) -> tuple[Preemption, ...]:
-        """Runs to pause for the blocker: none where what is stopping already makes room, or where no pausing would."""
-        blocker = self._blocker
-        if blocker is None:
-            return ()
-        needs, free = needs_of(blocker, self._gpus), [dict(node) for node in self._free]
+        """Runs to pause for the first one that does not fit."""
+        return self._victims
+
+    def _choose_victims(self, blocker: RunFacts) -> tuple[Preemption, ...]:
+        """Runs to pause: none where what is stopping already makes room, or where no pausing would."""
+        needs, free = needs_of(blocker, self._gpus), [dict(node) for node in self._coming]
         slots = [fits(node, needs) for node in free]
 
         def enough() -> bool:
@@ -308,9 +323,6 @@ class _Queue:
             for index in set(placed.nodes):
                 slots[index] = fits(free[index], needs)
 
-        for run in self._holding:
-            if run.status == RunStatus.STOPPING:
-                without(run)
         chosen: list[RunFacts] = []
         lower = [run for run in self._holding if run.priority < blocker.priority and run.status != RunStatus.STOPPING]
         for run in sorted(lower, key=lambda run: (run.priority, -run.created_at, run.id)):

@@ -117,6 +117,15 @@ def test_the_lowest_and_youngest_make_room_and_no_more_than_needed() -> None:
     assert plan([sized("urgent", 1, priority=5)], stopping, cpus(5)).preemptions == (), "room is on its way"
 
 
+def test_what_is_freed_for_a_run_is_not_taken_by_those_that_made_room() -> None:
+    urgent, back = sized("urgent", 2, at=9.0, priority=1), sized("back", 1)
+    leaving = replace(running("leaving", 1), status=RunStatus.STOPPING)
+    assert started(plan([urgent, back], [leaving], cpus(2))) == [], "one of two has left"
+    assert started(plan([urgent, back], [], cpus(2))) == ["urgent"]
+    chosen = plan([urgent, back], [running("low", 1)], cpus(2))
+    assert (started(chosen), len(chosen.preemptions)) == ([], 1)
+
+
 def test_decide_carries_the_plan() -> None:
     low = running("low", 2, priority=-1)
     facts = Facts(1.0, (low, sized("urgent", 2, priority=1)), cpus(2))
@@ -209,7 +218,7 @@ class Life:
 
     def check_work_conserving(self, made: Plan) -> None:
         """Where nobody starts although CPUs are free, everybody is too large, at a quota, or would delay somebody."""
-        if started(made) or any(found.status == RunStatus.STOPPING for found in self.holding.values()):
+        if started(made) or made.preemptions or any(found.status == RunStatus.STOPPING for found in self.holding.values()):
             return
         free = self.capacity - sum(found.world_size or 0 for found in self.holding.values())
         first: RunFacts | None = None
