@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_observe, cli_runs, cli_service
+from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_observe, cli_runs, cli_service, cli_team
 from everstep.cli_terminal import JsonOption, UrlOption, begin
 
 app = typer.Typer(
@@ -59,6 +59,9 @@ app.command()(cli_service.cluster)
 app.command()(cli_nodes.cordon)
 app.command()(cli_nodes.uncordon)
 app.command()(cli_nodes.drain)
+app.add_typer(cli_team.project, name="project")
+app.add_typer(cli_team.token, name="token")
+app.command()(cli_team.audit)
 app.command()(cli_service.demo)
 
 

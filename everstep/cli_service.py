@@ -46,7 +46,9 @@ def serve(
     cpus_per_node: Annotated[int | None, typer.Option(help="CPUs that each of them offers.")] = None,
     drills: Annotated[bool, typer.Option("--drills", help="Allow failure drills through the API.")] = False,
     ray_address: Annotated[str | None, typer.Option(metavar="URL", help="Use another Ray cluster: its dashboard's URL.")] = None,
-    database: Annotated[str | None, typer.Option(metavar="URL", help="SQLAlchemy URL; by default SQLite in EVERSTEP_HOME.")] = None,
+    database: Annotated[
+        str | None, typer.Option(metavar="URL", help="postgresql+psycopg://…; by default SQLite in EVERSTEP_HOME.")
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME.")
     ] = None,

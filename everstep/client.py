@@ -1,4 +1,4 @@
-"""The client of the service: runs, code, nodes, cluster, catalog, health."""
+"""The client of the service: runs, code, nodes, projects, tokens, cluster, catalog, health."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from everstep.address import find_address
+from everstep.administration import Audit, Projects, Tokens
 from everstep.catalog import Catalog
 from everstep.code import Code
 from everstep.errors import InvalidSpec
@@ -60,6 +61,9 @@ class Client:
         self.runs = Runs(self._transport, patience)
         self.nodes = Nodes(self._transport, patience)
         self.code = Code(self._transport)
+        self.projects = Projects(self._transport)
+        self.tokens = Tokens(self._transport)
+        self.audit = Audit(self._transport)
 
     def __enter__(self) -> Client:
         return self

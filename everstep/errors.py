@@ -4,7 +4,7 @@ EverstepError
 ├── InvalidSpec          422  the request is wrong; .errors names every field
 ├── AuthError            401, 403
 ├── NotFound             404
-├── Conflict             409  idempotency_conflict, invalid_transition
+├── Conflict             409  idempotency_conflict, invalid_transition, quota_exceeded
 ├── RateLimited          429
 ├── Unavailable          503, or the service cannot be reached
 ├── CorruptDownload      bytes that arrived are not those that were promised
@@ -125,6 +125,7 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
         "conflict": (409, Conflict),
         "idempotency_conflict": (409, Conflict),
         "invalid_transition": (409, Conflict),
+        "quota_exceeded": (409, Conflict),
         "checkpoint_deleted": (409, Conflict),
         "corrupt_checkpoint": (409, CorruptDownload),
         "range_not_satisfiable": (416, ServiceError),

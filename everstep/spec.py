@@ -28,10 +28,17 @@ from everstep.field_errors import field_errors
 Seconds = PositiveFiniteFloat
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
-REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "PYTHON")
 STORAGE_CREDENTIALS = frozenset(
     {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"}
 )
+REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "DYLD_", "PYTHON", "GLIBC_", "TORCHELASTIC_")
+REFUSED_ENV_NAMES = frozenset(
+    {
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("CUDA_VISIBLE_DEVICES", "GCONV_PATH", "BASH_ENV"),
+    }
+)
+"""What Ray and torch tell a rank of its place, and what makes other programs run other code."""
 MAX_WORKERS = 16_384
 
 
@@ -44,10 +51,13 @@ def _belongs_to_user(name: str) -> str:
             "may not be set: a spec is shown to others, and ranks write checkpoints with their node's credentials; "
             "the operator gives them to the nodes",
         )
+    if name.upper() in REFUSED_ENV_NAMES:
+        raise PydanticCustomError("env_refused", "may not be set: a rank's place and devices are the service's to say")
     return name
 
 
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_belongs_to_user)]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
 class LoaderSpec(Frozen):
@@ -286,10 +296,10 @@ class RunSpec(Frozen):
     """Begin from a checkpoint of another run: at its step, with its weights, optimizer and place in the data."""
     env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=256)
     """Environment of every rank, set before the process group exists."""
-    secrets: dict[str, str] = Field(default_factory=dict)
-    """Names of secret files on the nodes; not served by this version."""
+    secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
+    """Variables of every rank that are read from files which the operator put on the nodes: variable to name of the file."""
     runtime_env: None = None
-    """Ray runtime environment; the operator allows none in this version."""
+    """Ray runtime environment; denied: packages belong into the nodes' image."""
 
     @field_validator("task")
     @classmethod
@@ -310,17 +320,19 @@ class RunSpec(Frozen):
 
     @field_validator("runtime_env", mode="before")
     @classmethod
-    def _not_served(cls, value: Any, info: ValidationInfo) -> None:
+    def _no_runtime_env(cls, value: Any) -> None:
         if value is not None:
             raise PydanticCustomError(
-                "not_served", "{field} is not served by this version; leave it out or set it to null", {"field": info.field_name}
+                "runtime_env_denied",
+                "runtime_env is denied by this service; leave it out or set it to null, and have packages installed on the nodes",
             )
 
     @field_validator("secrets")
     @classmethod
-    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
-        if value:
-            raise PydanticCustomError("not_served", "secrets is not served by this version; leave it out or empty")
+    def _secrets_are_no_env(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        twice = sorted(value.keys() & info.data.get("env", {}).keys())
+        if twice:
+            raise PydanticCustomError("secret_in_env", "{name} is in env, too; set it in one of the two", {"name": twice[0]})
         return value
 
     @field_validator("scaling")

@@ -10,8 +10,23 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from service import problems
-from service.api import checkpoints, cluster, code, drills, goodput, health, histories, logs, openapi, prometheus, runs, series
+from service.api import (
+    checkpoints,
+    cluster,
+    code,
+    drills,
+    goodput,
+    health,
+    histories,
+    logs,
+    openapi,
+    prometheus,
+    runs,
+    series,
+    team,
+)
 from service.api.context import ApiContext
+from service.request_guard import AuditMiddleware, BodyLimitMiddleware
 from service.web import dashboard
 
 _DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
@@ -35,10 +50,12 @@ def create_app(context: ApiContext) -> FastAPI:
     )
     app.state.context = context
     app.state.figures = prometheus.Figures(context)
+    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
+    app.add_middleware(AuditMiddleware, context=context)
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
-    for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, health, prometheus):
+    for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, team, health, prometheus):
         app.include_router(module.router)
     dashboard.install(app)
     return app
@@ -46,13 +63,18 @@ def create_app(context: ApiContext) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The event feed as a task."""
+    """The event feed, and the notes of when tokens are used, as tasks."""
     context: ApiContext = app.state.context
-    task = asyncio.create_task(context.feed.run(), name="event-feed")
+    tasks = [
+        asyncio.create_task(context.feed.run(), name="event-feed"),
+        asyncio.create_task(context.token_use.run(), name="token-use"),
+    ]
     try:
         yield
     finally:
         context.feed.close()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await context.token_use.flush()

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from fastapi import Depends
+from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.context import Context
+from service.db.audit import current_entry
 from service.db.rows import Role, RunRow
 from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
@@ -44,8 +45,10 @@ class Principal:
             raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
 
 
-async def principal(context: Context, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Principal:
-    """Whose request this is. Raises 401 without a valid token."""
+async def principal(
+    request: Request, context: Context, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Principal:
+    """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
     found = None
     if credentials is not None and credentials.credentials.isascii():
         found = await context.database_call(context.tokens.find, credentials.credentials)
@@ -56,6 +59,16 @@ async def principal(context: Context, credentials: Annotated[HTTPAuthorizationCr
             "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    wait_s = context.rate_limit.wait_s(found.id)
+    if wait_s:
+        detail = f"token {found.name!r} asks too often; try again in {wait_s} s"
+        raise ProblemError(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
+    context.token_use.note(found.id)
+    entry = current_entry()
+    if entry is not None:
+        entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
+        entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
+        entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
     return Principal(found.id, found.name, found.role, found.project)
 
 
@@ -82,10 +95,11 @@ async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
 ControlledRun = Annotated[RunRow, Depends(controlled_run)]
 
 
-def ensure_local_token(tokens: TokenStore, path: Path) -> None:
+def ensure_local_token(tokens: TokenStore, path: Path, token_id: str = LOCAL_TOKEN_ID) -> None:
     """See that ``path`` holds a valid admin token, readable by its owner only.
 
-    A missing file, or one that does not hold a valid token, is made again; the token that it held is then worthless.
+    A missing file, or one that does not hold a valid token, is made again; the token that it held, of id ``token_id``, is then
+    worthless.
     """
     try:
         secret = path.read_text().strip()
@@ -95,7 +109,7 @@ def ensure_local_token(tokens: TokenStore, path: Path) -> None:
     if found is not None and found.role == "admin":
         path.chmod(0o600)
         return
-    _, secret = tokens.create("local admin", "admin", None, token_id=LOCAL_TOKEN_ID)
+    _, secret = tokens.create("local admin", "admin", None, token_id=token_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable
+from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded
 from service.db.runs import IdempotencyConflict
 from service.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
@@ -81,6 +82,10 @@ def as_problem(exc: Exception) -> ProblemError:
             return not_found(f"run {exc.run_id} does not exist")
         case TransitionConflict():
             return ProblemError(409, "invalid_transition", str(exc))
+        case QuotaExceeded():
+            return ProblemError(409, "quota_exceeded", str(exc))
+        case ProjectInUse():
+            return ProblemError(409, "conflict", str(exc))
         case IdempotencyConflict():
             return ProblemError(409, "idempotency_conflict", str(exc))
         case DatabaseUnavailable():
@@ -98,6 +103,8 @@ def as_problem(exc: Exception) -> ProblemError:
         case RequestValidationError():
             faults = [FieldError(tuple(error["loc"][1:]) or tuple(error["loc"]), error["msg"]) for error in exc.errors()]
             return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+        case HTTPException(status_code=413):
+            return ProblemError(413, "body_too_large", str(exc.detail))
         case HTTPException():
             code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
             return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
@@ -112,6 +119,7 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
     InvalidSpec,
     TransitionConflict,
     IdempotencyConflict,
+    ProjectError,
     DatabaseUnavailable,
     StorageError,
     RequestValidationError,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -23,11 +24,13 @@ from fastapi import FastAPI
 
 from service.api.context import ApiContext
 from service.app import create_app
-from service.auth import ensure_local_token
+from service.auth import LOCAL_TOKEN_ID, ensure_local_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
+from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
@@ -35,6 +38,7 @@ from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
+from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
 from service.reconciler.unhealthy import CordonRule
@@ -48,6 +52,7 @@ from service.settings import (
     cordon_settings,
     existing_ray_token,
     home_directory,
+    request_limits,
     scrub_settings,
 )
 from storage.errors import StorageError
@@ -102,13 +107,20 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         help="use an existing Ray cluster: the URL of its dashboard, for example http://head:8265. Its token is taken from "
         "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token",
     )
-    parser.add_argument("--database", metavar="URL", default="", help="SQLAlchemy URL (default: SQLite in EVERSTEP_HOME)")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        default=os.environ.get("EVERSTEP_DATABASE", ""),
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows; "
+        "default: SQLite in EVERSTEP_HOME)",
+    )
     parser.add_argument(
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
     )
     args = parser.parse_args(argv)
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
     scrub_mb_per_s, scrub_interval_s = scrub_settings()
+    rate_per_s, max_upload_bytes = request_limits()
     return Settings(
         home=home_directory(),
         host=args.host,
@@ -126,6 +138,8 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         cordon_window_s=cordon_window_s,
         scrub_mb_per_s=scrub_mb_per_s,
         scrub_interval_s=scrub_interval_s,
+        rate_per_s=rate_per_s,
+        max_upload_bytes=max_upload_bytes,
     )
 
 
@@ -167,8 +181,8 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
         storage.probe()
     except StorageError as exc:
         raise CannotStart(f"{exc}; see that this user may write there, or choose another --storage") from exc
-    database = Database(settings.database_url)
     try:
+        database = Database(settings.database_url)
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
@@ -201,23 +215,53 @@ async def serve(
     async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
         if supervisor is None:
             await reach(ray, settings)
-        rule = CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s)
-        scrub = ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s)
         figures = RunFigures()
-        stores = RunStore(database), EventStore(database), NodeMarkStore(database)
-        reconciler = Reconciler(*stores, storage, ray, cordon_rule=rule, scrub_rule=scrub, figures=figures)
+        reconciler = made_reconciler(settings, database, storage, ray, figures)
         view = ClusterView(ray, supervisor.note if supervisor else None)
         url = base_url(settings, listener)
-        public_url = settings.public_url or url
         context = ApiContext(
-            database, storage, view, reconciler.lag_s, drills_enabled=settings.drills, figures=figures, public_url=public_url
+            database,
+            storage,
+            view,
+            reconciler.lag_s,
+            drills_enabled=settings.drills,
+            figures=figures,
+            public_url=settings.public_url or url,
+            rate_per_s=settings.rate_per_s,
+            max_upload_bytes=settings.max_upload_bytes,
         )
-        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path)
+        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
                 await server.serve([listener])
     database.close()
+
+
+def made_reconciler(settings: Settings, database: Database, storage: Storage, ray: RayJobs, figures: RunFigures) -> Reconciler:
+    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file is held by the home's lock."""
+    leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
+    mine = database if leadership is None else database.guarded(leadership.check)
+    return Reconciler(
+        RunStore(mine),
+        EventStore(mine),
+        NodeMarkStore(mine),
+        ProjectStore(mine),
+        storage,
+        ray,
+        cordon_rule=CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s),
+        scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
+        figures=figures,
+        leadership=leadership,
+    )
+
+
+def local_token_id(settings: Settings, database: Database) -> str:
+    """Id of the token of this home: replicas that share a database have one each, and must not replace each other's."""
+    if database.is_sqlite:
+        return LOCAL_TOKEN_ID
+    place = f"{socket.gethostname()}:{settings.home}"
+    return f"{LOCAL_TOKEN_ID}_{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,8 @@ DEFAULT_CORDON_FAILURES = 5
 DEFAULT_CORDON_WINDOW_S = 3600.0
 DEFAULT_SCRUB_MB_PER_S = 10.0
 DEFAULT_SCRUB_INTERVAL_S = 24 * 3600.0
+DEFAULT_RATE_PER_S = 1000.0
+DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
 
 
 N = TypeVar("N", int, float)
@@ -68,6 +70,10 @@ class Settings:
     """Megabytes (10**6 bytes) of kept checkpoints that are read back a second, over all runs; 0 reads none back."""
     scrub_interval_s: float = DEFAULT_SCRUB_INTERVAL_S
     """Seconds after which a checkpoint is read back again."""
+    rate_per_s: float = DEFAULT_RATE_PER_S
+    """Requests a second that one token may make for ever, twice as many at once; 0 is no limit."""
+    max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
+    """Largest upload of code."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -84,6 +90,10 @@ class Settings:
         for name in ("cordon_runs", "cordon_failures"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} {getattr(self, name)} is negative; 0 is no limit")
+        if not 0 <= self.rate_per_s < float("inf"):
+            raise SettingsError(f"rate_per_s {self.rate_per_s:g} is no rate; give requests a second, or 0 for no limit")
+        if self.max_upload_bytes < 1:
+            raise SettingsError(f"max_upload_bytes {self.max_upload_bytes} is too few; give a number of bytes")
         if not 0 < self.cordon_window_s < float("inf"):
             raise SettingsError(f"cordon_window_s {self.cordon_window_s:g} is no length of time; give seconds above 0")
         if not 0 <= self.scrub_mb_per_s < float("inf"):
@@ -158,6 +168,17 @@ def scrub_settings(environ: Mapping[str, str] = os.environ) -> tuple[float, floa
     return (
         _number(environ, "EVERSTEP_SCRUB_MB_PER_S", DEFAULT_SCRUB_MB_PER_S),
         _number(environ, "EVERSTEP_SCRUB_INTERVAL_S", DEFAULT_SCRUB_INTERVAL_S),
+    )
+
+
+def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]:
+    """``rate_per_s`` and ``max_upload_bytes`` from EVERSTEP_RATE_PER_S and EVERSTEP_MAX_UPLOAD_BYTES, or their defaults.
+
+    Raises SettingsError naming a variable that is not a number.
+    """
+    return (
+        _number(environ, "EVERSTEP_RATE_PER_S", DEFAULT_RATE_PER_S),
+        _number(environ, "EVERSTEP_MAX_UPLOAD_BYTES", DEFAULT_MAX_UPLOAD_BYTES),
     )
 
 

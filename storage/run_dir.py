@@ -212,6 +212,21 @@ class RunDir:
         """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not see it."""
         return self.files.read(self._probe_path(submission, name))
 
+    def write_workers_limit(self, limit: int | None) -> None:
+        """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is no limit."""
+        self.files.write(self._path("control/workers.json"), json.dumps({"limit": limit}).encode())
+
+    def workers_limit(self) -> int | None:
+        """How many ranks the run may use; None for as many as its spec asks for. Raises CorruptFile."""
+        path = self._path("control/workers.json")
+        try:
+            found = json.loads(self.files.read(path))["limit"]
+            return None if found is None else int(found)
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} does not hold a limit of workers: {exc}") from exc
+
     def delete(self) -> None:
         """The whole directory with everything in it."""
         self.files.delete_dir(self._path())

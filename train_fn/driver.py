@@ -116,6 +116,7 @@ class Driver:
             journal=actor,
             use_gpu=use_gpu(spec.scaling, ray.cluster_resources()),
             train=self._train,
+            workers_limit=self._run_dir.workers_limit(),
         )
         logger.info(
             "submission %d of run %s, after %d attempts; %s",
@@ -135,7 +136,7 @@ class Driver:
 
         look = functools.partial(look_at_nodes, self._settings.probe_timeout_s, MarksReader(self._run_dir.storage))
         try:
-            warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.spec.scaling.max_workers)
+            warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers)
         except Exception as exc:  # the ranks then start cold
             logger.warning("the first ranks' processes were not started ahead: %s", exc)
 

@@ -6,6 +6,7 @@ TrainError
 ├── DataChanged        the data set is not the one that the state to resume was trained on
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
+├── SecretMissing      a secret of the spec is not on this node
 ├── PeersGone          what all ranks do together did not come about
 ├── CheckpointFailed   the final checkpoint could not be committed
 ├── StorageNotShared   the run's storage is not the same on all nodes
@@ -64,6 +65,17 @@ class ForkRefused(TrainError):
 
 class BadTask(TrainError):
     """A task returned something that its protocol does not allow."""
+
+
+class SecretMissing(TrainError):
+    """A rank cannot have a secret that its spec names. ``problem`` says why, without any value."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"secret {name!r} is not on this node: {problem}. The operator puts secrets on every node (EVERSTEP_SECRETS_DIR); "
+            "else take it out of the spec's secrets"
+        )
+        self.name = name
 
 
 class PeersGone(TrainError):

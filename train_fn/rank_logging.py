@@ -74,6 +74,8 @@ class RankLog:
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
         self._where = (run_dir, submission, attempt, rank)
         self._interval_s = min(max(FLUSH_S, run_dir.storage.batch_s), MOST_FLUSH_S)
+        self.redact: Callable[[str], str] = str
+        """Takes out of every line what nobody may read."""
         self._lines: deque[LogRecord] = deque(maxlen=MAX_LINES)
         self.budget = LogBudget()
         self._writer: RankLogWriter | None = None
@@ -98,6 +100,7 @@ class RankLog:
 
     def add(self, level: str, message: str) -> None:
         """One line that the budget has room for, cut where it is unreasonably long."""
+        message = self.redact(message)
         if len(message) > MAX_LINE_CHARS:
             message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
         if len(self._lines) == MAX_LINES:
@@ -186,7 +189,8 @@ class _Tee:
         for line in lines:
             # A progress bar rewrites its line with carriage returns; only its last state is a line.
             self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
-        return self._stream.write(text)
+        self._stream.write(self._log.redact(text))
+        return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         for line in lines:

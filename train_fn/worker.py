@@ -30,6 +30,7 @@ from train_fn.nccl import begin_attempt
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+from train_fn.secrets import Redactor, read_secrets
 from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
@@ -153,6 +154,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     place = ray.train.get_context()
     rank = place.get_world_rank()
     log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
+    redactor = log.redact = Redactor()
     log.start()
     client = ActorJournalClient(
         deliver_to(job.journal),
@@ -162,13 +164,18 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         on_superseded=_leave_at_once,
     )
     try:
+        secrets = read_secrets(job.spec, os.environ)
+        redactor.learn(secrets.values())
+        os.environ.update(secrets)
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
         return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
     except BaseException as exc:
-        error = describe_error(exc, rank)
+        error = redactor.error(describe_error(exc, rank))
         logger.error("rank %d stopped at step %s (%s): %s\n%s", rank, error.step, error.kind, error.summary, error.traceback)
         raise RankFailure(error) from None
     finally:
+        for variable in job.spec.secrets:
+            os.environ.pop(variable, None)
         client.close(FLUSH_S)
         log.close()
 

@@ -15,7 +15,7 @@ def to_time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _maybe_time(seconds: float | None) -> datetime | None:
+def maybe_time(seconds: float | None) -> datetime | None:
     return None if seconds is None else to_time(seconds)
 
 
@@ -47,8 +47,8 @@ def run_answer(
         attempt=run.attempt,
         submission=run.submission,
         created_at=to_time(run.created_at),
-        started_at=_maybe_time(run.started_at),
-        finished_at=_maybe_time(run.finished_at),
+        started_at=maybe_time(run.started_at),
+        finished_at=maybe_time(run.finished_at),
         epoch=run.epoch,
         step=run.step,
         total_steps=run.total_steps,

@@ -15,15 +15,20 @@ from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
 from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
+from service.api.token_use import TokenUse
+from service.db.audit import AuditStore
 from service.db.drills import DrillStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
+from service.rate_limit import RateLimit
+from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.time_book import TimeBook
 from storage.filesystem import Storage
 
@@ -59,6 +64,8 @@ class ApiContext:
         drills_enabled: bool = False,
         figures: RunFigures | None = None,
         public_url: str | None = None,
+        rate_per_s: float = DEFAULT_RATE_PER_S,
+        max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -69,12 +76,17 @@ class ApiContext:
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
+        self.max_upload_bytes = max_upload_bytes
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
         self.drills = DrillStore(database, clock)
         self.tokens = TokenStore(database, clock)
+        self.projects = ProjectStore(database, clock)
+        self.audit = AuditStore(database, clock)
+        database.companion = self.audit.join
+        self.rate_limit = RateLimit(rate_per_s)
         self.node_marks = NodeMarkStore(database, clock)
         self.marks_file = MarksFile(storage, self.node_marks)
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
@@ -82,6 +94,7 @@ class ApiContext:
         self.feed = EventFeed(self)
         self.logs = LogViews(self)
         self.readiness = ReadinessCheck(self)
+        self.token_use = TokenUse(self)
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method in a thread."""

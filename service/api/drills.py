@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path, Request
-from pydantic import ValidationError
 
 from everstep.drills import Drill, DrillRequest
 from everstep.events import EventKind
-from everstep.field_errors import field_errors
 from everstep.wire import Page
 from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
-from service.api.spec_body import read_json
+from service.api.spec_body import parse_model, read_json
 from service.auth import Caller, VisibleRun
 from service.db.rows import EventRow, RunRow
 from service.problems import ProblemError, invalid_request, not_found
@@ -45,7 +43,7 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
 )
 async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
     """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
-    wanted = _parse(await read_json(request))
+    wanted = parse_model(DrillRequest, await read_json(request))
     if run.world_size is None:
         raise TransitionConflict(run.id, run.status, "a drill needs a run that trains: one that is RUNNING")
     if wanted.rank >= run.world_size:
@@ -54,14 +52,6 @@ async def request_drill(request: Request, run: DrillableRun, context: Context) -
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
     await context.storage_call(context.storage.run_dir(run.id).order_drill, run.submission, order)
     return drills.drill(drills.Story(event), ())
-
-
-def _parse(raw: object) -> DrillRequest:
-    try:
-        return DrillRequest.model_validate(raw)
-    except ValidationError as exc:
-        faults = field_errors(DrillRequest, raw, exc)
-        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults) from exc
 
 
 @router.get("", summary="Drills of a run", responses=problem_answers(404))

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from everstep.drills import DrillRequest
 from everstep.spec import RunSpec
+from everstep.team import ProjectRequest, TokenRequest
 from everstep.wire import Problem
 from service import problems
 from service.api import sse
@@ -21,12 +22,14 @@ _MEANINGS: Final = {
     401: "No valid token (`unauthorized`).",
     403: "The token's role or project does not allow this (`forbidden`), or this service does not (`drills_disabled`).",
     404: "No such thing, or it belongs to another project (`not_found`).",
-    409: "The state does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`).",
+    409: "The state or a quota does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`, "
+    "`quota_exceeded`, `conflict`).",
     413: "The body is too large (`body_too_large`).",
     416: "No byte of the content lies in the `Range` (`range_not_satisfiable`).",
     415: "The body is not of the type that this route takes (`unsupported_media_type`).",
     422: "A parameter, the spec or an archive is wrong; `errors` has one entry for each fault (`invalid_request`, `invalid_spec`, "
     "`invalid_archive`).",
+    429: "The token asks too often (`rate_limited`); try again after `Retry-After` seconds.",
     503: "Database or storage is away; try again after `Retry-After` seconds.",
 }
 
@@ -51,17 +54,16 @@ SPEC_BODY: Final[dict[str, Any]] = {
     }
 }
 
-DRILL_BODY: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": _REF.format(model="DrillRequest")},
-                "example": {"kind": "kill_worker", "rank": 1},
-            }
-        },
-    }
-}
+
+def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
+    """What to tell of a body that a route reads by itself."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}, "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
+PROJECT_BODY: Final = json_body("ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}})
+TOKEN_BODY: Final = json_body("TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"})
 
 STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
 """Second media type of a 200 answer that may be a stream."""
@@ -70,11 +72,11 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def problem_answers(*statuses: int) -> Responses:
-    """Documented problems of a route; 401 and 503 belong to every one."""
+    """Documented problems of a route; 401, 429 and 503 belong to every one."""
     schema = {"schema": {"$ref": _REF.format(model="Problem")}}
     return {
         status: {"description": _MEANINGS[status], "content": {problems.MEDIA_TYPE: schema}}
-        for status in sorted({401, 503, *statuses})
+        for status in sorted({401, 429, 503, *statuses})
     }
 
 
@@ -96,7 +98,11 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, definitions = models_json_schema(
-                [(RunSpec, "validation"), (DrillRequest, "validation"), (Problem, "serialization")], ref_template=_REF
+                [
+                    *((model, "validation") for model in (RunSpec, DrillRequest, ProjectRequest, TokenRequest)),
+                    (Problem, "serialization"),
+                ],
+                ref_template=_REF,
             )
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])

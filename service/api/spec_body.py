@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
+from everstep.field_errors import field_errors
 from service.problems import ProblemError
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 64
+
+
+def parse_model(model: type[M], raw: Any) -> M:
+    """The body as ``model``. Raises 422 with one entry for each fault."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as exc:
+        faults = field_errors(model, raw, exc)
+        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults) from exc
 
 
 async def read_json(request: Request) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,14 @@ from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
+CONNECT_TIMEOUT_S: Final = 5
+_MIGRATION_LOCK: Final = 0x65766572_73746570
+"""Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the same moment."""
+
+Guard = Callable[[Connection], None]
+"""Called at the beginning of every write; raises where it must not happen."""
+Companion = Callable[[Connection], Callable[[], None] | None]
+"""Called at the end of every write, to write what belongs to it; returns what to call once all of it is committed."""
 
 
 class DatabaseError(Exception):
@@ -45,16 +54,21 @@ class Database:
         """Open without connecting.
 
         Args:
-            url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db``.
+            url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db`` or ``postgresql+psycopg://me@db/everstep``.
+
+        Raises DatabaseError for a URL that names no database that is served.
         """
-        self.url: Final[URL] = make_url(url)
+        self.url: Final[URL] = _checked_url(url)
         self.is_sqlite: Final = self.url.get_backend_name() == "sqlite"
+        self.companion: Companion | None = None
+        self._guard: Guard | None = None
         self._engine = create_engine(
             self.url,
             pool_size=POOL_SIZE,
             max_overflow=POOL_SIZE,
             pool_pre_ping=not self.is_sqlite,
             json_serializer=_dumps,
+            connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
         # SQLite has one writer at a time. Waiting on a lock is fair and wakes at once; its own busy handler sleeps and races.
         self._writer: threading.Lock | None = threading.Lock() if self.is_sqlite else None
@@ -70,6 +84,8 @@ class Database:
             except OSError as exc:
                 raise DatabaseUnavailable(f"cannot create the directory of {self.url.database}: {exc}") from exc
         with self.write() as connection:
+            if not self.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
@@ -79,7 +95,10 @@ class Database:
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one snapshot and writes nothing."""
         with _mapped_errors(), self._engine.connect() as connection:
-            connection = connection.execution_options(everstep_begin="BEGIN")
+            if self.is_sqlite:
+                connection = connection.execution_options(everstep_begin="BEGIN")
+            else:
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
                 yield connection
 
@@ -89,7 +108,18 @@ class Database:
         with _mapped_errors(), _held(self._writer), self._engine.connect() as connection:
             connection = connection.execution_options(everstep_begin="BEGIN IMMEDIATE")
             with connection.begin():
+                if self._guard is not None:
+                    self._guard(connection)
                 yield connection
+                committed = self.companion(connection) if self.companion is not None else None
+            if committed is not None:
+                committed()
+
+    def guarded(self, guard: Guard) -> Database:
+        """The same database, whose every write begins with ``guard``."""
+        other = copy.copy(self)
+        other._guard = guard
+        return other
 
     def probe(self) -> None:
         """Raises DatabaseUnavailable where the database does not answer."""
@@ -98,6 +128,30 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _checked_url(url: str) -> URL:
+    try:
+        found = make_url(url)
+    except SQLAlchemyError as exc:
+        raise DatabaseError("that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…") from exc
+    if found.get_backend_name() == "postgresql":
+        return found.set(drivername="postgresql+psycopg")
+    if found.get_backend_name() != "sqlite":
+        raise DatabaseError(f"{found.get_backend_name()} is not served; give sqlite:///PATH or postgresql+psycopg://…")
+    return found
+
+
+_POSTGRESQL_OPTIONS: Final = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    # A server that was cut off must not hold a request for the hours that TCP would wait.
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    # Nor may a replica that stands still in the middle of a transaction keep its locks, and with them the lease.
+    "options": f"-c lock_timeout={BUSY_TIMEOUT_MS} -c idle_in_transaction_session_timeout=4000",
+}
 
 
 @contextmanager

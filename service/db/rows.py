@@ -46,7 +46,9 @@ class RunRow(Row):
     reason_message: str | None
     stop_requested: Stop | None
     stop_requested_at: float | None
+    preempted_by: str | None
     submission: int
+    workers_limit: int | None
     ray_job_id: str | None
     submitted_at: float | None
     attempt: int
@@ -141,6 +143,34 @@ class TokenRow(Row):
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    last_used_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectRow(Row):
+    """A project and its quotas; None is no limit."""
+
+    name: str
+    max_workers: int | None
+    max_running: int | None
+    max_queued: int | None
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow(Row):
+    """One call that changed something, or was refused."""
+
+    seq: int
+    at: float
+    token_id: str | None
+    token_name: str | None
+    role: Role | None
+    address: str | None
+    method: str
+    path: str
+    target: str | None
+    status: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from sqlalchemy.exc import IntegrityError
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from everstep.wire import Reason, RunStatus
+from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
 from service.db.ids import new_run_id
+from service.db.projects import join_queue
 from service.db.rows import RunRow, Stop, TransitionRow
 from service.db.tables import idempotency_keys, run_tags, runs, transitions
 from service.db.writer import RunWriter
-from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user
+from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
 from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
 
@@ -79,6 +81,7 @@ class RunStore:
 
         Raises:
             IdempotencyConflict: The key belongs to another body, or to a run that is deleted.
+            QuotaExceeded: The project has as many waiting runs as it may.
         """
         resolved = spec.model_dump(mode="json")
         for _ in range(_CREATE_ATTEMPTS):
@@ -86,6 +89,7 @@ class RunStore:
                 with self._database.write() as connection:
                     known = _known_run(connection, idempotency)
                     if known is not None:
+                        note_target(known.id)
                         return known, False
                     return self._insert(connection, resolved, created_by, idempotency), True
             except IntegrityError:
@@ -95,9 +99,11 @@ class RunStore:
 
     def _insert(self, connection: Connection, spec: dict[str, Any], created_by: str, idempotency: IdempotencyKey | None) -> RunRow:
         now = self._clock()
+        join_queue(connection, spec["project"], now)
         writer = RunWriter(connection, new_row(new_run_id(now), spec, created_by, now), now, new=True)
         writer.begin()
         run = writer.save()
+        note_target(run.id)
         if run.tags:
             rows = [{"run_id": run.id, "key": key, "value": value} for key, value in run.tags.items()]
             connection.execute(insert(run_tags), rows)
@@ -208,11 +214,12 @@ class RunStore:
             writer.change_status(to, reason, at)
             return writer.save()
 
-    def claim_submission(self, run_id: str, expected_submission: int) -> RunRow:
+    def claim_submission(self, run_id: str, expected_submission: int, workers_limit: int | None = None) -> RunRow:
         """Take the next submission number: from now on only it counts, and what older ones still write is ignored.
 
-        A QUEUED run becomes STARTING, a running one RECOVERING. Raises TransitionConflict where another submission was claimed
-        meanwhile, or the run is stopping, paused or ended.
+        A QUEUED run becomes STARTING and may use ``workers_limit`` ranks, where that is fewer than it asked for; a running one
+        becomes RECOVERING within the limit that it has. Raises TransitionConflict where another submission was claimed meanwhile,
+        or the run is stopping, paused or ended.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -221,6 +228,7 @@ class RunStore:
             before = writer.run.status
             writer.set({"submission": expected_submission + 1, "ray_job_id": None, "submitted_at": None, **NO_WORKERS})
             if before == RunStatus.QUEUED:
+                writer.set({"workers_limit": workers_limit})
                 writer.change_status(RunStatus.STARTING, None)
             elif before == RunStatus.RUNNING or (before == RunStatus.STARTING and writer.run.attempt > 0):
                 writer.change_status(RunStatus.RECOVERING, None)
@@ -232,6 +240,19 @@ class RunStore:
             writer = RunWriter.lock(connection, run_id, self._clock())
             _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
             writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
+            return writer.save()
+
+    def preempt(self, run_id: str, submission: int, by: str) -> RunRow:
+        """Ask a run to pause for run ``by`` of a higher priority. Once paused it queues again, in the same transaction.
+
+        Raises TransitionConflict where it is stopping already, has another submission, or nothing of it is on the cluster.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be preempted")
+            writer.set({"stop_requested": "pause", "stop_requested_at": self._clock(), "preempted_by": by})
+            writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": "pause"})
+            writer.change_status(RunStatus.STOPPING, preempted(by))
             return writer.save()
 
     def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> RunRow:
@@ -259,10 +280,14 @@ class RunStore:
             writer = RunWriter.lock(connection, run_id, self._clock())
             run = writer.run
             if run.status == RunStatus.STOPPING and run.stop_requested == stop:
-                return run
+                if run.preempted_by is None:
+                    return run
+                # The user's pause outlasts the scheduler's: the run does not come back by itself.
+                writer.set({"preempted_by": None, "reason_code": None, "reason_message": None})
+                return writer.save()
             if run.status == RunStatus.STOPPING and stop == "pause":
                 raise TransitionConflict(run_id, run.status, "it is being cancelled and cannot be paused")
-            requested = {"stop_requested": stop, "stop_requested_at": self._clock()}
+            requested = {"stop_requested": stop, "stop_requested_at": self._clock(), "preempted_by": None}
             if run.status in SUBMITTED:
                 writer.set(requested)
                 writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
@@ -356,7 +381,9 @@ def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> R
         reason_message=None,
         stop_requested=None,
         stop_requested_at=None,
+        preempted_by=None,
         submission=0,
+        workers_limit=None,
         ray_job_id=None,
         submitted_at=None,
         attempt=0,

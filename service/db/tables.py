@@ -50,7 +50,9 @@ runs = Table(
     Column("reason_message", Text),
     Column("stop_requested", String(8)),  # cancel | pause; a request, not a status
     Column("stop_requested_at", Double),
+    Column("preempted_by", RUN_ID),  # run that it is paused for; it queues again by itself
     Column("submission", Integer, nullable=False),  # newest claimed; 0 before the first
+    Column("workers_limit", Integer),  # most ranks that the newest submission may use; null: scaling.max_workers
     Column("ray_job_id", String(128)),  # of the newest submission, once Ray took it
     Column("submitted_at", Double),
     Column("attempt", Integer, nullable=False),
@@ -162,7 +164,43 @@ tokens = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
+    Column("last_used_at", Double),  # a few seconds late
     UniqueConstraint("sha256"),
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("max_workers", Integer),  # quotas; null: no limit
+    Column("max_running", Integer),
+    Column("max_queued", Integer),
+    Column("created_at", Double, nullable=False),
+)
+
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False),
+    Column("token_id", String(32)),  # null: no valid token
+    Column("token_name", String(128)),
+    Column("role", String(16)),
+    Column("address", String(64)),  # where the call came from
+    Column("method", String(8), nullable=False),
+    Column("path", String(512), nullable=False),
+    Column("target", String(64)),  # what was made or acted upon
+    Column("status", Integer, nullable=False),  # of the answer
+    Index(None, "token_id", "seq"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(32), primary_key=True),
+    Column("holder", String(128), nullable=False),
+    Column("fence", Integer, nullable=False),  # grows with every new holder: what an old one still writes is refused
+    Column("expires_at", Double, nullable=False),
 )
 
 node_marks = Table(

@@ -6,13 +6,15 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import bindparam, delete, insert, select, update
 
+from service.db.audit import note_target
 from service.db.engine import Database
 from service.db.ids import new_token_id
+from service.db.projects import ensure_project
 from service.db.rows import Role, TokenRow
 from service.db.tables import tokens
 
@@ -65,11 +67,35 @@ class TokenStore:
             created_at=self._clock(),
             expires_at=expires_at,
             revoked_at=None,
+            last_used_at=None,
         )
+        note_target(row.id)
         with self._database.write() as connection:
+            if project is not None:
+                ensure_project(connection, project, row.created_at)
             connection.execute(delete(tokens).where(tokens.c.id == row.id))
             connection.execute(insert(tokens), row.columns())
         return row, secret
+
+    def valid(self) -> list[TokenRow]:
+        """Every token that is not revoked, expired ones too, oldest first."""
+        query = select(tokens).where(tokens.c.revoked_at.is_(None)).order_by(tokens.c.created_at, tokens.c.id)
+        with self._database.read() as connection:
+            return [TokenRow.of(row) for row in connection.execute(query).mappings()]
+
+    def revoke(self, token_id: str) -> bool:
+        """Make a token worthless from now on; False where there is no such token, or none any more."""
+        with self._database.write() as connection:
+            still = (tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
+            return bool(connection.execute(update(tokens).where(*still).values(revoked_at=self._clock())).rowcount)
+
+    def note_used(self, used_at: Mapping[str, float]) -> None:
+        """Remember when tokens were last used: unix seconds by token id."""
+        if not used_at:
+            return
+        statement = update(tokens).where(tokens.c.id == bindparam("token")).values(last_used_at=bindparam("used_at"))
+        with self._database.write() as connection:
+            connection.execute(statement, [{"token": token, "used_at": at} for token, at in used_at.items()])
 
     def find(self, secret: str) -> TokenRow | None:
         """Whose token this is; None where it is unknown, expired or revoked."""

@@ -14,7 +14,7 @@ from everstep.events import EventKind
 from everstep.wire import Reason, RunStatus
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.db.tables import events, metrics, runs, transitions
-from service.projections.changes import NO_WORKERS
+from service.projections.changes import NO_WORKERS, preempted
 from service.projections.goodput import TimeLedger
 from service.states import TransitionConflict, check_legal
 
@@ -82,20 +82,26 @@ class RunWriter:
             reason: Why, where the status alone does not say it; None clears the old reason.
             at: When it happened (unix seconds); None is now. Never before what the history already tells.
         """
-        before = self.run.status
+        before, preempted_by = self.run.status, self.run.preempted_by
         check_legal(self.run.id, before, to)
+        if to == RunStatus.PAUSED and preempted_by is not None:
+            reason = preempted(preempted_by)
         columns: dict[str, Any] = {
             "status": to,
             "reason_code": reason.code.value if reason else None,
-            "reason_message": reason.message if reason else None,
+            # PostgreSQL stores no NUL in texts, and what user code raised may hold one.
+            "reason_message": reason.message.replace("\0", "\N{REPLACEMENT CHARACTER}") if reason else None,
         }
         moment = min(self.now, max(self.now if at is None else at, self._ledger.at_us / 1e6))
         if to.terminal:
-            columns |= {"finished_at": moment, **NO_WORKERS}
+            columns |= {"finished_at": moment, "preempted_by": None, **NO_WORKERS}
         if to == RunStatus.PAUSED:
-            columns |= {"stop_requested": None, "stop_requested_at": None, **NO_WORKERS}
+            columns |= {"stop_requested": None, "stop_requested_at": None, "preempted_by": None, **NO_WORKERS}
         self.set(columns)
         self._record_status(before, moment)
+        if to == RunStatus.PAUSED and preempted_by is not None:
+            # In the same transaction: nobody has to remember that it is to come back.
+            self.change_status(RunStatus.QUEUED, reason, moment)
 
     def _record_status(self, before: RunStatus | None, at: float) -> None:
         run = self.run

@@ -237,6 +237,11 @@ def paused_by_user() -> Reason:
     return Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; POST …/resume continues it.")
 
 
+def preempted(by: str) -> Reason:
+    message = f"Paused for run {by} of a higher priority; it goes on by itself, from its last checkpoint, once there is room."
+    return Reason(code=ReasonCode.PREEMPTED_BY_PRIORITY, message=message)
+
+
 def _reason(data: dict[str, Any] | None) -> Reason | None:
     if not data:
         return None

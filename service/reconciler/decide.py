@@ -8,7 +8,7 @@ Rules, in this order for every run:
   and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
 - A job that ended without a ``finished`` event in its journal is replaced by the next submission: Ray's word alone ends no run.
-- A queued run starts when it fits.
+- Queued runs start, and running ones are paused for them, as schedule.py plans.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.reconciler.capacity import admit
 from service.reconciler.facts import Facts, JobFact, RunFacts, Stop, TailFact
+from service.reconciler.schedule import plan
 from service.states import LIVE
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
@@ -40,6 +40,17 @@ class Start:
 
     run_id: str
     after: int
+    limit: int | None = None
+    """Most ranks that a queued run may use, where that is fewer than it asked for."""
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """Pause a run for ``by``, which has a higher priority; it queues again once it is paused."""
+
+    run_id: str
+    submission: int
+    by: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class SayReason:
     reason: Reason | None
 
 
-Decision = Start | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
+Decision = Start | Preempt | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
 
 
 def submission_id(run_id: str, submission: int) -> str:
@@ -219,11 +230,14 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
                 yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
         return
     holding = [run for run in facts.runs if run.status not in (RunStatus.QUEUED, RunStatus.PAUSED) and not run.status.terminal]
-    by_id = {run.id: run for run in queued}
-    for admission in admit(queued, holding, facts.nodes):
+    by_id = {run.id: run for run in (*queued, *holding)}
+    planned = plan(queued, holding, facts.nodes, facts.quotas, facts.now)
+    for preemption in planned.preemptions:
+        yield Preempt(preemption.run_id, by_id[preemption.run_id].submission, preemption.by)
+    for admission in planned.admissions:
         run = by_id[admission.run_id]
         if admission.reason is None:
-            yield Start(run.id, run.submission)
+            yield Start(run.id, run.submission, admission.limit)
         elif admission.reason != run.reason:
             yield SayReason(run.id, run.status, admission.reason)
 

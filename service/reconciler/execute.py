@@ -16,7 +16,17 @@ from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.ray_jobs import JobNotFound, RayError, RayJobs
-from service.reconciler.decide import ChangeStatus, Decision, DeliverStop, EndJob, SayReason, Start, SubmitClaimed, submission_id
+from service.reconciler.decide import (
+    ChangeStatus,
+    Decision,
+    DeliverStop,
+    EndJob,
+    Preempt,
+    SayReason,
+    Start,
+    SubmitClaimed,
+    submission_id,
+)
 from service.reconciler.facts import Stop
 from service.states import TransitionConflict
 from storage.errors import StorageError
@@ -105,8 +115,11 @@ class Executor:
 
     async def _execute_one(self, decision: Decision) -> None:
         match decision:
-            case Start(run_id, after):
-                await self._start(run_id, after)
+            case Start(run_id, after, limit):
+                await self._start(run_id, after, limit)
+            case Preempt(run_id, submission, by):
+                await asyncio.to_thread(self._runs.preempt, run_id, submission, by)
+                log.info("a run is paused for another one", run_id=run_id, by=by)
             case SubmitClaimed(run_id, submission):
                 await self._submit(await self._run(run_id, submission))
             case DeliverStop(run_id, submission, stop):
@@ -128,28 +141,30 @@ class Executor:
             case SayReason(run_id, expected, reason):
                 await asyncio.to_thread(self._runs.set_reason, run_id, expected, reason)
 
-    async def _start(self, run_id: str, after: int) -> None:
+    async def _start(self, run_id: str, after: int, limit: int | None) -> None:
         """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
         run = await self._run(run_id, after)
         try:
-            await asyncio.to_thread(self._write_request, run)
+            await asyncio.to_thread(self._write_request, run, limit)
         except StorageError as exc:
             if run.status == RunStatus.QUEUED:
                 reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=str(exc))
                 await asyncio.to_thread(self._runs.set_reason, run_id, run.status, reason)
             raise
         crash_point("before_claim")
-        run = await asyncio.to_thread(self._runs.claim_submission, run_id, after)
+        run = await asyncio.to_thread(self._runs.claim_submission, run_id, after, limit)
         if after == 0:
             self._figures.started(run, run.time_ledger["spent_us"].get("queued", 0) / 1e6)
         crash_point("after_claim")
         await self._submit(run)
 
-    def _write_request(self, run: RunRow) -> None:
-        """What the driver needs of the request: the spec, and until when it has time."""
+    def _write_request(self, run: RunRow, limit: int | None) -> None:
+        """What the driver needs of the request: the spec, until when it has time, and how many ranks it may use."""
         run_dir, spec = self._storage.run_dir(run.id), parse_spec(run.spec)
         if spec.recovery.deadline_s is not None:
             run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
+        if run.status == RunStatus.QUEUED:
+            run_dir.write_workers_limit(limit)
         run_dir.write_spec(spec)
 
     async def _submit(self, run: RunRow) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from everstep.team import Quotas
 from everstep.wire import Reason, RunStatus
 
 Stop = Literal["cancel", "pause"]
@@ -41,6 +42,7 @@ class RunFacts:
     id: str
     status: RunStatus
     created_at: float
+    project: str = "default"
     priority: int = 0
     reason: Reason | None = None
     stop: Stop | None = None
@@ -64,6 +66,8 @@ class RunFacts:
     """Whether all steps are done: what is left is the last checkpoint and the driver's word."""
     min_workers: int = 1
     max_workers: int = 1
+    workers_limit: int | None = None
+    """Most ranks that the newest submission was started with; None: ``max_workers``."""
     world_size: int | None = None
     node_ids: tuple[str, ...] = ()
     """The node of each rank that runs now."""
@@ -104,3 +108,5 @@ class Facts:
     ray_problem: str | None = None
     """Why Ray does not answer; None where it does, or was not asked."""
     strays: tuple[StrayJob, ...] = ()
+    quotas: Mapping[str, Quotas] = field(default_factory=dict)
+    """Of projects that have any, by name."""

@@ -12,7 +12,9 @@ import structlog
 
 from service.db.engine import DatabaseError
 from service.db.events import EventStore
+from service.db.lease import LeaseLost
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
@@ -21,6 +23,7 @@ from service.ray_jobs import RayJobs
 from service.reconciler.background import Background
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
+from service.reconciler.leadership import Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
 from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
@@ -45,12 +48,14 @@ class Reconciler:
         runs: Runs.
         events: Their histories.
         node_marks: What was said of nodes.
+        projects: Their quotas.
         storage: Where run directories lie.
         ray: The cluster.
         cordon_rule: When a node is cordoned by itself.
         scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
         figures: Where what happens to runs is counted; None keeps counters of its own.
+        leadership: Who reconciles where several replicas share a database; None where this process is the only one.
         clock: Unix seconds.
     """
 
@@ -59,6 +64,7 @@ class Reconciler:
         runs: RunStore,
         events: EventStore,
         node_marks: NodeMarkStore,
+        projects: ProjectStore,
         storage: Storage,
         ray: RayJobs,
         *,
@@ -66,12 +72,15 @@ class Reconciler:
         scrub_rule: ScrubRule = DEFAULT_SCRUB_RULE,
         entrypoint: Entrypoint | None = None,
         figures: RunFigures | None = None,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         figures = figures or RunFigures(clock)
         self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures)
-        self._observer = Observer(runs, node_marks, JournalTail(storage, events, figures), ray, self._executor.delivered, clock)
+        tail = JournalTail(storage, events, figures)
+        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.delivered, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
+        self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
         self._beside = (
@@ -97,7 +106,14 @@ class Reconciler:
         self._wake.set()
 
     async def tick(self) -> tuple[Decision, ...]:
-        """Look once, decide, act. Returns what was decided. Raises DatabaseError where the database is away."""
+        """Look once, decide, act; nothing where another process leads. Returns what was decided.
+
+        Raises DatabaseError where the database is away.
+        """
+        if self._leadership is not None and not await self._leadership.hold():
+            await self._executor.close()
+            self.last_tick_at = self._clock()
+            return ()
         facts = await self._observer.look()
         decisions = decide(facts)
         await self._executor.execute(decisions)
@@ -112,6 +128,9 @@ class Reconciler:
         while not stopping.is_set():
             try:
                 await self.tick()
+                pause_s = INTERVAL_S
+            except LeaseLost as exc:
+                log.warning("what was begun is left to another process", problem=str(exc))
                 pause_s = INTERVAL_S
             except DatabaseError as exc:
                 log.warning("the database does not answer; trying again", problem=str(exc))
@@ -130,6 +149,8 @@ class Reconciler:
         await self._node_care.close()
         await self._observer.close()
         await self._executor.close()
+        if self._leadership is not None:
+            await self._leadership.release()
 
     async def _publish_kept_steps(self) -> None:
         try:

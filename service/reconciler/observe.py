@@ -10,6 +10,7 @@ from typing import Final
 
 from everstep.wire import RunStatus
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
@@ -56,6 +57,7 @@ class Observer:
         self,
         runs: RunStore,
         node_marks: NodeMarkStore,
+        projects: ProjectStore,
         tail: JournalTail,
         ray: RayJobs,
         delivered: Collection[tuple[str, int, Stop]],
@@ -63,6 +65,7 @@ class Observer:
     ) -> None:
         self._runs = runs
         self._node_marks = node_marks
+        self._projects = projects
         self._tail = tail
         self._ray = ray
         self._delivered = delivered
@@ -83,7 +86,10 @@ class Observer:
         observed = await asyncio.to_thread(self._read_journals, rows, jobs)
         now = time.monotonic()
         strays = tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
-        return Facts(self._clock(), observed, answer.nodes if answer else None, answer.problem if answer else None, strays)
+        nodes, problem = (answer.nodes, answer.problem) if answer else (None, None)
+        # Quotas are read last: a word that is acknowledged counts from the next start on.
+        quotas = {} if nodes is None else await asyncio.to_thread(self._projects.quotas)
+        return Facts(self._clock(), observed, nodes, problem, strays, quotas)
 
     async def close(self) -> None:
         """Forget a question that is still open."""
@@ -201,6 +207,7 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         id=row.id,
         status=row.status,
         created_at=row.created_at,
+        project=row.project,
         priority=row.priority,
         reason=row.reason,
         stop=row.stop_requested,
@@ -214,6 +221,7 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         steps_done=row.total_steps is not None and row.step >= row.total_steps,
         min_workers=scaling["min_workers"],
         max_workers=scaling["max_workers"],
+        workers_limit=row.workers_limit,
         world_size=row.world_size,
         node_ids=tuple(worker["node_id"] for worker in row.workers),
         worker=scaling["resources_per_worker"],

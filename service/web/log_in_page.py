@@ -29,7 +29,7 @@ async def get_log_in(request: Request, next: str | None = None) -> Response:
 async def post_log_in(request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]) -> Response:
     secret, target = form.get("token", "").strip(), local_path(form.get("next"))
     try:
-        await holder(context, secret)
+        await holder(request, context, secret)
     except ProblemError as exc:
         if exc.status != 401:
             raise

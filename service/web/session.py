@@ -30,13 +30,13 @@ _SALT_BYTES: Final = 16
 
 async def web_caller(request: Request, context: Context) -> Principal:
     """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in page."""
-    request.state.caller = await holder(context, request.cookies.get(COOKIE, ""))
+    request.state.caller = await holder(request, context, request.cookies.get(COOKIE, ""))
     return cast(Principal, request.state.caller)
 
 
-async def holder(context: ApiContext, secret: str) -> Principal:
+async def holder(request: Request, context: ApiContext, secret: str) -> Principal:
     """Whom a token stands for, as the API finds it. Raises 401 where it is not valid."""
-    return await principal(context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=secret))
+    return await principal(request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=secret))
 
 
 WebCaller = Annotated[Principal, Depends(web_caller)]

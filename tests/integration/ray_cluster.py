@@ -32,6 +32,8 @@ class RayCluster:
 
     def __init__(self, temp_dir: Path, *, preload: bool) -> None:
         self._temp_dir = temp_dir
+        self.secrets_dir = temp_dir / "secrets"
+        """Where every node's ranks look for secrets."""
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EVERSTEP_"))},
             "RAY_TMPDIR": str(temp_dir),
@@ -50,6 +52,7 @@ class RayCluster:
             "PYTHONPATH": str(REPOSITORY),
             "PYTHONUNBUFFERED": "1",
             "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
+            "EVERSTEP_SECRETS_DIR": str(self.secrets_dir),
         }
         host_env = {**self.env, "EVERSTEP_TEST_PRELOAD": PRELOADED if preload else ""}
         log = (temp_dir / "host.log").open("ab")

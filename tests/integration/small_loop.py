@@ -1,12 +1,13 @@
 """A small DDP training function for tests of the driver: real ranks and collectives, no data, no model of any use.
 
 What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank 0 raises),
-``hang_at`` (a step at which rank 1 of the first attempt never gets on).
+``hang_at`` (a step at which rank 1 of the first attempt never gets on), ``tell`` (a variable whose value is printed and raised).
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 import traceback
 
@@ -28,6 +29,7 @@ def train(ctx: WorkerContext) -> Stop | None:
     if ctx.world_rank == 0:
         ctx.journal.emit(EventKind.RESTORED, {"step": step, "epoch": 0, "source": "snapshot", "checkpoint": None, "rejected": []})
         ctx.journal.emit(EventKind.TRAINING_STARTED, {"total_steps": int(tags["steps"])})
+    told = f": {os.environ[tags['tell']]}" if "tell" in tags else ""
     try:
         while step < int(tags["steps"]):
             stop = _agreed_stop(ctx)
@@ -35,12 +37,12 @@ def train(ctx: WorkerContext) -> Stop | None:
                 _save(ctx, step)
                 return stop
             if ctx.world_rank == 0 and step == int(tags.get("raise_at", -1)):
-                raise ValueError(f"the data of step {step} is spoilt")
+                raise ValueError(f"the data of step {step} is spoilt{told}")
             while ctx.world_rank == 1 and ctx.attempt == 1 and step == int(tags.get("hang_at", -1)):
                 time.sleep(0.01)
             ddp(torch.randn(4, 8)).sum().backward()
             step += 1
-            print(f"step {step}")
+            print(f"step {step}{told}")
             if ctx.world_rank == 0:
                 ctx.journal.emit(EventKind.METRICS, {"points": [{"step": step, "at": time.time(), "values": {"loss": 1.0}}]})
             time.sleep(float(tags["step_ms"]) / 1000)

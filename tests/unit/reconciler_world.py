@@ -14,10 +14,13 @@ from everstep.events import EventKind
 from everstep.spec import parse_spec
 from service.db.engine import Database
 from service.db.events import EventStore
+from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import RayEndpoint, RayJobs
+from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, JournalWriter
@@ -27,14 +30,27 @@ from tests.unit.fake_ray import FakeRay
 class World:
     """One service's state on disk, with its reconciler."""
 
-    def __init__(self, home: Path, ray: RayJobs) -> None:
-        self.database = Database(f"sqlite:///{home / 'everstep.db'}")
+    def __init__(self, home: Path, ray: RayJobs, database_url: str | None = None) -> None:
+        """``database_url`` is one that several replicas share: they lead by turns. None is a SQLite of one's own in ``home``."""
+        self.database = Database(database_url or f"sqlite:///{home / 'everstep.db'}")
         self.database.migrate()
+        self.leadership = Leadership(LeaseStore(self.database)) if database_url else None
+        mine = self.database.guarded(self.leadership.check) if self.leadership else self.database
         self.storage = open_storage(str(home / "storage"))
         self.now = time.time()
         self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
         self.marks = NodeMarkStore(self.database, self.clock)
-        self.reconciler = Reconciler(self.runs, self.events, self.marks, self.storage, ray, clock=self.clock)
+        self.projects = ProjectStore(self.database, self.clock)
+        self.reconciler = Reconciler(
+            RunStore(mine, self.clock),
+            EventStore(mine, self.clock),
+            NodeMarkStore(mine, self.clock),
+            ProjectStore(mine, self.clock),
+            self.storage,
+            ray,
+            leadership=self.leadership,
+            clock=self.clock,
+        )
 
     def clock(self) -> float:
         return self.now
@@ -62,9 +78,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(home: Path, url: str) -> AsyncIterator[World]:
+async def world(home: Path, url: str, database_url: str | None = None) -> AsyncIterator[World]:
     async with RayJobs(lambda: RayEndpoint(url, FakeRay.token)) as ray:
-        made = World(home, ray)
+        made = World(home, ray, database_url)
         try:
             yield made
         finally:
@@ -77,5 +93,14 @@ async def _one_tick(home: Path, url: str) -> None:
         await made.reconciler.tick()
 
 
+async def _replica(home: Path, url: str, database_url: str) -> None:
+    """Reconcile until this process is ended."""
+    async with world(home, url, database_url) as made:
+        await made.reconciler.run(asyncio.Event())
+
+
 if __name__ == "__main__":
-    asyncio.run(_one_tick(Path(sys.argv[1]), sys.argv[2]))
+    if len(sys.argv) == 3:
+        asyncio.run(_one_tick(Path(sys.argv[1]), sys.argv[2]))
+    else:
+        asyncio.run(_replica(Path(sys.argv[1]), *sys.argv[2:4]))

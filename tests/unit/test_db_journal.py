@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -38,8 +37,8 @@ class Stores:
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
-    stores = Stores(f"sqlite:///{tmp_path / 'e.db'}")
+def stores(database_url: str) -> Iterator[Stores]:
+    stores = Stores(database_url)
     yield stores
     stores.database.close()
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from service.db.engine import Database
+from service.db.engine import MIGRATIONS, Database
 from service.db.tables import metadata
+from tests.unit.postgres_server import PostgresServer
 
 
-def test_migrated_tables_equal_the_metadata(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
+def test_migrated_tables_equal_the_metadata(database_url: str) -> None:
+    database = Database(database_url)
     database.migrate()
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
@@ -26,10 +30,36 @@ def test_migrating_again_changes_nothing(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'e.db'}")
     database.migrate()
     with database.write() as connection:
-        connection.execute(text("INSERT INTO tokens VALUES ('t', 'n', 'admin', NULL, 'h', 0, NULL, NULL)"))
+        connection.execute(text("INSERT INTO tokens VALUES ('t', 'n', 'admin', NULL, 'h', 0, NULL, NULL, NULL)"))
     database.migrate()
     with database.read() as connection:
         assert connection.execute(text("SELECT count(*) FROM tokens")).scalar_one() == 1
+    database.close()
+
+
+def test_replicas_that_start_at_once_migrate_one_after_the_other(postgresql: PostgresServer) -> None:
+    with postgresql.database("template0") as url, ThreadPoolExecutor(4) as pool:
+        databases = [Database(url) for _ in range(4)]
+        list(pool.map(Database.migrate, databases))
+        databases[0].probe()
+        for database in databases:
+            database.close()
+
+
+def test_projects_of_before_are_known(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
+    database.migrate()
+    with database.write() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        connection.execute(text("DELETE FROM projects"))
+        command.downgrade(config, "0003")
+        connection.execute(text("INSERT INTO tokens VALUES ('t', 'n', 'viewer', 'vision', 'h', 5.0, NULL, NULL)"))
+    database.migrate()
+    with database.read() as connection:
+        found = connection.execute(text("SELECT name, created_at FROM projects ORDER BY name")).all()
+    assert [tuple(row) for row in found] == [("default", 0.0), ("vision", 5.0)]
     database.close()
 
 

@@ -29,8 +29,8 @@ WAITING = Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="2 CPUs are missi
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
     database.migrate()
     yield database
     database.close()

@@ -15,8 +15,8 @@ from tests.unit.api_service import NOON, ManualClock
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
     database.migrate()
     yield database
     database.close()

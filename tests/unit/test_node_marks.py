@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,8 +28,8 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: ManualClock) -> Iterator[NodeMarkStore]:
-    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
+def store(database_url: str, clock: ManualClock) -> Iterator[NodeMarkStore]:
+    database = Database(database_url)
     database.migrate()
     yield NodeMarkStore(database, clock)
     database.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.wire import ReasonCode, RunStatus
-from service.reconciler.capacity import Admission, admit
 from service.reconciler.facts import NodeFacts, RunFacts
+from service.reconciler.schedule import Admission, plan
 
 
 def run(name: str, **values: Any) -> RunFacts:
@@ -18,6 +19,10 @@ def run(name: str, **values: Any) -> RunFacts:
 
 def nodes(*cpus: float, gpus: float = 0) -> tuple[NodeFacts, ...]:
     return tuple(NodeFacts(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9}) for i, count in enumerate(cpus))
+
+
+def admit(queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeFacts]) -> tuple[Admission, ...]:
+    return plan(queued, holding, nodes).admissions
 
 
 def code(admission: Admission) -> ReasonCode | None:

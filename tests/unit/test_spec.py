@@ -123,8 +123,8 @@ def test_all_faults_are_found_at_once() -> None:
             "scaling": {"min_workers": 3, "max_workers": 2, "resources_per_worker": {"CPU": 0}},
             "checkpoint": {"best_mode": "median"},
             "env": {"RAY_ADDRESS": "x", "LD_PRELOAD": "y", "pythonpath": "z", "1A": "", "B": 1},
-            "code": {"archive": "sha256:0", "task": "a:B"},
-            "secrets": {"A": "b"},
+            "code": {"archive": "sha256:0"},
+            "secrets": {"RAY_TOKEN": "b", "A": "../b"},
             "colour": "red",
         }
     )
@@ -144,8 +144,8 @@ def test_all_faults_are_found_at_once() -> None:
         "scaling.resources_per_worker.CPU",
         "checkpoint.best_mode",
         *(f"env.{name}" for name in ("RAY_ADDRESS", "LD_PRELOAD", "pythonpath", "1A", "B")),
-        "code.archive",
-        "secrets",
+        "code",
+        *(f"secrets.{name}" for name in ("RAY_TOKEN", "A")),
         "colour",
     }
     assert all(found.values())
@@ -166,7 +166,7 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(scaling={"min_workers": 2}), "scaling.max_workers", "max_workers 1 is smaller than min_workers 2"),
         (spec(scaling={"use_gpu": False, "accelerator_type": "A100"}), "scaling.accelerator_type", "needs use_gpu"),
         (spec(optimizer={"name": "sgd", "momentum": 0, "nesterov": True}), "optimizer.nesterov", "momentum > 0"),
-        (spec(runtime_env={"pip": ["x"]}), "runtime_env", "not served"),
+        (spec(runtime_env={"pip": ["x"]}), "runtime_env", "denied"),
         (spec(resume_from={"run_id": "run_1", "step": "newest"}), "resume_from.step", "latest"),
         (spec(resume_from={"run_id": "run_1", "step": -1}), "resume_from.step", "greater than or equal to 0"),
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),
@@ -183,6 +183,8 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(checkpoint={"max_failed_saves": 0}), "checkpoint.max_failed_saves", "greater"),
         (spec(checkpoint={"min_interval_s": 9, "max_interval_s": 8}), "checkpoint.max_interval_s", "smaller than min_interval_s"),
         (spec(env={"AWS_SECRET_ACCESS_KEY": "x"}), "env.AWS_SECRET_ACCESS_KEY", "a spec is shown to others"),
+        (spec(env={"MASTER_PORT": "1"}), "env.MASTER_PORT", "may not be set"),
+        (spec(env={"TOKEN": "1"}, secrets={"TOKEN": "hub"}), "secrets", "TOKEN is in env, too"),
         (spec(name="../../etc"), "name", "pattern"),
         (spec(train={"global_batch_size": 10**12}), "train.global_batch_size", "less than or equal"),
         ([], "", "mapping"),

@@ -27,6 +27,18 @@ class RankJob:
     use_gpu: bool
     train: str
     """``module:function`` of the training loop."""
+    workers_limit: int | None = None
+    """Most ranks that the service lets the run use; None for ``scaling.max_workers``."""
+
+    @property
+    def max_workers(self) -> int:
+        """Most ranks that the run may have now."""
+        scaling = self.spec.scaling
+        return (
+            scaling.max_workers
+            if self.workers_limit is None
+            else max(scaling.min_workers, min(scaling.max_workers, self.workers_limit))
+        )
 
 
 @dataclass(frozen=True)

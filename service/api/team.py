@@ -1,0 +1,171 @@
+"""Projects, tokens and the audit log: for administrators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeVar
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from everstep.team import AuditEntry, NewToken, Project, ProjectRequest, ProjectUsage, Token, TokenRequest
+from everstep.wire import Page
+from service.api.answers import maybe_time, to_time
+from service.api.context import ApiContext, Context
+from service.api.openapi import PROJECT_BODY, TOKEN_BODY, problem_answers
+from service.api.paging import Cursor, Limit, position
+from service.api.spec_body import parse_model, read_json
+from service.auth import Caller, Principal
+from service.db.audit import note_target
+from service.db.projects import Usage, quotas_of
+from service.db.rows import AuditRow, ProjectRow, TokenRow
+from service.problems import invalid_request, not_found
+
+router: Final = APIRouter(prefix="/v1", tags=["administration"])
+T = TypeVar("T")
+
+
+async def administrator(caller: Caller) -> Principal:
+    """Raises 403 for others than administrators."""
+    caller.require("admin")
+    return caller
+
+
+Administrator = Annotated[Principal, Depends(administrator)]
+ProjectPath = Annotated[str, Path(max_length=64, description="The project's name.")]
+TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok_…`.")]
+
+
+# ---------------------------------------------------------------- projects
+
+
+@router.post(
+    "/projects",
+    status_code=201,
+    summary="Make a project, or set its quotas",
+    responses={
+        200: {"model": Project, "description": "It was there; it has these quotas now."},
+        **problem_answers(400, 403, 413, 415, 422),
+    },
+    openapi_extra=PROJECT_BODY,
+)
+async def put_project(_caller: Administrator, request: Request, response: Response, context: Context) -> Project:
+    """The quotas replace what the project had; they count for runs that start or are submitted from now on."""
+    wanted = parse_model(ProjectRequest, await read_json(request))
+    row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
+    response.status_code = 201 if is_new else 200
+    return await _project(context, row.name)
+
+
+@router.get("/projects", summary="Projects", responses=problem_answers(403, 422))
+async def list_projects(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Project]:
+    """Every project with its quotas and what it uses now, by name."""
+    after = position(cursor, 0)
+    found = await context.database_call(context.projects.all)
+    return _page([_project_answer(row, usage) for row, usage in found], after, limit)
+
+
+@router.get("/projects/{project}", summary="One project", responses=problem_answers(403, 404, 422))
+async def get_project(_caller: Administrator, project: ProjectPath, context: Context) -> Project:
+    return await _project(context, project)
+
+
+@router.delete("/projects/{project}", status_code=204, summary="Delete a project", responses=problem_answers(403, 404, 409, 422))
+async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
+    """Projects without runs and tokens only."""
+    note_target(project)
+    if not await context.database_call(context.projects.delete, project):
+        raise not_found(f"project {project} does not exist")
+
+
+async def _project(context: ApiContext, name: str) -> Project:
+    for row, usage in await context.database_call(context.projects.all):
+        if row.name == name:
+            return _project_answer(row, usage)
+    raise not_found(f"project {name} does not exist")
+
+
+def _project_answer(row: ProjectRow, usage: Usage) -> Project:
+    used = ProjectUsage(workers=usage.workers, running=usage.running, queued=usage.queued)
+    return Project(name=row.name, quotas=quotas_of(row), usage=used, created_at=to_time(row.created_at))
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@router.post(
+    "/tokens",
+    status_code=201,
+    summary="Make a token",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=TOKEN_BODY,
+)
+async def create_token(_caller: Administrator, request: Request, response: Response, context: Context) -> NewToken:
+    """The secret is in this answer and nowhere else: only its hash is kept."""
+    wanted = parse_model(TokenRequest, await read_json(request))
+    if wanted.role == "admin" and wanted.project is not None:
+        raise invalid_request("project", msg="an admin reaches every project; leave project out, or choose another role")
+    if wanted.role != "admin" and wanted.project is None:
+        raise invalid_request("project", msg=f"a {wanted.role} belongs to a project; name it")
+    expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
+    if expires_at is not None and expires_at <= context.clock():
+        raise invalid_request("expires_at", msg="has passed already; give a time to come, or leave it out")
+    row, secret = await context.database_call(
+        context.tokens.create, wanted.name, wanted.role, wanted.project, expires_at=expires_at
+    )
+    response.headers["Cache-Control"] = "no-store"
+    return NewToken(**_token_answer(row).model_dump(), token=secret)
+
+
+@router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
+async def list_tokens(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Token]:
+    """Every token that is not revoked, expired ones too, oldest first; never a secret."""
+    after = position(cursor, 0)
+    return _page([_token_answer(row) for row in await context.database_call(context.tokens.valid)], after, limit)
+
+
+@router.delete("/tokens/{token_id}", status_code=204, summary="Revoke a token", responses=problem_answers(403, 404, 422))
+async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
+    """From this answer on it is worthless on every replica."""
+    note_target(token_id)
+    if not await context.database_call(context.tokens.revoke, token_id):
+        raise not_found(f"token {token_id} does not exist, or was revoked before")
+
+
+def _token_answer(row: TokenRow) -> Token:
+    return Token(
+        id=row.id,
+        name=row.name,
+        role=row.role,
+        project=row.project,
+        created_at=to_time(row.created_at),
+        expires_at=maybe_time(row.expires_at),
+        last_used_at=maybe_time(row.last_used_at),
+    )
+
+
+# ---------------------------------------------------------------- audit log
+
+
+@router.get("/audit", summary="Who changed what", responses=problem_answers(403, 422))
+async def list_audit(
+    _caller: Administrator,
+    context: Context,
+    token_id: Annotated[str | None, Query(max_length=32, description="Calls of this token only.")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[AuditEntry]:
+    """Every call that changed something, and every one that was refused, newest first."""
+    before = None if cursor is None else position(cursor, 0)
+    found = await context.database_call(context.audit.page, limit + 1, before, token_id)
+    items = tuple(_audit_answer(row) for row in found[:limit])
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
+
+
+def _audit_answer(row: AuditRow) -> AuditEntry:
+    return AuditEntry(**(row.columns() | {"at": to_time(row.at)}))
+
+
+def _page(items: Sequence[T], after: int, limit: int) -> Page[T]:
+    """A page of a short list, by position."""
+    more = len(items) > after + limit
+    return Page(items=tuple(items[after : after + limit]), next_cursor=str(after + limit) if more else None)

@@ -1,0 +1,116 @@
+"""The audit log: who changed what, when and from where. What was done is written in the transaction that did it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, insert, select, update
+
+from service.db.engine import Database
+from service.db.rows import AuditRow, Role
+from service.db.tables import audit_log
+
+_PATH_CHARS: Final = 512
+_SHORT_CHARS: Final = 64
+_INSERT: Final = insert(audit_log)
+
+
+@dataclass
+class AuditEntry:
+    """One call, filled in as it is understood. It travels with its request's context, also into threads."""
+
+    method: str
+    path: str
+    address: str | None
+    token_id: str | None = None
+    token_name: str | None = None
+    role: Role | None = None
+    target: str | None = None
+    """What was made or acted upon."""
+    status: int = 200
+    seq: int | None = None
+    """Its place in the log, once it is there."""
+    told: tuple[str | None, int] | None = None
+    """Target and status that it was written with."""
+
+    def columns(self, at: float) -> dict[str, Any]:
+        return {
+            "at": at,
+            "token_id": self.token_id,
+            "token_name": self.token_name,
+            "role": self.role,
+            "address": self.address[:_SHORT_CHARS] if self.address else None,
+            "method": self.method[:8],
+            "path": self.path[:_PATH_CHARS],
+            "target": self.target[:_SHORT_CHARS] if self.target else None,
+            "status": self.status,
+        }
+
+
+_current: ContextVar[AuditEntry | None] = ContextVar("audit_entry", default=None)
+
+
+def begin_entry(entry: AuditEntry | None) -> None:
+    """From here on, in this context, writes are this call's."""
+    _current.set(entry)
+
+
+def current_entry() -> AuditEntry | None:
+    return _current.get()
+
+
+def note_target(target: str) -> None:
+    """Say what the call at hand acts upon, where it is one that is audited."""
+    entry = _current.get()
+    if entry is not None:
+        entry.target = target
+
+
+class AuditStore:
+    """The log. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def join(self, connection: Connection) -> Callable[[], None] | None:
+        """Write the call at hand into its own transaction. Returns what to call once that is committed.
+
+        A transaction that is rolled back takes the entry with it, and its repetition writes it again.
+        """
+        entry = _current.get()
+        if entry is None or entry.seq is not None or entry.token_id is None:
+            return None
+        result = connection.execute(_INSERT, entry.columns(self._clock()))
+        key = result.inserted_primary_key
+        assert key is not None
+        told, seq = (entry.target, entry.status), int(key[0])
+
+        def committed() -> None:
+            entry.seq, entry.told = seq, told
+
+        return committed
+
+    def complete(self, entry: AuditEntry) -> None:
+        """Once a call is answered: write it where it wrote nothing itself, and correct it where it was answered otherwise."""
+        if entry.seq is None:
+            with self._database.write() as connection:
+                connection.execute(_INSERT, entry.columns(self._clock()))
+        elif entry.told != (entry.target, entry.status):
+            answered = update(audit_log).where(audit_log.c.seq == entry.seq)
+            with self._database.write() as connection:
+                connection.execute(answered.values(target=entry.target, status=entry.status))
+
+    def page(self, limit: int, before: int | None = None, token_id: str | None = None) -> list[AuditRow]:
+        """Entries, newest first; those before the entry ``before``, and of one token, where given."""
+        query = select(audit_log).order_by(audit_log.c.seq.desc()).limit(limit)
+        if before is not None:
+            query = query.where(audit_log.c.seq < before)
+        if token_id is not None:
+            query = query.where(audit_log.c.token_id == token_id)
+        with self._database.read() as connection:
+            return [AuditRow.of(row) for row in connection.execute(query).mappings()]

@@ -1,0 +1,79 @@
+"""A lease on a name: one holder at a time, and a fence that keeps an old holder from writing once another has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, insert, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from service.db.engine import Database, DatabaseError
+from service.db.tables import leases
+
+LEASE_S: Final = 5.0
+"""A holder that is silent for so long may be replaced."""
+
+
+class LeaseLost(DatabaseError):
+    """Another process holds the lease by now: nothing of this transaction was written."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to write, as long as nobody else has the name with a higher fence."""
+
+    name: str
+    holder: str
+    fence: int
+
+    def check(self, connection: Connection) -> None:
+        """See that the lease is still held, and keep it from changing hands until this transaction ends. Raises LeaseLost."""
+        query = select(leases.c.fence).where(leases.c.name == self.name).with_for_update(read=True)
+        if connection.execute(query).scalar_one_or_none() != self.fence:
+            raise LeaseLost(f"{self.name}: {self.holder} was replaced by another process while it stood still")
+
+
+class LeaseStore:
+    """Leases by the database's own clock, so that replicas need not agree on the time. ``clock`` serves SQLite, which has none."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def take(self, name: str, holder: str) -> Lease | None:
+        """Take or renew a lease for ``LEASE_S`` seconds; None while another process holds it.
+
+        A holder that renews keeps its fence; one that takes over gets a higher one.
+        """
+        try:
+            with self._database.write() as connection:
+                return self._take(connection, name, holder)
+        except IntegrityError:
+            return None  # another process made the row at the same moment, and has it
+
+    def _take(self, connection: Connection, name: str, holder: str) -> Lease | None:
+        now = self._now(connection)
+        found = connection.execute(select(leases).where(leases.c.name == name).with_for_update()).one_or_none()
+        if found is None:
+            connection.execute(insert(leases).values(name=name, holder=holder, fence=1, expires_at=now + LEASE_S))
+            return Lease(name, holder, 1)
+        if found.holder != holder and found.expires_at > now:
+            return None
+        fence = found.fence + (found.holder != holder)
+        renewed = update(leases).where(leases.c.name == name).values(holder=holder, fence=fence, expires_at=now + LEASE_S)
+        connection.execute(renewed)
+        return Lease(name, holder, fence)
+
+    def release(self, lease: Lease) -> None:
+        """Let another process have it at once."""
+        held = (leases.c.name == lease.name, leases.c.fence == lease.fence)
+        with self._database.write() as connection:
+            connection.execute(update(leases).where(*held).values(expires_at=0.0))
+
+    def _now(self, connection: Connection) -> float:
+        if self._database.is_sqlite:
+            return self._clock()
+        return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())

@@ -1,0 +1,139 @@
+"""Projects and their quotas. A project comes to be with its first run or token, or when it is given quotas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+
+from everstep.team import Quotas
+from everstep.wire import RunStatus
+from service.db.audit import note_target
+from service.db.engine import Database, DatabaseError
+from service.db.rows import ProjectRow
+from service.db.tables import projects, runs, tokens
+from service.states import LIVE
+
+_MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bindparam("name"))
+
+
+class ProjectError(DatabaseError):
+    """Base of this module's errors."""
+
+
+class QuotaExceeded(ProjectError):
+    """The project has as much as its quota allows."""
+
+
+class ProjectInUse(ProjectError):
+    """A project with runs or tokens cannot be deleted."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a project's runs use now."""
+
+    workers: int = 0
+    """Ranks that train."""
+    running: int = 0
+    """Runs that have a job."""
+    queued: int = 0
+
+
+class ProjectStore:
+    """Projects. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def put(self, name: str, quotas: Quotas) -> tuple[ProjectRow, bool]:
+        """Give a project its quotas, all three at once. Returns it, and whether it is new."""
+        note_target(name)
+        values = quotas.model_dump()
+        with self._database.write() as connection:
+            is_new = ensure_project(connection, name, self._clock())
+            connection.execute(update(projects).where(projects.c.name == name).values(**values))
+            return _get(connection, name), is_new
+
+    def all(self) -> list[tuple[ProjectRow, Usage]]:
+        """Every project with what it uses now, by name."""
+        with self._database.read() as connection:
+            rows = [ProjectRow.of(row) for row in connection.execute(select(projects).order_by(projects.c.name)).mappings()]
+            usage = _usage(connection)
+        return [(row, usage.get(row.name, Usage())) for row in rows]
+
+    def quotas(self) -> dict[str, Quotas]:
+        """The quotas of every project that has any, by name."""
+        with self._database.read() as connection:
+            rows = [ProjectRow.of(row) for row in connection.execute(select(projects)).mappings()]
+        found = {row.name: quotas_of(row) for row in rows}
+        return {name: quotas for name, quotas in found.items() if quotas != Quotas()}
+
+    def delete(self, name: str) -> bool:
+        """Forget a project and its quotas; False where there is none. Raises ProjectInUse where it has runs or valid tokens."""
+        with self._database.write() as connection:
+            num_runs = connection.execute(select(func.count()).select_from(runs).where(runs.c.project == name)).scalar_one()
+            valid = (tokens.c.project == name, tokens.c.revoked_at.is_(None))
+            num_tokens = connection.execute(select(func.count()).select_from(tokens).where(*valid)).scalar_one()
+            if num_runs or num_tokens:
+                raise ProjectInUse(
+                    f"project {name} has {num_runs} runs and {num_tokens} tokens; delete its runs and revoke its tokens first"
+                )
+            return bool(connection.execute(delete(projects).where(projects.c.name == name)).rowcount)
+
+
+def ensure_project(connection: Connection, name: str, now: float) -> bool:
+    """See that there is a project of this name; whether it is new.
+
+    Raises IntegrityError where another replica made it at the same moment: try again.
+    """
+    if connection.execute(select(projects.c.name).where(projects.c.name == name)).one_or_none() is not None:
+        return False
+    connection.execute(insert(projects).values(name=name, created_at=now))
+    return True
+
+
+def join_queue(connection: Connection, name: str, now: float) -> None:
+    """See that one more run of the project may wait; a project that is not there is made.
+
+    Raises QuotaExceeded where as many wait as may, IntegrityError where another replica made it at the same moment: try again.
+    """
+    found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
+    if found is None:
+        connection.execute(insert(projects), {"name": name, "created_at": now})
+        return
+    most = found[0]
+    if most is None:
+        return
+    waiting = select(runs.c.id).where(runs.c.status == RunStatus.QUEUED.value, runs.c.project == name).limit(most).subquery()
+    if connection.execute(select(func.count()).select_from(waiting)).scalar_one() >= most:
+        raise QuotaExceeded(
+            f"project {name} has {most} runs waiting, as many as its quota max_queued allows; wait for one to start, cancel one, "
+            "or ask an administrator for more"
+        )
+
+
+def quotas_of(row: ProjectRow) -> Quotas:
+    return Quotas(max_workers=row.max_workers, max_running=row.max_running, max_queued=row.max_queued)
+
+
+def _get(connection: Connection, name: str) -> ProjectRow:
+    return ProjectRow.of(connection.execute(select(projects).where(projects.c.name == name)).mappings().one())
+
+
+def _usage(connection: Connection) -> dict[str, Usage]:
+    query = (
+        select(runs.c.project, runs.c.status, func.count().label("num_runs"), func.sum(runs.c.world_size).label("workers"))
+        .where(runs.c.status.in_(sorted(LIVE)))
+        .group_by(runs.c.project, runs.c.status)
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for project, status, num_runs, workers in connection.execute(query):
+        sums = found.setdefault(project, {"workers": 0, "running": 0, "queued": 0})
+        sums["queued" if status == RunStatus.QUEUED else "running"] += num_runs
+        sums["workers"] += workers or 0
+    return {project: Usage(**sums) for project, sums in found.items()}

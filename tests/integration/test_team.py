@@ -1,0 +1,63 @@
+"""Secrets and limits of workers on a real cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.events import EventKind
+from tests.integration.driven_run import DrivenRun, spec
+from tests.integration.ray_cluster import RayCluster, ray_cluster
+from train_fn.secrets import MASK
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
+
+VALUE = "hunter2-but-longer"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(2) as running:
+        yield running
+
+
+def test_a_rank_has_its_secret_and_nothing_that_is_kept_has_its_value(cluster: RayCluster, tmp_path: Path) -> None:
+    cluster.secrets_dir.mkdir()
+    (cluster.secrets_dir / "hub").write_text(f"{VALUE}\n")
+    tags = {"steps": "5", "step_ms": "10", "raise_at": "3", "tell": "HUB_TOKEN"}
+    run = DrivenRun(cluster, tmp_path, spec(tags=tags, secrets={"HUB_TOKEN": "hub"}), small=True)
+    try:
+        run.start()
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        run.stop()
+    failure = run.last(EventKind.FAILURE).data
+    assert failure["verdict"] == "user_error" and f"is spoilt: {MASK}" in failure["exception"]
+    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert f"step 1: {MASK}".encode() in kept and VALUE.encode() not in kept
+
+
+def test_a_secret_that_is_missing_fails_the_run_and_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+    tags = {"steps": "5", "step_ms": "10"}
+    run = DrivenRun(cluster, tmp_path, spec(tags=tags, secrets={"HUB_TOKEN": "nowhere"}), small=True)
+    try:
+        run.start()
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        run.stop()
+    finished = run.last(EventKind.FINISHED).data
+    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
+    assert "secret 'nowhere' is not on this node" in str(run.last(EventKind.FAILURE).data)
+
+
+def test_a_run_has_no_more_ranks_than_it_was_granted(cluster: RayCluster, tmp_path: Path) -> None:
+    run = DrivenRun(cluster, tmp_path, spec(tags={"steps": "5", "step_ms": "10"}), small=True)
+    run.run_dir.write_workers_limit(1)
+    try:
+        run.start()
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        run.stop()
+    assert {event.data["world_size"] for event in run.of(EventKind.ATTEMPT_STARTED)} == {1}

@@ -1,0 +1,32 @@
+"""Databases for unit tests: each test that asks for ``database_url`` runs on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit import postgres_server
+from tests.unit.postgres_server import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresServer]:
+    """One server for the whole session."""
+    programs = postgres_server.binaries()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install -y postgresql")
+    with postgres_server.running(programs) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of an empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'everstep.db'}"
+        return
+    server: PostgresServer = request.getfixturevalue("postgresql")
+    with server.database() as url:
+        yield url

@@ -1,0 +1,216 @@
+"""Preemption, quotas, the audit log and leases, on both databases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from everstep.events import EventKind
+from everstep.spec import parse_spec
+from everstep.team import Quotas
+from everstep.wire import ReasonCode, RunStatus
+from service.db.audit import AuditEntry, AuditStore, begin_entry
+from service.db.engine import Database, DatabaseError, DatabaseUnavailable
+from service.db.events import EventStore
+from service.db.lease import LEASE_S, LeaseLost, LeaseStore
+from service.db.projects import ProjectStore, QuotaExceeded
+from service.db.rows import RunRow
+from service.db.runs import RunStore
+from service.db.tokens import TokenStore
+from service.states import TransitionConflict
+from tests.unit.api_service import NOON, Journal, ManualClock, spec
+from tests.unit.postgres_server import PostgresServer
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    database.migrate()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def runs(database: Database, clock: ManualClock) -> RunStore:
+    return RunStore(database, clock)
+
+
+def create(runs: RunStore, **fields: Any) -> RunRow:
+    return runs.create(parse_spec(spec(**fields)), "tok_test")[0]
+
+
+def started(runs: RunStore, limit: int | None = None) -> RunRow:
+    run = create(runs)
+    runs.claim_submission(run.id, 0, limit)
+    return runs.record_job(run.id, 1, f"{run.id}-s001")
+
+
+def statuses(runs: RunStore, run_id: str) -> list[tuple[str, str | None]]:
+    return [(row.to_status, row.reason_code) for row in runs.transitions([run_id])[run_id]][2:]
+
+
+# ---------------------------------------------------------------- preemption
+
+
+def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(runs: RunStore, database: Database) -> None:
+    run = started(runs, limit=3)
+    assert run.workers_limit == 3
+    stopping = runs.preempt(run.id, 1, "run_urgent")
+    assert (stopping.status, stopping.stop_requested, stopping.preempted_by) == (RunStatus.STOPPING, "pause", "run_urgent")
+    with pytest.raises(TransitionConflict):
+        runs.preempt(run.id, 1, "run_other")
+    journal = Journal()
+    finished = journal.event(EventKind.FINISHED, outcome="stopped", reason={"code": "paused_by_user", "message": "x"}, step=7)
+    back = EventStore(database, runs._clock).apply_journal(run.id, 1, [finished], "c")
+    assert (back.status, back.step, back.stop_requested, back.preempted_by) == (RunStatus.QUEUED, 7, None, None)
+    assert back.reason is not None and "run_urgent" in back.reason.message
+    preempted = ReasonCode.PREEMPTED_BY_PRIORITY.value
+    assert statuses(runs, run.id) == [("STOPPING", preempted), ("PAUSED", preempted), ("QUEUED", preempted)]
+    again = runs.claim_submission(run.id, 1)
+    assert (again.status, again.submission, again.workers_limit) == (RunStatus.STARTING, 2, None)
+
+
+def test_a_user_s_pause_outlasts_the_scheduler_s(runs: RunStore) -> None:
+    run = started(runs)
+    runs.preempt(run.id, 1, "run_urgent")
+    runs.request_stop(run.id, "pause")
+    assert runs.transition(run.id, RunStatus.STOPPING, RunStatus.PAUSED).status == RunStatus.PAUSED
+
+
+def test_a_cancel_ends_a_preempted_run(runs: RunStore) -> None:
+    run = started(runs)
+    runs.preempt(run.id, 1, "run_urgent")
+    runs.request_stop(run.id, "cancel")
+    ended = runs.transition(run.id, RunStatus.STOPPING, RunStatus.CANCELLED)
+    assert (ended.status, ended.preempted_by) == (RunStatus.CANCELLED, None)
+
+
+# ---------------------------------------------------------------- projects
+
+
+def test_a_project_comes_with_its_first_run_or_token_and_its_queue_has_an_end(runs: RunStore, database: Database) -> None:
+    projects, tokens = ProjectStore(database), TokenStore(database)
+    create(runs, project="seen")
+    tokens.create("t", "viewer", "tokened")
+    assert [row.name for row, _ in projects.all()] == ["default", "seen", "tokened"]
+    assert projects.put("seen", Quotas(max_queued=2))[1] is False
+    assert projects.quotas() == {"seen": Quotas(max_queued=2)}
+    waiting = create(runs, project="seen")
+    with pytest.raises(QuotaExceeded, match="has 2 runs waiting"):
+        create(runs, project="seen")
+    runs.request_stop(waiting.id, "cancel")
+    create(runs, project="seen")
+
+
+def test_at_the_same_moment_one_project_is_made(runs: RunStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda index: create(runs, project=f"p{index % 2}"), range(16)))
+    assert len({run.id for run in made}) == 16
+
+
+# ---------------------------------------------------------------- audit log
+
+
+def test_an_entry_is_written_with_what_it_tells_of_or_not_at_all(runs: RunStore, database: Database, clock: ManualClock) -> None:
+    audit = AuditStore(database, clock)
+    database.companion = audit.join
+    entry = AuditEntry("POST", "/v1/runs" + "x" * 600, "10.0.0.1", token_id="tok_a", token_name="a", role="submitter", status=201)
+    begin_entry(entry)
+    try:
+        with pytest.raises(ZeroDivisionError), database.write():
+            raise ZeroDivisionError
+        assert entry.seq is None and audit.page(10) == []
+        run = create(runs)
+        create(runs)
+    finally:
+        begin_entry(None)
+    [row] = audit.page(10)
+    assert (row.token_id, row.target, row.status, row.at, len(row.path)) == ("tok_a", run.id, 201, NOON, 512)
+    create(runs)
+    assert len(audit.page(10)) == 1, "the reconciler's writes are nobody's call"
+
+
+# ---------------------------------------------------------------- leases
+
+
+def expire(database: Database, clock: ManualClock) -> None:
+    """As if the holder had been silent for long enough."""
+    clock.now += LEASE_S + 1
+    with database.write() as connection:
+        connection.execute(text("UPDATE leases SET expires_at = expires_at - :s"), {"s": LEASE_S + 1})
+
+
+def test_one_holder_at_a_time_and_an_old_one_writes_nothing(database: Database, clock: ManualClock) -> None:
+    leases = LeaseStore(database, clock)
+    first = leases.take("reconciler", "a")
+    assert first is not None and leases.take("reconciler", "a") == first, "renewed under the same fence"
+    assert leases.take("reconciler", "b") is None
+    old = RunStore(database.guarded(first.check), clock)
+    run = create(old)
+    expire(database, clock)
+    old.set_reason(run.id, RunStatus.QUEUED, None)  # nobody took over: it is still the only one
+    second = leases.take("reconciler", "b")
+    assert second is not None and second.fence > first.fence
+    with pytest.raises(LeaseLost):
+        old.claim_submission(run.id, 0)
+    assert RunStore(database.guarded(second.check), clock).claim_submission(run.id, 0).submission == 1
+    leases.release(second)
+    assert leases.take("reconciler", "a") is not None, "given back, not waited for"
+    leases.release(first)
+    assert leases.take("reconciler", "b") is None, "an old lease gives nothing back"
+
+
+def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Database, clock: ManualClock) -> None:
+    leases = LeaseStore(database, clock)
+    first = leases.take("reconciler", "a")
+    assert first is not None
+    expire(database, clock)
+    inside, taken = threading.Event(), []
+
+    def take_over() -> None:
+        inside.wait(10)
+        taken.append(leases.take("reconciler", "b"))
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    with database.guarded(first.check).write() as connection:
+        inside.set()
+        thread.join(0.3)
+        assert taken == []
+        connection.execute(text("DELETE FROM idempotency_keys"))
+    thread.join(10)
+    assert taken[0] is not None and taken[0].holder == "b"
+
+
+# ---------------------------------------------------------------- addresses and lost connections
+
+
+def test_a_connection_that_drops_in_the_middle_changes_nothing_and_the_next_one_works(postgresql: PostgresServer) -> None:
+    with postgresql.database() as url:
+        database = Database(url)
+        runs = RunStore(database)
+        with pytest.raises(DatabaseUnavailable), database.write() as connection:
+            connection.execute(text("DELETE FROM projects"))
+            backend = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+            with database.read() as other:
+                other.execute(text("SELECT pg_terminate_backend(:backend)"), {"backend": backend})
+            connection.execute(text("SELECT 1"))
+        assert [row.name for row, _ in ProjectStore(database).all()] == ["default"]
+        assert create(runs).status == RunStatus.QUEUED
+        database.close()
+
+
+@pytest.mark.parametrize("url", ["mysql://a/b", "nonsense", ""])
+def test_an_address_that_is_not_served_says_what_is(url: str) -> None:
+    with pytest.raises(DatabaseError, match=r"postgresql\+psycopg"):
+        Database(url)
