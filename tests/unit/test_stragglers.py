@@ -109,7 +109,7 @@ class SecondOfThree(Peers):
 def test_every_rank_s_time_travels_with_the_totals() -> None:
     total = StepSum(SecondOfThree(1, 3, CPU))
     total.add(torch.tensor(1.0), 1, Count())
-    total.start(None, 0, 0.25)
+    total.start(None, 0, own_s=0.25)
     assert total.wait().own_s == (0.0, 0.25, 0.0)
 
 

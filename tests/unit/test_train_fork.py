@@ -56,8 +56,8 @@ class Wider(Regression):
         return nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 1), nn.Linear(1, 1))
 
 
-def save_each(self: Saver, *, is_best: bool) -> None:
-    if is_best or self._is_due():
+def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
+    if is_best or due:
         self.save_now(is_best=is_best)
 
 
