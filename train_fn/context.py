@@ -49,4 +49,4 @@ class WorkerContext:
     device: torch.device
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]
-    """Tell Ray Train of a committed checkpoint by its directory's name and metrics. A barrier: all ranks call it at one step."""
+    """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and metrics; all ranks at one step."""

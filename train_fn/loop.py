@@ -13,7 +13,7 @@ from storage.run_dir import CheckpointName
 from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.context import Stop, WorkerContext
-from train_fn.errors import BadTask, NonFiniteLoss, PeersGone, StepFailed, forget_frames
+from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
@@ -204,12 +204,7 @@ class Attempt:
         self._reported_checkpoint = step
         state = self._replica.state
         state.parent = str(CheckpointName(step, self.ctx.submission))
-        try:
-            self.ctx.report_checkpoint(state.parent, dict(state.metrics))
-        except Exception as exc:
-            raise PeersGone(f"reporting checkpoint {state.parent} failed: {type(exc).__name__}: {exc}") from exc
-        if self._clock is not None:
-            self._clock.restart()  # a report is a barrier
+        self.ctx.report_checkpoint(state.parent, dict(state.metrics))
 
     def _finish(self, is_best: bool, stop: Stop | None) -> None:
         """Commit and report the final checkpoint; the run's end leaves nothing on the node."""

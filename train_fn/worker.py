@@ -22,6 +22,7 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
+from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
 from train_fn.cpu_threads import set_threads
@@ -41,6 +42,9 @@ RANK_NICENESS = -10
 
 FLUSH_S = 10.0
 """Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
+
+REPORT_S = 30.0
+"""Longest wait at a rank's end until Ray Train knows of its last checkpoints."""
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +187,8 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
 def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
     place = ray.train.get_context()
     set_threads(job.spec)
+    reports = CheckpointReports(job.run_dir)
+    reports.start()
     context = WorkerContext(
         spec=job.spec,
         run_dir=job.run_dir,
@@ -196,7 +202,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         num_nodes=launch.num_nodes,
         device=_device(job.use_gpu),
         journal=journal,
-        report_checkpoint=_reporter(job),
+        report_checkpoint=reports.add,
     )
     logger.info(
         "rank %d of %d, attempt %d, on node %s, device %s",
@@ -211,29 +217,14 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
     # What the imports made stays: leaving a broken step collects garbage, and should not look through all of torch for it.
     gc.freeze()
-    return train(context)
+    stop = train(context)
+    if not reports.close(REPORT_S):
+        logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
+    return stop
 
 
 def _device(use_gpu: bool) -> torch.device:
     return ray.train.torch.get_device() if use_gpu else torch.device("cpu")
-
-
-def _reporter(job: RankJob) -> Callable[[str, dict[str, float]], None]:
-    def report(name: str, metrics: dict[str, float]) -> None:
-        """The checkpoint lies where Ray Train expects it: nothing is copied, and Ray deletes nothing."""
-        path = "/".join(job.run_dir.checkpoints_path(name).rsplit("/", 2)[-2:])  # from the experiment's directory on
-        storage = ray.train.get_context().get_storage()
-        checkpoint = None
-        if ray.train.get_context().get_world_rank() == 0:
-            checkpoint = ray.train.Checkpoint(storage.build_checkpoint_path_from_name(path), storage.storage_filesystem)
-        ray.train.report(
-            metrics=dict(metrics),
-            checkpoint=checkpoint,
-            checkpoint_dir_name=path,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )
-
-    return report
 
 
 def _leave_at_once() -> None:

@@ -20,7 +20,11 @@ _RANK_MODULES = (
 )
 _CONTROLLER_MODULES = ("ray.train.torch", "train_fn.ray_train.controller", "train_fn.journal")
 
-HEAD_VARIABLES = {"RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES)}
+HEAD_VARIABLES = {
+    "RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES),
+    # Ray starts as many processes at a time as a node has CPUs, and the head has none to give.
+    "RAY_worker_maximum_startup_concurrency": "4",
+}
 WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
 """What a rank, or what stands beside a driver, imports anyway: a worker that waits idle has it done. A module that is missing is
 logged by the worker and passed over."""

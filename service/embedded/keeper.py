@@ -43,8 +43,8 @@ HEAD_DIR = "head"
 NO_JOB = b"\xff" * 4
 KEEP_IDLE_S = 7 * 24 * 3600
 IDLE_INTERVAL_S = 1.0
-# Supervisor, journal and controller of one run.
-IDLE_ON_HEAD = 3
+# Supervisor, journal and controller of one run, and the actor over which its ranks report.
+IDLE_ON_HEAD = 4
 
 log = logging.getLogger("keeper")
 
