@@ -65,8 +65,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--warmup-steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--warmup-steps", type=int, default=1000)
     options = parser.parse_args(argv)
     ours, theirs = [], []
     global_batch_size = WORKLOADS[options.workload]["train"]["global_batch_size"]

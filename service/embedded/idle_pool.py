@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 
@@ -13,7 +14,19 @@ SETTLE_S = 3.0
 """Idle workers are missed for so long before others are started: those who took them are just starting, and need the CPU."""
 ASK_AGAIN_S = 30.0
 """A worker that was asked for may take so long to import everything."""
+CALM_S = 60.0
+"""While ranks train, what only the next run would need is put off for so long: its start would take CPU from theirs."""
 IDLE_TITLE = "ray::IDLE"
+RANK_TITLE = "ray::EverstepTrainWorker"
+
+
+class Workers(NamedTuple):
+    """Worker processes of this machine."""
+
+    idle: Mapping[int, int]
+    """How many are idle, by raylet pid."""
+    training: bool
+    """Whether any is a rank."""
 
 
 @dataclass
@@ -27,16 +40,16 @@ class IdlePool:
 
     Args:
         targets: How many idle workers a node should have.
-        count_idle: Idle workers by raylet pid.
+        count: What worker processes there are.
     """
 
     def __init__(
         self,
         targets: Callable[[NodeNote], int],
-        count_idle: Callable[[Sequence[NodeNote]], Mapping[int, int]] | None = None,
+        count: Callable[[Sequence[NodeNote]], Workers] | None = None,
     ) -> None:
         self._targets = targets
-        self._count_idle = count_idle or count_idle_workers
+        self._count = count or count_workers
         self._missed: dict[str, _Missed] = {}
         self._known: set[str] = set()
 
@@ -47,7 +60,7 @@ class IdlePool:
             nodes: Nodes that live.
             now: Monotonic seconds.
         """
-        idle = self._count_idle(nodes)
+        idle, training = self._count(nodes)
         short = {node.node_id: self._targets(node) - idle.get(node.raylet_pid, 0) for node in nodes}
         # On a node that has just come nobody took them, and nobody needs the CPU: there is nothing to wait for.
         since = {node_id: now if node_id in self._known else now - SETTLE_S for node_id in short}
@@ -58,17 +71,24 @@ class IdlePool:
         wanted = []
         for node in nodes:
             missed = self._missed.get(node.node_id)
-            if missed is not None and now - missed.since >= SETTLE_S and now - missed.asked_at >= ASK_AGAIN_S:
+            if missed is None or now - missed.asked_at < ASK_AGAIN_S or now - missed.since < SETTLE_S:
+                continue
+            count = short[node.node_id]
+            if node.is_head and training and now - missed.since < CALM_S:
+                count = 1 - idle.get(node.raylet_pid, 0)  # for the actor over which the ranks of the next attempt report
+            if count > 0:
                 missed.asked_at = now
-                wanted.append((node, short[node.node_id]))
+                wanted.append((node, count))
         return wanted
 
 
-def count_idle_workers(nodes: Sequence[NodeNote]) -> dict[int, int]:
-    """Idle workers by raylet pid: children that Ray gave that title. Those that are still importing do not have it yet."""
-    counts = {node.raylet_pid: 0 for node in nodes}
+def count_workers(nodes: Sequence[NodeNote]) -> Workers:
+    """Children of the nodes' raylets by the titles that Ray gives them. Those that are still importing have none yet."""
+    idle = {node.raylet_pid: 0 for node in nodes}
+    training = False
     for process in psutil.process_iter(["ppid", "cmdline"]):
         parent, title = process.info["ppid"], process.info["cmdline"]
-        if parent in counts and title and title[0].startswith(IDLE_TITLE):
-            counts[parent] += 1
-    return counts
+        if parent in idle and title:
+            idle[parent] += title[0].startswith(IDLE_TITLE)
+            training = training or title[0].startswith(RANK_TITLE)
+    return Workers(idle, training)
