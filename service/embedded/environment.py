@@ -57,6 +57,9 @@ _DEFAULTS = {
     "RAY_kill_worker_timeout_milliseconds": "500",
     # Ranks do the work of the machine; what gives way to them is the cluster's own processes (keeper).
     "RAY_worker_niceness": "0",
+    # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
+    "REPORTER_UPDATE_INTERVAL_MS": "10000",
+    "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
     # No autoscaler listens here.
     "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }
