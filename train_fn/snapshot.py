@@ -7,6 +7,7 @@ beside it. It counts only within its submission, and is removed when the run end
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -134,8 +135,9 @@ class SnapshotStore:
 
 
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
-    """The store of this rank's node."""
-    return SnapshotStore(snapshots_dir(ctx.run_dir.run_id) / ctx.node_id, ctx.submission)
+    """The store of this rank's node, for this very run directory: another one may hold a run of the same id."""
+    place = hashlib.sha256(ctx.run_dir.uri.encode()).hexdigest()[:12]
+    return SnapshotStore(snapshots_dir(ctx.run_dir.run_id) / f"{ctx.node_id}.{place}", ctx.submission)
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:

@@ -49,7 +49,9 @@ def start(spec: Path, tmp_path: Path, run_id: str, max_restarts: int = 0) -> sub
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(max_restarts), "-m", "train_fn.standalone", str(spec)]
     command += ["--storage", str(tmp_path / "storage"), "--run-id", run_id]
-    return subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        command, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    )
 
 
 def run_dir_of(tmp_path: Path, run_id: str) -> RunDir:

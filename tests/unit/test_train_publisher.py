@@ -305,7 +305,8 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_p
         other = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir(run_id))
         assert publish_snapshot(other, state.state_dict()) is None
     long_ago = time.time() - snapshot_module.FORGOTTEN_S - 60
-    for path in (shared_memory / "run_dead", shared_memory / "run_dead" / "node"):
+    dead = shared_memory / "run_dead"
+    for path in (dead, *dead.iterdir()):
         os.utime(path, (long_ago, long_ago))
     snapshot_module.sweep_forgotten(ctx)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
