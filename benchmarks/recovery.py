@@ -28,8 +28,8 @@ from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
 from tests.service_process import ServiceProcess, free_port, wait_for
 
-SETTLE_STEPS = 120
-"""Steps before the kill: past start-up and two checkpoints."""
+SETTLE_STEPS = 1200
+"""Steps before the kill: past start-up, checkpoints, and what Everstep's spare processes take to import."""
 GIVE_UP_S = 240.0
 
 

@@ -51,8 +51,6 @@ _DEFAULTS = {
     "RAY_health_check_failure_threshold": "3",
     # Idle workers with torch imported are the pool that makes recovery fast: keep them.
     "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
-    # The keeper keeps them, for all runs: a run's own would be as many again.
-    "EVERSTEP_RECOVERY_WARM_POOL": "0",
     # A process that is to go has nothing to save: the ranks keep their state before.
     "RAY_kill_worker_timeout_milliseconds": "500",
     # Ranks do the work of the machine; what gives way to them is the cluster's own processes (keeper).

@@ -74,8 +74,9 @@ class IdlePool:
             if missed is None or now - missed.asked_at < ASK_AGAIN_S or now - missed.since < SETTLE_S:
                 continue
             count = short[node.node_id]
-            if node.is_head and training and now - missed.since < CALM_S:
-                count = 1 - idle.get(node.raylet_pid, 0)  # for the actor over which the ranks of the next attempt report
+            if training and now - missed.since < CALM_S:
+                # One on the head, for the actor over which the next attempt's ranks report; a run's own spares are on the others.
+                count = 1 - idle.get(node.raylet_pid, 0) if node.is_head else 0
             if count > 0:
                 missed.asked_at = now
                 wanted.append((node, count))

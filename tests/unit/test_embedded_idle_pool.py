@@ -45,16 +45,16 @@ def test_enough_is_enough() -> None:
     assert nodes.wanted(0.0) == nodes.wanted(100.0) == []
 
 
-def test_while_ranks_train_the_head_gets_one_at_first() -> None:
+def test_while_ranks_train_only_the_head_gets_one_at_first() -> None:
     nodes = Nodes()
     nodes.idle = {1: 2, 2: 1}
     assert nodes.wanted(0.0) == []
     nodes.idle, nodes.training = {1: 0, 2: 0}, True
     assert nodes.wanted(1.0) == []
-    assert nodes.wanted(1.0 + SETTLE_S) == [("head", 1), ("n1", 1)]
-    nodes.idle = {1: 1, 2: 1}
+    assert nodes.wanted(1.0 + SETTLE_S) == [("head", 1)]
+    nodes.idle = {1: 1, 2: 0}
     assert nodes.wanted(2.0 + ASK_AGAIN_S + SETTLE_S) == []
-    assert nodes.wanted(1.0 + CALM_S) == [("head", 1)]
+    assert nodes.wanted(1.0 + CALM_S) == [("head", 1), ("n1", 1)]
 
 
 def test_once_no_rank_trains_the_head_gets_all() -> None:
