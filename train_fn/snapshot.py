@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
 from train_fn.node_dir import shared_memory_root, snapshots_dir
 from train_fn.state import digest
@@ -135,9 +136,14 @@ class SnapshotStore:
 
 
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
-    """The store of this rank's node, for this very run directory: another one may hold a run of the same id."""
-    place = hashlib.sha256(ctx.run_dir.uri.encode()).hexdigest()[:12]
-    return SnapshotStore(snapshots_dir(ctx.run_dir.run_id) / f"{ctx.node_id}.{place}", ctx.submission)
+    """The store of this rank's node."""
+    return node_snapshots(ctx.run_dir, ctx.node_id, ctx.submission)
+
+
+def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotStore:
+    """A node's snapshots of this very run directory: another directory may hold a run of the same id."""
+    place = hashlib.sha256(run_dir.uri.encode()).hexdigest()[:12]
+    return SnapshotStore(snapshots_dir(run_dir.run_id) / f"{node_id}.{place}", submission)
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from tests.integration.test_exactness import LAST_STEP, assert_same, final_state
 from tests.integration.test_exactness_precision import TRAINEES
 from tests.unit.storage_places import event, save
 from train_fn.node_dir import shared_memory_root
-from train_fn.snapshot import Label, SnapshotStore
+from train_fn.snapshot import Label, SnapshotStore, node_snapshots
 
 ALL_THE_TIME = f"{TRAINEES}:publishing_all_the_time"
 """What is being written was copied two steps before: the weights have changed meanwhile."""
@@ -41,7 +41,7 @@ def make_text_spec(directory: Path) -> RunSpec:
 
 def published(run_dir: RunDir) -> tuple[SnapshotStore, list[Label]]:
     """What lies on the node, oldest first."""
-    store = SnapshotStore(shared_memory_root() / run_dir.run_id / "node0", submission=1)
+    store = node_snapshots(run_dir, "node0", submission=1)
     return store, sorted(store.labels(), key=lambda label: (label.step, label.attempt))
 
 

@@ -66,7 +66,8 @@ class Prometheus:
         async with asyncio.timeout(40):
             while True:
                 try:
-                    if await self.query(expression):
+                    ready = (await self._http.get("/-/ready")).status_code == 200
+                    if ready and await self.query(expression):
                         return
                 except httpx.TransportError:
                     pass

@@ -383,3 +383,11 @@ def test_killed_in_the_middle_of_writing_a_state(wreckage: Path) -> None:
         offer = elect([Offer(0, label) for label in store.labels()], 1).offer
         assert offer is not None and offer.label.step == 2
         assert torch.equal(store.read(offer.label)["model"]["weight"], torch.full((64, 64), 2.0))
+
+
+def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(tmp_path: Path) -> None:
+    ctx = make_context(tmp_path)
+    assert leave_snapshot(ctx, copy_to_cpu(make_state().state_dict())) is None
+    assert len(snapshot_store(ctx).labels()) == 1
+    elsewhere = open_storage(str(tmp_path / "elsewhere")).run_dir(ctx.run_dir.run_id)
+    assert snapshot_store(dataclasses.replace(ctx, run_dir=elsewhere)).labels() == []
