@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 from collections.abc import Collection
@@ -27,15 +28,28 @@ def signal_ranks(node_id: str, pids: Collection[int], signal_number: int) -> str
     if raylet is None:
         return f"no raylet of node {node_id} runs here"
     try:
+        workers = _workers(raylet)
         ranks = [psutil.Process(pid) for pid in pids]
         for rank in ranks:
-            if raylet not in rank.parents():
+            if rank.pid not in workers:
                 return f"process {rank.pid} on node {node_id} is not one of its workers; the rank has gone"
         for rank in ranks:
             rank.send_signal(signal_number)
     except psutil.Error as exc:
         return f"a rank on node {node_id} cannot be reached: {exc}"
     return None
+
+
+def _workers(raylet: psutil.Process) -> set[int]:
+    """Pids of the processes below a raylet, and of those forked elsewhere for which one of them stands, holding a pidfd of it."""
+    below = {child.pid for child in raylet.children(recursive=True)}
+    held = set()
+    for pid in below:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+                with contextlib.suppress(OSError):
+                    held |= {int(line.split()[1]) for line in entry.read_text().splitlines() if line.startswith("Pid:")}
+    return below | held - {raylet.pid}
 
 
 def kill_ranks(run_id: str, node_id: str, pids: Collection[int]) -> str | None:

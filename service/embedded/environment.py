@@ -20,14 +20,16 @@ _RANK_MODULES = (
 )
 _CONTROLLER_MODULES = ("ray.train.torch", "train_fn.ray_train.controller", "train_fn.journal")
 
+PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES)))
+"""What the fork server imports, for all of them."""
+
 HEAD_VARIABLES = {
     "RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES),
     # Ray starts as many processes at a time as a node has CPUs, and the head has none to give.
     "RAY_worker_maximum_startup_concurrency": "4",
 }
 WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
-"""What a rank, or what stands beside a driver, imports anyway: a worker that waits idle has it done. A module that is missing is
-logged by the worker and passed over."""
+"""What a rank, or what stands beside a driver, imports anyway. A module that is missing is logged and passed over."""
 
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -49,8 +51,6 @@ _DEFAULTS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
-    # Idle workers with torch imported are the pool that makes recovery fast: keep them.
-    "RAY_idle_worker_killing_time_threshold_ms": "1000000000",
     # A process that is to go has nothing to save: the ranks keep their state before.
     "RAY_kill_worker_timeout_milliseconds": "500",
     # Ranks do the work of the machine; what gives way to them is the cluster's own processes (keeper).
@@ -58,6 +58,8 @@ _DEFAULTS = {
     # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",
     "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
+    # A forked worker is there at once: none need wait idle, none need be started ahead.
+    "EVERSTEP_RECOVERY_WARM_POOL": "0",
     # No autoscaler listens here.
     "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }
@@ -69,8 +71,7 @@ def cluster_environment(inherited: Mapping[str, str], *, temp_dir: str, token_pa
     What the operator set for Ray's timers stays; what would lead to another cluster or another token does not.
     """
     kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
-    # Room for the idle workers of a node beside its ranks, and for those of the head.
-    defaults = {**_DEFAULTS, "RAY_num_workers_soft_limit": str(2 * cpus_per_node + 2)}
+    defaults = dict(_DEFAULTS)
     if cpus_per_node == 1:
         defaults["OMP_NUM_THREADS"] = "1"
     scripts = str(Path(sys.executable).parent)

@@ -18,20 +18,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import grpc  # type: ignore[import-untyped]
 import psutil
-from ray._private.grpc_utils import init_grpc_channel
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 
-from service.embedded.environment import HEAD_VARIABLES, WORKER_NODE_VARIABLES
-from service.embedded.idle_pool import IdlePool
+from service.embedded import worker_start
+from service.embedded.environment import HEAD_VARIABLES, PRELOADED_MODULES, WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.processes import end_members, give_way, lives, started_at
 
@@ -40,11 +37,7 @@ STOP_GRACE_S = 1.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
-NO_JOB = b"\xff" * 4
-KEEP_IDLE_S = 7 * 24 * 3600
-IDLE_INTERVAL_S = 1.0
-# Supervisor, journal and controller of one run, and the actor over which its ranks report.
-IDLE_ON_HEAD = 4
+FORK_SOCKET = "fork.sock"
 
 log = logging.getLogger("keeper")
 
@@ -61,8 +54,6 @@ class Keeper:
         self._note_path = note_path
         self._note = note
         self._wake = threading.Event()
-        self._pool = IdlePool(lambda node: IDLE_ON_HEAD if node.is_head else note.cpus_per_node)
-        self._pool_due = 0.0
         self._stopping = False
         self._refill = False
 
@@ -75,6 +66,7 @@ class Keeper:
         """Bring up the head, then all nodes at once; cluster.json says ``ready`` at the end."""
         self._publish()
         began = time.monotonic()
+        self._start_fork_server()
         self._start_head()
         log.info("head is up after %.1f s; dashboard at %s", time.monotonic() - began, self._note.dashboard_url)
         self._fill()
@@ -111,19 +103,13 @@ class Keeper:
                 _kill_pids([pid for pid in node.pids if lives(pid, note.temp_dir)])
             self._note = replace(note, nodes=tuple(node for node in note.nodes if node not in dead))
             self._publish()
+        if not lives(note.fork_server_pid, note.temp_dir) and not self._stopping:
+            log.warning("the fork server is gone; starting another")
+            self._start_fork_server()
         if self._refill and not self._stopping:
             self._refill = False
             self._fill()
-        self._keep_idle_workers(time.monotonic())
         return True
-
-    def _keep_idle_workers(self, now: float) -> None:
-        if now < self._pool_due or self._note.state != "ready":
-            return
-        self._pool_due = now + IDLE_INTERVAL_S
-        for node, count in self._pool.wanted(self._note.nodes, now):
-            log.info("starting %d idle workers on node %s", count, node.node_id)
-            _start_idle_workers(node, count)
 
     def end(self) -> None:
         """End every process of the cluster and remove what it left."""
@@ -143,6 +129,21 @@ class Keeper:
     def _publish(self) -> None:
         write_note(self._note_path, self._note)
 
+    def _start_fork_server(self) -> None:
+        """Start the process that forks into workers. Those that raylets ask for meanwhile wait for its imports."""
+        path = self._fork_socket()
+        path.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "service.embedded.fork_server", str(path), *PRELOADED_MODULES]
+        pid = os.posix_spawn(sys.executable, command, os.environ)
+        self._note = replace(self._note, fork_server_pid=pid)
+        self._publish()
+
+    def _fork_socket(self) -> Path:
+        return Path(self._note.temp_dir) / FORK_SOCKET
+
+    def _variables(self, variables: Mapping[str, str]) -> dict[str, str]:
+        return {**variables, worker_start.FORK_SERVER_VARIABLE: str(self._fork_socket())}
+
     def _start_head(self) -> None:
         params = RayParams(
             **self._params(HEAD_DIR, num_cpus=0),
@@ -150,7 +151,7 @@ class Keeper:
             dashboard_host=LOOPBACK,
             dashboard_port=0,
             no_monitor=True,
-            env_vars=dict(HEAD_VARIABLES),
+            env_vars=self._variables(HEAD_VARIABLES),
             ray_client_server_port=None,
         )
         node = Node(params, head=True, shutdown_at_exit=False, spawn_reaper=False)
@@ -186,7 +187,7 @@ class Keeper:
         """One raylet. Its directory is its own: nodes that start side by side in one would take each other's socket names."""
         generation = len(list(Path(self._note.temp_dir).glob(f"n{slot}.*")))
         gpus = _gpus_by_node(self._note.num_nodes)[slot - 1]
-        env = dict(WORKER_NODE_VARIABLES)
+        env = self._variables(WORKER_NODE_VARIABLES)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         params = RayParams(
@@ -211,6 +212,8 @@ class Keeper:
             "dashboard_agent_listen_port": 0,
             # Rank logs are Everstep's own; Ray's log monitor would only echo them into the driver.
             "include_log_monitor": False,
+            # Forks a worker instead of starting Python and importing torch anew.
+            "setup_worker_path": worker_start.__file__,
         }
 
 
@@ -227,21 +230,6 @@ def _note_of(node: Node, slot: int) -> NodeNote:
         port=node.node_manager_port,
         pids=tuple(sorted({*services, *agents})),
     )
-
-
-def _start_idle_workers(node: NodeNote, num_workers: int) -> None:
-    """Let a node start workers that wait idle with everything imported. Any job may take them."""
-    request = node_manager_pb2.PrestartWorkersRequest(
-        language=common_pb2.Language.PYTHON, job_id=NO_JOB, num_workers=num_workers, keep_alive_duration_secs=KEEP_IDLE_S
-    )
-    request.runtime_env_info.serialized_runtime_env = "{}"
-    channel = init_grpc_channel(f"{LOOPBACK}:{node.port}")
-    try:
-        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=5)
-    except grpc.RpcError as exc:
-        log.warning("node %s starts no idle workers, runs wait for their imports: %s", node.node_id, exc)
-    finally:
-        channel.close()
 
 
 def _gpus_by_node(num_nodes: int) -> list[list[str]]:

@@ -45,6 +45,8 @@ class ClusterNote:
     dashboard_url: str | None = None
     gcs_pid: int | None = None
     dashboard_pid: int | None = None
+    fork_server_pid: int | None = None
+    """Parent of all workers; without it the raylets start them themselves, more slowly."""
     nodes: tuple[NodeNote, ...] = ()
     """Nodes that live, the head first."""
 

@@ -1,0 +1,181 @@
+"""A process that has imported what ranks, controllers and drivers import, and forks into the workers that raylets ask for.
+
+``python -m service.embedded.fork_server SOCKET MODULE…``. A worker that starts the ordinary way imports Python, Ray and torch for
+three seconds of CPU; one that is forked shares the imports with the others and is there in a tenth of a second. The raylets reach
+this process through :mod:`service.embedded.worker_start`, one connection a worker: its end means that the node loses the worker.
+
+The process must be one that can be forked: it has no threads that matter, never connects to Ray, and draws no random number from
+Ray's generator, whose state all workers would inherit, and with it the ids that they make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LONGEST_REQUEST = 1 << 20
+BACKLOG = 128
+IDENTITY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
+"""What Ray reads from the environment when it is imported, before it is known for whom: a worker of no job yet, as those that are
+started ahead, and a parent that never dies; the raylet's death ends the worker through its stand-in."""
+
+log = logging.getLogger("fork-server")
+
+
+class ForkServer:
+    """Answers requests until a fork: then the one that asked goes on in the new process.
+
+    Args:
+        listener: A listening socket of sequenced packets.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._workers: dict[int, tuple[int, socket.socket]] = {}
+        """Pid and connection of each live worker, by pidfd."""
+
+    def serve(self) -> dict[str, Any]:
+        """Fork a worker for each request. Returns only in a worker: with what was asked for it."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._selector.register(connection, selectors.EVENT_READ, self._on_message)
+                    continue
+                request: dict[str, Any] | None = key.data(key.fileobj)
+                if request is not None:
+                    return request
+
+    def _on_message(self, connection: socket.socket) -> dict[str, Any] | None:
+        """A request, or the end of the process that stands for a worker."""
+        fds: list[int] = []
+        try:
+            message, fds, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+            if not message:
+                self._drop(connection)
+                return None
+            request: dict[str, Any] = json.loads(message)
+            return self._fork(request, connection, fds)
+        except (OSError, ValueError):
+            log.exception("a request could not be served")
+            self._drop(connection)
+            return None
+        finally:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def _fork(self, request: dict[str, Any], connection: socket.socket, fds: list[int]) -> dict[str, Any] | None:
+        pid = os.fork()
+        if pid == 0:
+            for number, fd in enumerate(fds):
+                os.dup2(fd, number)
+            self._forget_all()
+            return request
+        pidfd = os.pidfd_open(pid)
+        self._workers[pidfd] = (pid, connection)
+        self._selector.register(pidfd, selectors.EVENT_READ, self._on_exit)
+        socket.send_fds(connection, [b"+"], [pidfd])
+        return None
+
+    def _on_exit(self, pidfd: int) -> None:
+        pid, connection = self._workers.pop(pidfd)
+        os.waitpid(pid, 0)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self._close(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        for pid, other in self._workers.values():
+            if other is connection:
+                os.kill(pid, signal.SIGKILL)
+        self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _forget_all(self) -> None:
+        """In a new worker: let go of what belongs to the others."""
+        for pidfd, (_, connection) in self._workers.items():
+            os.close(pidfd)
+            connection.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import what workers will need; one that is missing is logged and passed over, as Ray does it."""
+    import ray.actor
+
+    # Ray draws an id for each class of actors when it is declared. Here it must come from elsewhere than Ray's generator.
+    drawn, ray.actor.ActorClassID = ray.actor.ActorClassID, _SystemRandomId
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            log.exception("module %s is not imported ahead", name)
+    ray.actor.ActorClassID = drawn
+
+
+class _SystemRandomId:
+    @staticmethod
+    def from_random() -> object:
+        from ray import ActorClassID
+
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def become_worker(request: dict[str, Any]) -> None:
+    """Turn this process into the worker: what ``exec`` would have set up, then Ray's own worker script."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in every process that Ray starts
+    with contextlib.suppress(OSError):
+        os.setpgid(0, request["process_group"])
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["open_files"]))
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = request["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM."""
+    path, *modules = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    os.environ.update(IDENTITY)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    import_modules(modules)
+    gc.collect()
+    gc.freeze()
+    request = ForkServer(listener).serve()
+    become_worker(request)
+
+
+if __name__ == "__main__":
+    main()

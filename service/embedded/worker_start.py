@@ -1,0 +1,90 @@
+"""What a raylet of the embedded cluster runs to start a worker: has the fork server make it, and stands for it in the process tree.
+
+    python worker_start.py [--serialized-runtime-env-context=JSON] [--language=PYTHON] WORKER_PATH ARGUMENTS
+
+The raylet passes what it would pass to Ray's own ``setup_worker.py``, which takes over where the fork server cannot serve: a
+worker in a container, with another Python, or with no server there. This file is run by path and imports the standard library
+only, since it is on the way of every worker; it lives as long as its worker, so that a node's processes are those below its raylet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+FORK_SERVER_VARIABLE = "EVERSTEP_FORK_SERVER"
+"""Path of the fork server's socket, in the raylet's environment."""
+CONTEXT_FLAG = "--serialized-runtime-env-context="
+LANGUAGE_FLAG = "--language="
+ANSWER_TIMEOUT_S = 45.0
+"""Longest wait for the fork server, which may still be importing; Ray gives a worker 60 s."""
+_NEEDS_EXEC = ("command_prefix", "override_worker_entrypoint", "java_jars")
+
+
+def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None:
+    """The request for the worker that these arguments describe; None for one that the fork server cannot make."""
+    context = next((text.removeprefix(CONTEXT_FLAG) for text in arguments if text.startswith(CONTEXT_FLAG)), "")
+    language = next((text.removeprefix(LANGUAGE_FLAG) for text in arguments if text.startswith(LANGUAGE_FLAG)), "PYTHON")
+    asked = json.loads(context or "{}")
+    if language != "PYTHON" or any(asked.get(name) for name in _NEEDS_EXEC):
+        return None
+    if asked.get("py_executable") not in (None, "", sys.executable):
+        return None
+    variables: dict[str, str] = asked.get("env_vars") or {}
+    if any("$" in value for value in variables.values()):
+        return None
+    return {
+        "argv": [text for text in arguments if not text.startswith((CONTEXT_FLAG, LANGUAGE_FLAG))],
+        "environ": {**environ, **variables},
+        "directory": os.getcwd(),  # noqa: PTH109 - a string is what travels, and pathlib costs start-up time
+        "process_group": os.getpgrp(),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    }
+
+
+def ask(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | None:
+    """Have the worker forked: a pidfd of it, and the connection whose end tells the server to kill it. None without an answer."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.settimeout(ANSWER_TIMEOUT_S)
+    try:
+        server.connect(address)
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        _, fds, _, _ = socket.recv_fds(server, 1, 1)
+    except OSError:
+        fds = []
+    if fds:
+        return fds[0], server
+    server.close()
+    return None
+
+
+def last_as_long_as(worker: int, raylet: int) -> None:
+    """Return when the worker has ended; end it when its raylet has. Both are pidfds."""
+    ended, _, _ = select.select([worker, raylet], [], [])
+    if worker not in ended:
+        signal.pidfd_send_signal(worker, signal.SIGKILL)
+        select.select([worker], [], [])
+
+
+def main() -> NoReturn:
+    """Start the worker and last as long as it does."""
+    raylet = os.pidfd_open(os.getppid())
+    address = os.environ.get(FORK_SERVER_VARIABLE)
+    request = plan(sys.argv[1:], dict(os.environ)) if address else None
+    answer = ask(request, address) if request and address else None
+    if answer is None:
+        os.execv(sys.executable, [sys.executable, "-m", "ray._private.workers.setup_worker", *sys.argv[1:]])
+    worker, _connection = answer
+    last_as_long_as(worker, raylet)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
