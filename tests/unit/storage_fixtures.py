@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.filesystem import Storage, open_storage
+from storage.run_dir import RunDir
 from tests.unit.storage_places import BUCKET
 
 
@@ -50,3 +51,13 @@ def local_storage(tmp_path: Path) -> Storage:
 def any_storage(request: pytest.FixtureRequest) -> Storage:
     storage: Storage = request.getfixturevalue(f"{request.param}_storage")
     return storage
+
+
+@pytest.fixture
+def run_dir(any_storage: Storage) -> RunDir:
+    return any_storage.run_dir("run_a")
+
+
+@pytest.fixture
+def local_dir(local_storage: Storage) -> RunDir:
+    return local_storage.run_dir("run_a")
