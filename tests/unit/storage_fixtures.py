@@ -27,8 +27,9 @@ def s3_endpoint() -> Iterator[str]:
         host, port = server.get_host_and_port()
         from pyarrow import fs
 
+        # The first request has the server import what it needs, which takes longer than others.
         fs.S3FileSystem(
-            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
+            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True, request_timeout=60
         ).create_dir(BUCKET)
         yield f"{host}:{port}"
         server.stop()
