@@ -10,6 +10,7 @@ directory, in turn, so that a disk that is busy is busy for all; figures are med
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import os
 import statistics
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,11 @@ from torch import nn
 from benchmarks.report import summary, write
 from everstep.events import EventKind
 from everstep.spec import parse_spec
-from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
+from tests.unit.one_rank import journal_of, one_rank
 from train_fn.boundary_copy import BoundaryCopies
-from train_fn.context import Stop, WorkerContext
+from train_fn.checkpoint_read import load_checkpoint
+from train_fn.context import WorkerContext
 from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
 from train_fn.state import TrainState
 
@@ -53,24 +56,6 @@ class Options:
     directory: str
 
 
-class Journal:
-    """Keeps what the saver tells."""
-
-    stop_requested: Stop | None = None
-
-    def __init__(self) -> None:
-        self.events: list[tuple[EventKind, dict[str, Any]]] = []
-
-    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        self.events.append((kind, data))
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-    def values(self, name: str) -> list[float]:
-        return [data[name] for kind, data in self.events if kind is EventKind.CHECKPOINT_COMMITTED]
-
-
 class Training:
     """One rank's training, reduced to what a checkpoint depends on: state, steps, boundaries."""
 
@@ -86,8 +71,8 @@ class Training:
         )
         self._inputs = torch.randn(options.batch, width)
         self._ranks = ranks
-        self.journal = Journal()
-        self.context = _context(directory, self.journal, rank, self._ranks)
+        self.context = _context(directory, rank, self._ranks)
+        self.journal = journal_of(self.context)
         self.copies = BoundaryCopies(self.state)
         self.saver = Saver(self.context, self.state, self.copies)
 
@@ -112,26 +97,14 @@ class Training:
             raise RuntimeError(f"step {self.state.step} was not committed: {self.journal.events[-1:]}")
 
 
-def _context(directory: Path, journal: Journal, rank: int, ranks: int) -> WorkerContext:
+def _context(directory: Path, rank: int, ranks: int) -> WorkerContext:
     spec = {
         "name": "bench-checkpoint",
         "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
         "checkpoint": {"every_steps": 50, "keep_latest": 1},
     }
-    return WorkerContext(
-        spec=parse_spec(spec),
-        run_dir=open_storage(str(directory)).run_dir("run_bench"),
-        submission=1,
-        attempt=1,
-        world_rank=rank,
-        world_size=ranks,
-        local_rank=rank,
-        local_world_size=ranks,
-        node_id="bench",
-        device=torch.device("cpu"),
-        journal=journal,
-        report_checkpoint=lambda name, metrics: None,
-    )
+    alone = one_rank(parse_spec(spec), open_storage(str(directory)).run_dir("run_bench"), rank=rank)
+    return dataclasses.replace(alone, world_size=ranks, local_rank=rank, local_world_size=ranks)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -170,6 +143,7 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
             synchronous_s.append(synchronous)
     path.unlink()
     size_bytes = training.context.run_dir.checkpoints.list()[-1].size_bytes
+    writes_s = [data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)]
     plain_median, stall_median = statistics.median(plain_s), statistics.median(stalls_s)
     return {
         "state_mb": round(size_bytes / 1e6, 1),
@@ -181,7 +155,7 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
         "cycle_with_save_s": summary(saving_s),
         "share_stalled": round(stall_median / plain_median, 5),
         "share_lost": round(statistics.median(b / a for a, b in zip(plain_s, saving_s, strict=True)) - 1, 5),
-        "background_write_s": summary(training.journal.values("write_s")[1:]),
+        "background_write_s": summary(writes_s[1:]),
     }
 
 
@@ -255,22 +229,12 @@ def disk_figures(options: Options) -> dict[str, Any]:
 # ---------------------------------------------------------------- restore
 
 
-def read_back(store: CheckpointStore) -> dict[str, Any]:
-    """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte, load it."""
-    manifest, _ = store.newest_valid()
-    assert manifest is not None
-    loaded = [
-        torch.load(io.BytesIO(store.read_file(manifest.name, name)), map_location="cpu", weights_only=True)
-        for name in (STATE_FILE, MODEL_FILE)
-    ]
-    return {**loaded[0], "model": loaded[1]}
-
-
 def restore_figures(options: Options) -> dict[str, Any]:
     training = Training(options, Path(options.directory) / "restore", options.size_mb)
     training.step()
     training.saver.save_now()
-    store = training.context.run_dir.checkpoints
+    run_dir = training.context.run_dir
+    store = run_dir.checkpoints
     [manifest] = store.list()
     paths = [Path(store.path(manifest.name)) / name for name in (STATE_FILE, MODEL_FILE)]
 
@@ -278,9 +242,14 @@ def restore_figures(options: Options) -> dict[str, Any]:
         for path in paths:
             torch.load(path, map_location="cpu", weights_only=True)
 
+    def restore() -> None:
+        """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte, load it."""
+        found, _, _ = store.read_newest(partial(load_checkpoint, run_dir))
+        assert found is not None
+
     plain_s, restore_s = [], []
     for turn in range(options.repeats + 1):
-        loaded, restored = timed(plain), timed(lambda: read_back(store))
+        loaded, restored = timed(plain), timed(restore)
         if turn:
             plain_s.append(loaded)
             restore_s.append(restored)

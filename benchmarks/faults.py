@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
 from benchmarks.report import summary, write
+from benchmarks.steps import Point, around, points
 from benchmarks.workloads import WORKLOADS
 from everstep.runs import RunHandle
 from tests.service_process import ServiceProcess, wait_for
@@ -26,8 +27,6 @@ from tests.service_process import ServiceProcess, wait_for
 HANG_TIMEOUT_S = 10
 DRAIN_S = 30
 WATCH_S = 6.0
-
-Point = tuple[int, float]
 
 
 def start(service: ServiceProcess) -> RunHandle:
@@ -55,33 +54,12 @@ def settle(run: RunHandle) -> None:
     wait_for(settled, GIVE_UP_S, f"two ranks that train {run.id}")
 
 
-def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
-    """(attempt, (step, unix seconds)) of every step done after a time, and of the last before it, in the order of their time.
-
-    An attempt reports again what the one before it may have failed to: a point belongs to the first that reported it.
-    """
-    attempts: dict[Point, int] = {}
-    for event in run.events():
-        for point in event.data["points"] if event.kind == "metrics" else ():
-            attempts.setdefault((point["step"], point["at"]), event.attempt)
-    found = sorted(((number, point) for point, number in attempts.items()), key=lambda item: item[1][1])
-    earlier = [item for item in found if item[1][1] <= after]
-    return earlier[-1:] + [item for item in found if item[1][1] > after]
-
-
 def recovery(run: RunHandle, fault: Callable[[], float]) -> dict[str, float]:
     """Do a fault and wait for the first step of the attempt that follows."""
     attempt = run.refresh().attempt
     lost = run.steps_lost
     began = fault()
-
-    def first() -> tuple[Point, Point] | None:
-        seen = points(run, began)
-        older = [point for number, point in seen if number <= attempt or point[1] <= began]
-        newer = [point for number, point in seen if number > attempt and point[1] > began]
-        return (older[-1], newer[0]) if newer else None
-
-    last, new = wait_for(first, GIVE_UP_S, "the first step afterwards")
+    last, new = around(run, attempt, began, GIVE_UP_S)
     wait_for(lambda: run.refresh().status == "RUNNING" and run.step >= new[0], GIVE_UP_S, "the service to know of it")
     return {"recovery_s": new[1] - began, "pause_s": new[1] - last[1], "steps_lost": run.steps_lost - lost}
 

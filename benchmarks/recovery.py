@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import summary, write
+from benchmarks.steps import around
 from benchmarks.workloads import WORKLOADS
 from tests.service_process import ServiceProcess, free_port, wait_for
 
@@ -73,21 +74,13 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
         [node] = [node for node in service.cluster()["nodes"] if node["node_id"] == victim.node_id]
         killed_at = kill([node["raylet_pid"]])
     wait_for(lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING", GIVE_UP_S, "the recovery")
-
-    def after_kill() -> dict[str, Any] | None:
-        events = [event for event in run.events() if event.kind == "metrics"]
-        known = {point["step"] for event in events if event.attempt <= attempt.attempt for point in event.data["points"]}
-        later = [point for event in events if event.attempt > attempt.attempt for point in event.data["points"]]
-        # An attempt reports again what the one before it may have failed to report.
-        return next((point for point in later if point["step"] not in known and point["at"] > killed_at), None)
-
-    first = wait_for(after_kill, GIVE_UP_S, "the first new step")
+    _, (_, first_at) = around(run, attempt.attempt, killed_at, GIVE_UP_S)
     failure = run.failures()[0]
     world_size = run.attempts()[-1].world_size
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
     assert failure.steps_lost is not None
-    return Recovery(first["at"] - killed_at, failure.steps_lost, world_size)
+    return Recovery(first_at - killed_at, failure.steps_lost, world_size)
 
 
 # ---------------------------------------------------------------- torchrun elastic and plain Ray Train

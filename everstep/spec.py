@@ -56,6 +56,20 @@ def _belongs_to_user(name: str) -> str:
     return name
 
 
+def _max_reaches_min(value: float, info: ValidationInfo) -> float:
+    """``max_X`` is not below the ``min_X`` that stands before it."""
+    greatest = str(info.field_name)
+    smallest = greatest.replace("max_", "min_", 1)
+    least = info.data.get(smallest)
+    if least is not None and value < least:
+        raise PydanticCustomError(
+            "max_below_min",
+            "{greatest} {value} is smaller than {smallest} {least}; raise {greatest} or lower {smallest}",
+            {"greatest": greatest, "smallest": smallest, "value": value, "least": least},
+        )
+    return value
+
+
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_belongs_to_user)]
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
@@ -110,7 +124,7 @@ class TrainSpec(Frozen):
 class ScalingSpec(Frozen):
     min_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
     """The run waits below this many ranks."""
-    max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
+    max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS), AfterValidator(_max_reaches_min)] = 1
     """Ranks that the run uses where the cluster has room."""
     resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources of one rank; GPUs are added by ``use_gpu``."""
@@ -120,18 +134,6 @@ class ScalingSpec(Frozen):
     """Ray's placement of ranks over nodes."""
     accelerator_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """Ray accelerator type, for example ``A100``; needs ``use_gpu``."""
-
-    @field_validator("max_workers")
-    @classmethod
-    def _max_reaches_min(cls, value: int, info: ValidationInfo) -> int:
-        least = info.data.get("min_workers")
-        if least is not None and value < least:
-            raise PydanticCustomError(
-                "max_below_min",
-                "max_workers {value} is smaller than min_workers {least}; raise max_workers or lower min_workers",
-                {"value": value, "least": least},
-            )
-        return value
 
     @field_validator("accelerator_type")
     @classmethod
@@ -153,7 +155,7 @@ class CheckpointSpec(Frozen):
     """Mean seconds between failures for ``every_steps: auto``; None estimates it from the failures that the run has had."""
     min_interval_s: Seconds = 5.0
     """Shortest time between two checkpoints that ``auto`` may choose; also when the first one is made."""
-    max_interval_s: Seconds = 1800.0
+    max_interval_s: Annotated[Seconds, AfterValidator(_max_reaches_min)] = 1800.0
     """Longest time between two checkpoints that ``auto`` may choose."""
     keep_latest: PositiveInt = 3
     """Newest checkpoints that are kept; the best one is kept besides."""
@@ -169,18 +171,6 @@ class CheckpointSpec(Frozen):
     on_failed_saves: Literal["continue", "pause"] = "continue"
     """What a run does that is ``storage_unavailable``: train on without new checkpoints, or pause. A paused run holds no
     resources; when it is resumed it goes on from its newest checkpoint, and the steps since are done again."""
-
-    @field_validator("max_interval_s")
-    @classmethod
-    def _max_reaches_min(cls, value: float, info: ValidationInfo) -> float:
-        least = info.data.get("min_interval_s")
-        if least is not None and value < least:
-            raise PydanticCustomError(
-                "max_below_min",
-                "max_interval_s {value} is smaller than min_interval_s {least}; raise max_interval_s or lower min_interval_s",
-                {"value": value, "least": least},
-            )
-        return value
 
 
 class RecoverySpec(Frozen):

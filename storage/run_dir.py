@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from everstep.drills import DrillKind
 from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from everstep.spec import RunSpec
     from storage.checkpoints import CheckpointStore
 
+T = TypeVar("T")
 Stop = Literal["cancel", "pause"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -26,7 +27,7 @@ _SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
 _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
-_KEPT = "control/kept.json"
+_DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
 _PROBE = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
 DRIVER_ATTEMPT = 0
@@ -148,61 +149,50 @@ class RunDir:
         """Ask a submission's driver to stop. A pause may become a cancel, never the other way round."""
         if stop == "pause" and self.stop_requested(submission) == "cancel":
             return
-        self.files.write(self._stop_path(submission), _stop_request(stop))
+        self._write_control(_stop_file(submission), {"stop": stop})
 
     def stop_requested(self, submission: int) -> Stop | None:
-        """What was asked of a submission's driver."""
-        try:
-            data = self.files.read(self._stop_path(submission))
-        except StorageNotFound:
-            return None
-        for stop in STOPS:
-            if data == _stop_request(stop):
-                return stop
-        raise CorruptFile(f"{self.files.path(self._stop_path(submission))} is not a stop request: {data[:80]!r}")
+        """What was asked of a submission's driver. Raises CorruptFile."""
+
+        def read(found: Any) -> Stop:
+            for stop in STOPS:
+                if found == {"stop": stop}:
+                    return stop
+            raise ValueError(repr(found)[:80])
+
+        return self._read_control(_stop_file(submission), read, "is not a stop request")
 
     def order_drill(self, submission: int, order: DrillOrder) -> None:
         """Leave a drill for a submission's driver; it takes the place of an earlier one."""
-        self.files.write(self._drill_path(submission), json.dumps(asdict(order)).encode())
+        self._write_control(_drill_file(submission), asdict(order))
 
     def drill_ordered(self, submission: int) -> DrillOrder | None:
         """The newest drill that was left for a submission's driver, also one that it has carried out. Raises CorruptFile."""
-        path = self._drill_path(submission)
-        try:
-            found = json.loads(self.files.read(path))
+
+        def read(found: Any) -> DrillOrder:
             return DrillOrder(str(found["id"]), DrillKind(found["kind"]), int(found["rank"]), int(found["attempt"]))
-        except StorageNotFound:
-            return None
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptFile(f"{self.files.path(path)} is not a drill: {exc}") from exc
+
+        return self._read_control(_drill_file(submission), read, "is not a drill")
 
     def write_deadline(self, at: float) -> None:
         """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
-        self.files.write(self._path("control/deadline.json"), json.dumps({"at": at}).encode())
+        self._write_control(_DEADLINE, {"at": at})
 
     def deadline(self) -> float | None:
         """When the run has to have ended, in unix seconds; None for a run without such. Raises CorruptFile."""
-        path = self._path("control/deadline.json")
-        try:
-            return float(json.loads(self.files.read(path))["at"])
-        except StorageNotFound:
-            return None
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptFile(f"{self.files.path(path)} does not hold a deadline: {exc}") from exc
+        return self._read_control(_DEADLINE, lambda found: float(found["at"]), "does not hold a deadline")
 
     def keep_steps(self, steps: Collection[int]) -> None:
         """Have retention leave the checkpoints of these steps alone, and of no others: other runs are to begin from them."""
-        self.files.write(self._path(_KEPT), json.dumps({"steps": sorted(steps)}).encode())
+        self._write_control(_KEPT, {"steps": sorted(steps)})
 
     def kept_steps(self) -> frozenset[int]:
         """What ``keep_steps`` was last told. Raises CorruptFile."""
-        path = self._path(_KEPT)
-        try:
-            return frozenset(int(step) for step in json.loads(self.files.read(path))["steps"])
-        except StorageNotFound:
-            return frozenset()
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptFile(f"{self.files.path(path)} does not say which steps to keep: {exc}") from exc
+
+        def read(found: Any) -> frozenset[int]:
+            return frozenset(int(step) for step in found["steps"])
+
+        return self._read_control(_KEPT, read, "does not say which steps to keep") or frozenset()
 
     def write_probe(self, submission: int, name: str) -> None:
         """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a node's id or DRIVER_PROBE."""
@@ -214,18 +204,15 @@ class RunDir:
 
     def write_workers_limit(self, limit: int | None) -> None:
         """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is no limit."""
-        self.files.write(self._path("control/workers.json"), json.dumps({"limit": limit}).encode())
+        self._write_control(_WORKERS, {"limit": limit})
 
     def workers_limit(self) -> int | None:
         """How many ranks the run may use; None for as many as its spec asks for. Raises CorruptFile."""
-        path = self._path("control/workers.json")
-        try:
-            found = json.loads(self.files.read(path))["limit"]
-            return None if found is None else int(found)
-        except StorageNotFound:
-            return None
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptFile(f"{self.files.path(path)} does not hold a limit of workers: {exc}") from exc
+
+        def read(found: Any) -> int | None:
+            return None if found["limit"] is None else int(found["limit"])
+
+        return self._read_control(_WORKERS, read, "does not hold a limit of workers")
 
     def delete(self) -> None:
         """The whole directory with everything in it."""
@@ -255,16 +242,26 @@ class RunDir:
     def checkpoints_path(self, name: str = "") -> str:
         return self._path(f"checkpoints/{name}" if name else "checkpoints")
 
-    def _drill_path(self, submission: int) -> str:
-        return self._path(f"control/s{submission:03d}.drill.json")
+    def _write_control(self, name: str, content: Mapping[str, Any]) -> None:
+        self.files.write(self._path(f"control/{name}"), json.dumps(content).encode())
+
+    def _read_control(self, name: str, read: Callable[[Any], T], problem: str) -> T | None:
+        """What a small JSON file says, made of its content by ``read``; None where there is none.
+
+        Raises CorruptFile, which tells ``problem``, where ``read`` cannot: it raises ValueError, KeyError or TypeError.
+        """
+        path = self._path(f"control/{name}")
+        try:
+            return read(json.loads(self.files.read(path)))
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} {problem}: {exc}") from exc
 
     def _probe_path(self, submission: int, name: str) -> str:
         if not _PROBE.fullmatch(name):
             raise InvalidStorage(f"{name!r} cannot name a node's probe")
         return self._path(f"control/s{submission:03d}.probes/{name}")
-
-    def _stop_path(self, submission: int) -> str:
-        return self._path(f"control/s{submission:03d}.stop.json")
 
     def _path(self, relpath: str = "") -> str:
         return f"runs/{self.run_id}/{relpath}" if relpath else f"runs/{self.run_id}"
@@ -275,5 +272,9 @@ def probe_bytes(run_dir: RunDir, submission: int, name: str) -> bytes:
     return hashlib.shake_128(f"{run_dir.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
 
 
-def _stop_request(stop: Stop) -> bytes:
-    return json.dumps({"stop": stop}).encode()
+def _stop_file(submission: int) -> str:
+    return f"s{submission:03d}.stop.json"
+
+
+def _drill_file(submission: int) -> str:
+    return f"s{submission:03d}.drill.json"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import logging
 import os
 import signal
@@ -33,7 +32,6 @@ from train_fn.recovery.ending import Stopping, ending
 from train_fn.recovery.environment import rank_env, ray_train_env
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
-from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.tensorboard_files import TensorBoardFiles
@@ -131,10 +129,10 @@ class Driver:
         self._finish(outcome)
 
     def _warm_first_group(self, job: RankJob) -> None:
-        from train_fn.ray_train.nodes import look_at_nodes
+        from train_fn.ray_train.nodes import node_look
         from train_fn.ray_train.warm_pool import warm_first_group
 
-        look = functools.partial(look_at_nodes, self._settings.probe_timeout_s, MarksReader(self._run_dir.storage))
+        look = node_look(self._settings.probe_timeout_s, self._run_dir.storage)
         try:
             warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers)
         except Exception as exc:  # the ranks then start cold

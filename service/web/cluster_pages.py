@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 
+from everstep import cli_words
 from everstep.wire import RunStatus
 from service.api import cluster
 from service.api.context import Context
@@ -51,7 +52,7 @@ def _worth_showing(resources: dict[str, float]) -> list[tuple[str, str]]:
     order = {"CPU": 0, "GPU": 1, "memory": 2}
     named = [(name, amount) for name, amount in resources.items() if ":" not in name and name != "object_store_memory"]
     return [
-        (name, f"{amount / 1e9:.1f} GB" if name == "memory" else f"{amount:g}")
+        (name, cli_words.size(amount) if name == "memory" else f"{amount:g}")
         for name, amount in sorted(named, key=lambda item: (order.get(item[0], 3), item[0]))
     ]
 

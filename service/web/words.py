@@ -37,15 +37,17 @@ BUCKET_WORDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 )
 """Title and meaning of each bucket of the goodput ledger, in the order in which they are shown."""
 
+_UNKNOWN: Final = "\N{EN DASH}"
+
 
 def percent(share: float | None) -> str:
     """``97.3 %``; a dash for what is not known."""
-    return "–" if share is None else f"{100 * share:.1f} %"  # noqa: RUF001  a dash
+    return _UNKNOWN if share is None else f"{100 * share:.1f} %"
 
 
 def clock(at: datetime | None) -> str:
     """``2026-01-02 03:04:05`` in UTC; a dash for what is not known."""
-    return "–" if at is None else f"{at:%Y-%m-%d %H:%M:%S}"  # noqa: RUF001  a dash
+    return _UNKNOWN if at is None else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 def span(seconds: float) -> str:

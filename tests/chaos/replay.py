@@ -10,6 +10,7 @@ import torch
 from everstep.events import EventKind
 from everstep.runs import RunHandle
 from everstep.spec import RunSpec
+from storage.run_dir import Stop
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 
 Segments = tuple[tuple[int, int], ...]
@@ -38,8 +39,8 @@ def replay(stretches: Segments, spec: dict[str, Any], directory: Path) -> dict[s
     """Weights after the same steps at the same world sizes, paused between the stretches and never disturbed."""
     run_dir = make_run_dir(directory)
     for submission, (end, world_size) in enumerate(stretches, start=1):
-        stopped = ("pause", end - 1) if submission < len(stretches) else None
-        job = Job(run_dir, RunSpec.model_validate(spec), world_size, submission=submission, stopped=stopped)  # type: ignore[arg-type]
+        stopped: tuple[Stop, int] | None = ("pause", end - 1) if submission < len(stretches) else None
+        job = Job(run_dir, RunSpec.model_validate(spec), world_size, submission=submission, stopped=stopped)
         outcome = train_to_end(job, directory)
         assert max(outcome.losses) == end, f"the replay ended its stretch at step {max(outcome.losses)}, not {end}"
         assert [data["source"] for data in outcome.of_kind(EventKind.RESTORED)] == ["fresh" if submission == 1 else "checkpoint"]

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from storage.errors import StorageNotFound
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
+from tests.service_process import wait_for
 
 pytestmark = pytest.mark.chaos
 DEADLINE_S = 180.0
@@ -72,12 +71,14 @@ def steps(run_dir: RunDir) -> list[int]:
     return [point["step"] for event in events(run_dir) if event.kind is EventKind.METRICS for point in event.data["points"]]
 
 
-def wait_for(process: subprocess.Popen[bytes], fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not fact():
-        assert process.poll() is None, "it ended before"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for_step(process: subprocess.Popen[bytes], run_dir: RunDir, step: int) -> None:
+    def reached() -> bool:
+        if max(steps(run_dir), default=0) >= step:
+            return True
+        assert process.poll() is None, f"it ended before step {step}"
+        return False
+
+    wait_for(reached, DEADLINE_S, f"step {step}")
 
 
 def final_weights(run_dir: RunDir) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_a_killed_rank_costs_no_step_when_torchrun_starts_it_again(spec_file: Pa
     run_dir = run_dir_of(tmp_path, "broken")
     process = start(spec_file, tmp_path, "broken", max_restarts=1)
     try:
-        wait_for(process, lambda: max(steps(run_dir), default=0) >= 10)
+        wait_for_step(process, run_dir, 10)
         [started] = [event for event in events(run_dir) if event.kind is EventKind.ATTEMPT_STARTED]
         [victim] = [worker["pid"] for worker in started.data["workers"] if worker["rank"] == 1]
         os.kill(victim, signal.SIGKILL)
@@ -116,7 +117,7 @@ def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(spec_file: Pa
     run_dir = run_dir_of(tmp_path, "stopped")
     process = start(spec_file, tmp_path, "stopped")
     try:
-        wait_for(process, lambda: max(steps(run_dir), default=0) >= 10)
+        wait_for_step(process, run_dir, 10)
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) != 0
     finally:

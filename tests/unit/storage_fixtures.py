@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.filesystem import Storage, open_storage
+from storage.run_dir import RunDir
 from tests.unit.storage_places import BUCKET
 
 
@@ -26,8 +27,9 @@ def s3_endpoint() -> Iterator[str]:
         host, port = server.get_host_and_port()
         from pyarrow import fs
 
+        # The first request has the server import what it needs, which takes longer than others.
         fs.S3FileSystem(
-            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
+            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True, request_timeout=60
         ).create_dir(BUCKET)
         yield f"{host}:{port}"
         server.stop()
@@ -50,3 +52,13 @@ def local_storage(tmp_path: Path) -> Storage:
 def any_storage(request: pytest.FixtureRequest) -> Storage:
     storage: Storage = request.getfixturevalue(f"{request.param}_storage")
     return storage
+
+
+@pytest.fixture
+def run_dir(any_storage: Storage) -> RunDir:
+    return any_storage.run_dir("run_a")
+
+
+@pytest.fixture
+def local_dir(local_storage: Storage) -> RunDir:
+    return local_storage.run_dir("run_a")

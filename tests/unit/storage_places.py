@@ -19,6 +19,8 @@ from storage.manifest import Manifest
 from storage.run_dir import RunDir
 
 BUCKET = "everstep-test"
+CHECKPOINT_FILES = ("manifest.json", "model.pt", "train_state.pt")
+"""Of a checkpoint as ``save`` makes it."""
 
 
 @dataclass
@@ -151,3 +153,13 @@ def save(
         )
         between("committed")
         return manifest
+
+
+def overwrite(run_dir: RunDir, name: str, relpath: str, data: bytes) -> None:
+    """Put other bytes in the place of a checkpoint's file."""
+    run_dir.files.write(f"{run_dir.checkpoints_path(name)}/{relpath}", data)
+
+
+def original(run_dir: RunDir, name: str, relpath: str) -> bytes:
+    """A checkpoint's file as it lies there."""
+    return run_dir.files.read(f"{run_dir.checkpoints_path(name)}/{relpath}")

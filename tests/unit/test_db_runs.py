@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,30 +25,9 @@ from service.db.runs import IdempotencyConflict, IdempotencyKey, RunFilter, RunS
 from service.states import TransitionConflict
 from tests.unit.api_service import NOON, ManualClock, spec
 
+pytest_plugins = ["tests.unit.database_fixtures"]
+
 WAITING = Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="2 CPUs are missing")
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    database.migrate()
-    yield database
-    database.close()
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def runs(database: Database, clock: ManualClock) -> RunStore:
-    return RunStore(database, clock)
-
-
-@pytest.fixture
-def events(database: Database, clock: ManualClock) -> EventStore:
-    return EventStore(database, clock)
 
 
 def create(runs: RunStore, **fields: Any) -> RunRow:

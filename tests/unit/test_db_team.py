@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,23 +25,7 @@ from service.states import TransitionConflict
 from tests.unit.api_service import NOON, Journal, ManualClock, spec
 from tests.unit.postgres_server import PostgresServer
 
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    database.migrate()
-    yield database
-    database.close()
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def runs(database: Database, clock: ManualClock) -> RunStore:
-    return RunStore(database, clock)
+pytest_plugins = ["tests.unit.database_fixtures"]
 
 
 def create(runs: RunStore, **fields: Any) -> RunRow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,7 @@ from service.db.engine import Database
 from service.db.tokens import TokenStore
 from tests.unit.api_service import NOON, ManualClock
 
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    database.migrate()
-    yield database
-    database.close()
+pytest_plugins = ["tests.unit.database_fixtures"]
 
 
 def test_a_token_is_found_by_its_secret_only(database: Database, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -19,20 +19,12 @@ from tests.unit.storage_places import MemoryObjects
 from train_fn.recovery import marks as reading
 from train_fn.recovery.marks import MarksReader
 
-pytest_plugins = ["tests.unit.storage_fixtures"]
+pytest_plugins = ["tests.unit.database_fixtures", "tests.unit.storage_fixtures"]
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def store(database_url: str, clock: ManualClock) -> Iterator[NodeMarkStore]:
-    database = Database(database_url)
-    database.migrate()
-    yield NodeMarkStore(database, clock)
-    database.close()
+def store(database: Database, clock: ManualClock) -> NodeMarkStore:
+    return NodeMarkStore(database, clock)
 
 
 MARKS = (NodeMark("b", "draining", "hé", "ann", NOON, NOON + 30), NodeMark("a", "cordoned", None, "everstep", NOON))

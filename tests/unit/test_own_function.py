@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from ray.exceptions import RayError
 
 from everstep.events import EventKind
@@ -18,8 +17,8 @@ from everstep.spec import RunSpec
 from storage.code_store import CodeStore
 from storage.filesystem import Storage, open_storage
 from tests.unit.code_archives import tar_gz
+from tests.unit.one_rank import journal_of, one_rank
 from tests.unit.test_own_task import own_node
-from tests.unit.test_train_saver import Journal
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 from train_fn.rank_error import ErrorKind, describe_error
@@ -84,26 +83,11 @@ def storage(tmp_path: Path) -> Iterator[Storage]:
 def context(storage: Storage, name: str = "train_fn", **config: Any) -> WorkerContext:
     digest = CodeStore(storage).put(tar_gz({"mine.py": SOURCE})).digest
     code = {"archive": digest, "train_fn": f"mine:{name}", "config": config}
-    return WorkerContext(
-        spec=RunSpec.model_validate({"name": "own", "code": code}),
-        run_dir=storage.run_dir("run_own"),
-        submission=1,
-        attempt=1,
-        world_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_id="node",
-        num_nodes=1,
-        device=torch.device("cpu"),
-        journal=Journal(),
-        report_checkpoint=lambda name, metrics: None,
-    )
+    return one_rank(RunSpec.model_validate({"name": "own", "code": code}), storage.run_dir("run_own"))
 
 
 def events(ctx: WorkerContext) -> list[tuple[EventKind, dict[str, Any]]]:
-    assert isinstance(ctx.journal, Journal)
-    return ctx.journal.events
+    return journal_of(ctx).events
 
 
 def test_reports_are_steps_and_numbers_are_metrics(storage: Storage, ray_context: RayContext) -> None:
@@ -132,7 +116,7 @@ def test_a_stop_is_taken_at_a_report(
     storage: Storage, ray_context: RayContext, stop: Any, kept: list[int], num_reports: int
 ) -> None:
     ctx = context(storage, n=5, kept=kept)
-    ctx.journal.stop_requested = stop  # type: ignore[misc]
+    journal_of(ctx).stop_requested = stop
     assert own_function.train(ctx) == stop
     assert len(ray_context.reported) == num_reports
 
@@ -141,7 +125,7 @@ def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(storage: S
     ctx = context(storage, n=5, kept=[3])
     run_list(storage, ["checkpoint_a"], [7])
     ray_context.checkpoint = object()
-    ctx.journal.stop_requested = "pause"  # type: ignore[misc]
+    journal_of(ctx).stop_requested = "pause"
     assert own_function.train(ctx) == "pause"
     assert len(ray_context.reported) == 4
     assert events(ctx)[0][1] == {"step": 7, "epoch": 0, "source": "checkpoint", "checkpoint": "checkpoint_a", "rejected": []}

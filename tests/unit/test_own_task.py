@@ -22,7 +22,7 @@ from storage.code_store import CodeStore
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage, open_storage
 from tests.unit.code_archives import TASK, tar_gz
-from tests.unit.test_train_saver import Journal
+from tests.unit.one_rank import journal_of, one_rank
 from train_fn import own_code
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepFailed
@@ -61,21 +61,7 @@ def context(storage: Storage, source: str | bytes, entry: str = "task:Line", sub
     stored = CodeStore(storage).put(archive)
     train_spec = {"global_batch_size": 16, "micro_batch_size": 8, "loader": {"num_workers": 0}, **fields.pop("train", {})}
     spec = {"name": "own", "code": {"archive": stored.digest, "task": entry, **fields}, "train": train_spec}
-    return WorkerContext(
-        spec=RunSpec.model_validate(spec),
-        run_dir=storage.run_dir("run_own"),
-        submission=submission,
-        attempt=submission,
-        world_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_id="node",
-        num_nodes=1,
-        device=torch.device("cpu"),
-        journal=Journal(),
-        report_checkpoint=lambda name, metrics: None,
-    )
+    return one_rank(RunSpec.model_validate(spec), storage.run_dir("run_own"), submission=submission, attempt=submission)
 
 
 def failure(ctx: WorkerContext) -> RankError:
@@ -151,11 +137,10 @@ def test_the_example_trains_and_is_twenty_lines(storage: Storage) -> None:
         train={"global_batch_size": 500, "micro_batch_size": 250},
     )
     assert train(ctx) is None
-    journal = ctx.journal
-    assert isinstance(journal, Journal)
-    [evaluated] = [data for kind, data in journal.events if kind is EventKind.EVALUATED]
+    journal = journal_of(ctx)
+    [evaluated] = journal.of_kind(EventKind.EVALUATED)
     assert set(evaluated["metrics"]) == {"val_loss", "val_accuracy"}
-    [epoch] = [data for kind, data in journal.events if kind is EventKind.EPOCH_COMPLETED]
+    [epoch] = journal.of_kind(EventKind.EPOCH_COMPLETED)
     assert (epoch["samples"], epoch["used_once"]) == (1500, 1500)
     assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [3]
 
@@ -176,9 +161,7 @@ def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFi
     ctx = context(storage, TASK + OPTIONAL, train={"epochs": 2})
     assert train(ctx) is None
     assert capsys.readouterr().out.splitlines() == [f"epoch {n} ['val_loss'] False" for n in (0, 1)]
-    assert isinstance(ctx.journal, Journal)
-    rates = [point["values"]["lr"] for kind, data in ctx.journal.events if kind is EventKind.METRICS for point in data["points"]]
-    assert set(rates) == {0.5}
+    assert {point["values"]["lr"] for point in journal_of(ctx).points} == {0.5}
 
 
 def test_a_data_set_that_does_not_pickle_trains_in_loader_workers(storage: Storage) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -21,27 +20,13 @@ from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.lease import LEASE_S, LeaseLost
 from service.db.runs import RunStore
-from tests.unit.fake_ray import FakeRay, serving
+from tests.service_process import wait_for
+from tests.unit.fake_ray import FakeRay
 from tests.unit.postgres_server import PostgresServer
 from tests.unit.reconciler_world import World, world
 
-
-@pytest.fixture(autouse=True)
-def always_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for interval in ("observe.ASK_INTERVAL_S", "observe.SWEEP_INTERVAL_S", "leadership.RENEW_S"):
-        monkeypatch.setattr(f"service.reconciler.{interval}", 0.0)
-
-
-@pytest.fixture
-def ray() -> Iterator[FakeRay]:
-    with serving(FakeRay()) as made:
-        yield made
-
-
-@pytest.fixture
-async def here(tmp_path: Path, ray: FakeRay) -> AsyncIterator[World]:
-    async with world(tmp_path, ray.url) as made:
-        yield made
+pytest_plugins = ["tests.unit.reconciler_fixtures"]
+pytestmark = pytest.mark.usefixtures("always_asks")
 
 
 async def test_a_quota_becomes_the_driver_s_limit(here: World) -> None:
@@ -108,13 +93,6 @@ async def test_one_replica_reconciles_and_one_that_stood_still_does_no_harm(
         assert len(ray.submissions) == 3
 
 
-def wait_for(fact: Callable[[], bool], seconds: float) -> None:
-    give_up = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < give_up, "it did not come"
-        time.sleep(0.05)
-
-
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
@@ -132,12 +110,12 @@ def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
         command = [sys.executable, "-m", "tests.unit.reconciler_world", str(tmp_path), ray.url, url]
         replicas = {str(process.pid): process for process in (subprocess.Popen(command) for _ in range(2))}
         try:
-            wait_for(lambda: holder() in replicas, 30)
+            wait_for(lambda: holder() in replicas, 30, "a first leader")
             leader = replicas[holder()]
             os.kill(leader.pid, number)
-            wait_for(lambda: holder() != str(leader.pid), 10)
+            wait_for(lambda: holder() != str(leader.pid), 10, "the next leader")
             made = asyncio.run(_created(tmp_path, ray.url, url))
-            wait_for(lambda: runs.get(made).status == RunStatus.STARTING, 10)  # type: ignore[union-attr]
+            wait_for(lambda: runs.get(made).status == RunStatus.STARTING, 10, "a start by the next leader")  # type: ignore[union-attr]
             if number == signal.SIGSTOP:
                 leader.send_signal(signal.SIGCONT)
                 time.sleep(2)  # it wakes, finds its lease gone, and stands by

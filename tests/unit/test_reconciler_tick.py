@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,11 @@ from everstep.events import EventKind
 from everstep.wire import ReasonCode, RunStatus
 from service.db.tables import runs
 from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
-from tests.unit.fake_ray import FakeRay, serving
+from tests.unit.fake_ray import FakeRay
 from tests.unit.reconciler_world import World, world
+
+pytest_plugins = ["tests.unit.reconciler_fixtures"]
+pytestmark = pytest.mark.usefixtures("always_asks")
 
 STARTED = (
     (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
@@ -26,25 +28,6 @@ STARTED = (
 )
 METRICS = (EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]})
 SUCCEEDED = (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10})
-
-
-@pytest.fixture(autouse=True)
-def always_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tick asks Ray everything, so that a test knows what the next tick sees."""
-    for interval in ("ASK_INTERVAL_S", "SWEEP_INTERVAL_S"):
-        monkeypatch.setattr(f"service.reconciler.observe.{interval}", 0.0)
-
-
-@pytest.fixture
-def ray() -> Iterator[FakeRay]:
-    with serving(FakeRay()) as made:
-        yield made
-
-
-@pytest.fixture
-async def here(tmp_path: Path, ray: FakeRay) -> AsyncIterator[World]:
-    async with world(tmp_path, ray.url) as made:
-        yield made
 
 
 async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:

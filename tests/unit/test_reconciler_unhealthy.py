@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,9 @@ from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import CordonRule, Suspect, choose_to_cordon, find_suspects
 from storage.node_marks import PATH, read_node_marks
 from tests.unit.fake_ray import FakeRay, serving
-from tests.unit.reconciler_world import World, world
+from tests.unit.reconciler_world import World
+
+pytest_plugins = ["tests.unit.reconciler_fixtures"]
 
 NOW = 1_000_000.0
 RULE = CordonRule(runs=3, failures=5, window_s=3600.0)
@@ -145,12 +146,6 @@ def ray() -> Iterator[FakeRay]:
     made.nodes = [made.node("head", {"memory": 1e9}, head=True), *(made.node(name, {"CPU": 1.0}) for name in ("n1", "n2", "n3"))]
     with serving(made) as running:
         yield running
-
-
-@pytest.fixture
-async def here(tmp_path: Path, ray: FakeRay) -> AsyncIterator[World]:
-    async with world(tmp_path, ray.url) as made:
-        yield made
 
 
 @pytest.fixture

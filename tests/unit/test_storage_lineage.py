@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.events import EventKind
 from storage.checkpoints import CheckpointStore
 from storage.errors import CheckpointReplaced, CorruptFile
-from storage.filesystem import Storage, open_storage
+from storage.filesystem import open_storage
 from storage.journal import JournalWriter
 from storage.lineage import RestorePoint, attempt_starts, in_lineage, restore_point
 from storage.run_dir import CheckpointName, RunDir
@@ -22,11 +22,6 @@ from tests.unit.storage_places import event, memory_run_dir, quick_directory, re
 pytest_plugins = ["tests.unit.storage_fixtures"]
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def run_dir(any_storage: Storage) -> RunDir:
-    return any_storage.run_dir("run_a")
 
 
 def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple[int, int]]:

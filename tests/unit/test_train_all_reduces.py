@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch.distributed as dist
 
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
+from tests.unit.one_rank import one_rank
 from train_fn import standalone
-from train_fn.context import WorkerContext
-from train_fn.local_journal import LocalJournal
 from train_fn.loop import Attempt
 from train_fn.replica import end_process_group, wrap
 
@@ -44,22 +42,7 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
     """Train by the loop itself, wrapped as for several ranks, with a hook on every bucket; the traffic and number of parameters."""
     run_dir = open_storage(str(tmp_path)).run_dir(f"run{spec.train.max_steps}-{spec.train.global_batch_size}")
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
-    ctx = WorkerContext(
-        spec=spec,
-        run_dir=run_dir,
-        submission=start.submission,
-        attempt=start.attempt,
-        world_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_id="here",
-        num_nodes=1,
-        device=torch.device("cpu"),
-        journal=LocalJournal(None, threading.Event(), lambda line: None),
-        report_checkpoint=lambda name, metrics: None,
-    )
-    attempt = Attempt(ctx)
+    attempt = Attempt(one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt))
     attempt.begin()
     replica = attempt._replica
     assert replica is not None

@@ -18,10 +18,10 @@ from storage.filesystem import Storage, open_storage
 from storage.manifest import Manifest
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
+from tests.unit.one_rank import Journal, journal_of, one_rank
 from tests.unit.storage_places import quick_directory
 from train_fn import node_dir, replica
 from train_fn import snapshot as snapshot_module
-from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 from train_fn.loop import train
 from train_fn.saver import Saver
@@ -29,26 +29,6 @@ from train_fn.saver import Saver
 STEPS_PER_EPOCH = 9
 """Of 90 samples in global batches of 10."""
 FORK_STEP = 12
-
-
-class Journal:
-    stop_requested = None
-
-    def __init__(self) -> None:
-        self.events: list[tuple[EventKind, dict[str, Any]]] = []
-
-    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        self.events.append((kind, data))
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-    def of_kind(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [data for found, data in self.events if found is kind]
-
-    @property
-    def points(self) -> dict[int, dict[str, float]]:
-        return {point["step"]: point["values"] for data in self.of_kind(EventKind.METRICS) for point in data["points"]}
 
 
 class Wider(Regression):
@@ -95,25 +75,9 @@ def spec(resume_from: dict[str, Any] | None = None, **fields: Any) -> RunSpec:
 
 
 def run(run_dir: RunDir, wanted: RunSpec, *, submission: int = 1) -> Journal:
-    journal = Journal()
-    train(
-        WorkerContext(
-            spec=wanted,
-            run_dir=run_dir,
-            submission=submission,
-            attempt=submission,
-            world_rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            node_id="node",
-            num_nodes=1,
-            device=torch.device("cpu"),
-            journal=journal,
-            report_checkpoint=lambda name, metrics: None,
-        )
-    )
-    return journal
+    ctx = one_rank(wanted, run_dir, submission=submission, attempt=submission)
+    train(ctx)
+    return journal_of(ctx)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +153,7 @@ def test_a_fork_goes_on_bit_for_bit_where_its_parent_s_checkpoint_ends(parent: R
         "samples": 30,
         "digest": checkpoint(parent, FORK_STEP).sample_digest,
     }
-    assert sorted(journal.points) == list(range(FORK_STEP + 1, 2 * STEPS_PER_EPOCH + 1))
+    assert sorted(point["step"] for point in journal.points) == list(range(FORK_STEP + 1, 2 * STEPS_PER_EPOCH + 1))
     [epoch] = journal.of_kind(EventKind.EPOCH_COMPLETED)  # what the parent reported is not reported again
     assert (epoch["epoch"], epoch["samples"], epoch["used_once"], epoch["duplicates"], epoch["missing"]) == (1, 90, 90, 0, 0)
     first = child.checkpoints.list()[0]
@@ -208,8 +172,8 @@ def test_a_fork_needs_nothing_of_its_parent_once_it_has_a_checkpoint(parent: Run
 def test_what_the_spec_says_anew_holds(parent: RunDir, child: RunDir) -> None:
     wanted = fork_of(parent, optimizer={"lr": 0.5, "beta1": 0.8}, train={"epochs": 3, "ema_decay": None, "precision": "bf16"})
     journal = run(child, wanted)
-    assert {values["lr"] for values in journal.points.values()} == {0.5}
-    assert max(journal.points) == 3 * STEPS_PER_EPOCH
+    assert {point["values"]["lr"] for point in journal.points} == {0.5}
+    assert max(point["step"] for point in journal.points) == 3 * STEPS_PER_EPOCH
     groups = load(child, child.checkpoints.list()[-1], "train_state.pt")["optimizer"]["param_groups"]
     assert {group["betas"] for group in groups} == {(0.8, 0.999)}
 

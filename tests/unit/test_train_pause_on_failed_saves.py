@@ -12,7 +12,8 @@ from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.checkpoints import CheckpointStore
 from storage.errors import StorageFull
-from tests.unit.test_train_saver import Journal, make_context
+from storage.filesystem import open_storage
+from tests.unit.one_rank import journal_of, one_rank
 from train_fn import loop, save_failures
 from train_fn.context import WorkerContext
 
@@ -27,10 +28,7 @@ SPEC = {
 def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
     reported: list[str] = []
     ctx = dataclasses.replace(
-        make_context(place),
-        spec=RunSpec.model_validate(SPEC),
-        attempt=number,
-        journal=Journal(),
+        one_rank(RunSpec.model_validate(SPEC), open_storage(str(place)).run_dir("run_paused"), attempt=number),
         report_checkpoint=lambda name, metrics: reported.append(name),
     )
     return ctx, reported
@@ -50,15 +48,14 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path
         full.setattr(CheckpointStore, "begin", begin_until_full)
         ctx, reported = attempt(tmp_path, 1)
         assert loop.train(ctx) == "pause"
-    events = ctx.journal.events  # type: ignore[attr-defined]
-    steps = [point["step"] for kind, data in events if kind is EventKind.METRICS for point in data["points"]]
-    assert 2 < steps[-1] < 40
-    assert len([kind for kind, _ in events if kind is EventKind.CHECKPOINT_FAILED]) >= 2
+    journal = journal_of(ctx)
+    assert 2 < journal.points[-1]["step"] < 40
+    assert len(journal.of_kind(EventKind.CHECKPOINT_FAILED)) >= 2
     assert reported in ([], ["step-000000002.s001"]), "a checkpoint that was not committed is not reported"
 
     ctx, reported = attempt(tmp_path, 2)
     assert loop.train(ctx) is None
-    [restored] = [data for kind, data in ctx.journal.events if kind is EventKind.RESTORED]  # type: ignore[attr-defined]
+    [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("checkpoint", 2)
     assert reported[-1] == "step-000000040.s001"
     assert ctx.run_dir.checkpoints.list()[-1].step == 40

@@ -20,6 +20,7 @@ from torch import nn
 
 from everstep.events import EventKind
 from storage.filesystem import open_storage
+from tests.unit.one_rank import journal_of
 from tests.unit.storage_places import quick_directory
 from tests.unit.test_train_saver import advance, make_context, make_state
 from train_fn import node_dir
@@ -69,7 +70,7 @@ def steps(ctx: WorkerContext) -> list[int]:
 
 
 def told(ctx: WorkerContext) -> list[dict[str, Any]]:
-    return [data for kind, data in ctx.journal.events if kind is EventKind.SNAPSHOTS]  # type: ignore[attr-defined]
+    return journal_of(ctx).of_kind(EventKind.SNAPSHOTS)
 
 
 # ---------------------------------------------------------------- when

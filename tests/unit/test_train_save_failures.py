@@ -17,6 +17,7 @@ from everstep.events import EventKind
 from storage.checkpoints import CheckpointStore
 from storage.errors import StorageFull, StorageUnavailable
 from storage.local_files import LocalFiles
+from tests.unit.one_rank import journal_of
 from tests.unit.test_train_saver import CountedCopies, SlowStorage, make_context, make_state, train_step, weight_in
 from train_fn import save_failures
 from train_fn import saver as saver_module
@@ -49,7 +50,7 @@ class FailingStorage:
 
 
 def told(ctx: WorkerContext, kind: EventKind = EventKind.CHECKPOINT_FAILED) -> list[dict[str, Any]]:
-    return [data for found, data in ctx.journal.events if found is kind]  # type: ignore[attr-defined]
+    return journal_of(ctx).of_kind(kind)
 
 
 def train_until(saver: Saver, state: TrainState, reached: Callable[[], bool]) -> None:

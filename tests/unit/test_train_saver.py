@@ -17,28 +17,13 @@ from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
+from tests.unit.one_rank import journal_of, one_rank
 from train_fn import saver as saver_module
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.saver import Saver
 from train_fn.state import Best, TrainState
 from train_fn.tensor_tree import take_apart
-
-
-class Journal:
-    stop_requested: Stop | None = None
-
-    def __init__(self) -> None:
-        self.events: list[tuple[EventKind, dict[str, Any]]] = []
-
-    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        self.events.append((kind, data))
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-    def steps(self, kind: EventKind) -> list[int]:
-        return [data["step"] for found, data in self.events if found is kind]
 
 
 def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
@@ -49,21 +34,7 @@ def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkp
             "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
         }
     )
-    return WorkerContext(
-        spec=spec,
-        run_dir=open_storage(uri or str(tmp_path)).run_dir("run_saver"),
-        submission=1,
-        attempt=1,
-        world_rank=rank,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_id="node",
-        num_nodes=1,
-        device=torch.device("cpu"),
-        journal=Journal(),
-        report_checkpoint=lambda name, metrics: None,
-    )
+    return one_rank(spec, open_storage(uri or str(tmp_path)).run_dir("run_saver"), rank=rank)
 
 
 def make_state() -> TrainState:
@@ -136,7 +107,7 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path,
     assert not train_step(saver, state, 44)
     assert train_step(saver, state, 50)
     saver.save_now()
-    assert ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]  # type: ignore[attr-defined]
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]
     assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 43, 50]
     saver.close()
 
@@ -174,7 +145,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     saver = Saver(ctx, state, copies)
     step = num_saved = 0
     deadline = time.monotonic() + 30
-    while len(ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED)) < 15:  # type: ignore[attr-defined]
+    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
         assert time.monotonic() < deadline
         step += 1
         state.step = step - 1
@@ -209,7 +180,7 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
             state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001")
         saver.save_now(is_best=step == 20)
     assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [20, 40, 50]
-    assert ctx.journal.steps(EventKind.CHECKPOINT_DELETED) == [10, 30]  # type: ignore[attr-defined]
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
     saver.close()
 
 
@@ -231,7 +202,7 @@ def test_what_was_committed_before_is_not_written_again(tmp_path: Path) -> None:
         saver = Saver(ctx, state, BoundaryCopies(state))
         saver.save_now()
         saver.close()
-    assert ctx.journal.steps(EventKind.CHECKPOINT_COMMITTED) == [0]  # type: ignore[attr-defined]
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [0]
 
 
 def test_other_ranks_save_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from everstep.wire import Verdict
 from storage.run_dir import Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
-from train_fn.ray_train.nodes import look_at_nodes
+from train_fn.ray_train.nodes import node_look
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.scaling import LiveScalingPolicy
@@ -37,7 +37,6 @@ from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
-from train_fn.recovery.marks import MarksReader
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         )
         self.worker_group_cls = GroupFactory(self)
         self._placement = Placement(engine.job.run_dir.run_id)
-        marks = MarksReader(engine.job.run_dir.storage)
-        self._look_at_nodes = functools.partial(look_at_nodes, self._settings.probe_timeout_s, marks)
+        self._look_at_nodes = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
         self._sizes = LiveScalingPolicy(
             train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
         )

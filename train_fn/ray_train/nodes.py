@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import ray
 
+from storage.filesystem import Storage
 from train_fn.ray_train.seam import cluster_state
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.probe import accepts_connection
@@ -15,6 +17,11 @@ _HEAD_RESOURCE = "node:__internal_head__"
 
 Look = Callable[[], tuple[NodeView, ...]]
 """``look_at_nodes`` as one process uses it."""
+
+
+def node_look(probe_timeout_s: float, storage: Storage) -> Look:
+    """``look_at_nodes`` with a reader of the service's marks of its own."""
+    return partial(look_at_nodes, probe_timeout_s, MarksReader(storage))
 
 
 def head_node_ids() -> set[str]:
