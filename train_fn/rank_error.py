@@ -15,7 +15,7 @@ from storage.errors import StorageError
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
 
-_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone"})
+_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone", "Replaced"})
 """Names of torch.distributed's errors. By name: the controller that reads them need not import torch."""
 
 _COLLECTIVE_WORDS = re.compile(

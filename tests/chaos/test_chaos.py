@@ -65,8 +65,7 @@ def test_seeded_faults(seed: int, cluster: ServiceProcess, tmp_path: Path) -> No
     run.wait(timeout_s=240)
 
     stretches = segments(run)
-    record = {"seed": seed, "done": done, "lost": run.steps_lost, "verdicts": [f.verdict for f in run.failures()], "at": stretches}
-    print(json.dumps(record))
+    print(json.dumps({"seed": seed, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
     assert run.step == EPOCHS * STEPS_PER_EPOCH
     _check_samples(run)
     _check_steps(run)
@@ -75,6 +74,25 @@ def test_seeded_faults(seed: int, cluster: ServiceProcess, tmp_path: Path) -> No
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)
     _check_nothing_left(cluster, run)
+
+
+def _told(run: RunHandle) -> list[dict[str, Any]]:
+    """What the run says of its failures, for the record of a seed."""
+    restored = [event for event in run.events() if event.kind == "restored"]
+    told = []
+    for failure in run.failures():
+        ranks = [(rank["state"], rank["step"], rank["snapshot_step"]) for rank in (failure.evidence or {}).get("ranks", ())]
+        went_on = next((event.data for event in restored if event.attempt > failure.attempt), {})
+        told.append(
+            {
+                "verdict": failure.verdict,
+                "step": failure.step,
+                "lost": failure.steps_lost,
+                "ranks": ranks,
+                "from": (went_on.get("step"), went_on.get("source"), went_on.get("rejected")),
+            }
+        )
+    return told
 
 
 def _check_samples(run: RunHandle) -> None:

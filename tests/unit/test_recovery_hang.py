@@ -89,4 +89,6 @@ def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() ->
     assert find_silent(asked_at, stacks, [0, 2], 12.0) == [], "rank 2 is on its way out, and waits for nobody"
     assert find_silent(asked_at, stacks, [0], 12.0) == [], "nobody would be freed"
     assert find_silent(asked_at, stacks, [0, 1, 2], 11.4) == [], "it may yet answer"
+    closing: dict[int, str | None] = {1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'}
+    assert find_silent(asked_at, closing, [0, 1], 12.0) == [0]
     assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], "no rank that answers is held up"

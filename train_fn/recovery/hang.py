@@ -80,8 +80,13 @@ def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None],
         now: monotonic seconds.
     """
     silent = [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
-    held_up = any(waits_for_others(stacks.get(rank) or "") for rank in waiting if rank not in silent)
+    held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
     return silent if held_up else []
+
+
+def _cannot_leave(stack: str) -> bool:
+    """Whether a rank waits for others, or for its connections to them to close."""
+    return waits_for_others(stack) or stack.rstrip().rpartition("File ")[2].partition("\n")[0].endswith(", in leave")
 
 
 def waits_for_others(stack: str) -> bool:
