@@ -166,6 +166,8 @@ def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() ->
         (RuntimeError("Application timeout caused pair closure"), ErrorKind.COLLECTIVE),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.USER),
         (ConnectionResetError("Connection reset by peer"), ErrorKind.USER),
+        (RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. "), ErrorKind.LOADER_LOST),
+        (RuntimeError("DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"), ErrorKind.LOADER_LOST),
         (MemoryError(), ErrorKind.OUT_OF_MEMORY),
         (StorageFull("no space"), ErrorKind.STORAGE),
         (FloatingPointError("nan"), ErrorKind.USER),
