@@ -1,7 +1,7 @@
 """Plain Ray Train at its defaults on local one-CPU nodes: ``python -m benchmarks.elastic_ray WORKLOAD DIRECTORY NODES``.
 
 Elastic workers, unlimited failures, everything else as Ray ships it. Writes nodes.json with the processes of each node, trains
-until DIRECTORY/stop exists.
+until DIRECTORY/stop exists. DIRECTORY/address says where another node may join.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main(workload: str, directory: Path, num_nodes: int) -> None:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(num_nodes)]
         raylets = {node.node_id: [info.process.pid for infos in node.all_processes.values() for info in infos] for node in nodes}
         (directory / "nodes.json").write_text(json.dumps(raylets))
+        (directory / "address").write_text(cluster.address)
         ray.init(address=cluster.address, log_to_driver=False)
         TorchTrainer(
             train_fn,

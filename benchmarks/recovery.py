@@ -3,7 +3,8 @@
     python -m benchmarks recovery --repeats 5 --kill node
 
 Two nodes of one CPU, one rank each; the same model, data and checkpoint interval. Seconds run from the kill to the first new
-step of all ranks that go on; steps lost are those that had been done and are done again.
+step of all ranks that go on; steps lost are those that had been done and are done again. With ``--cold`` Everstep runs on a cluster
+that somebody else set up: without preloaded modules and without spare processes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,11 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
     victim = attempt.workers[-1]
     if what == "rank":
         killed_at = kill([victim.pid])
-    else:
+    elif (service.home / "cluster.json").exists():
         [node] = [node for node in service.cluster()["nodes"] if node["node_id"] == victim.node_id]
         killed_at = kill([node["raylet_pid"]])
+    else:
+        killed_at = kill([psutil.Process(victim.pid).ppid()])
     wait_for(lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING", GIVE_UP_S, "the recovery")
     _, (_, first_at) = around(run, attempt.attempt, killed_at, GIVE_UP_S)
     failure = run.failures()[0]
@@ -81,6 +84,33 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
     wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
     assert failure.steps_lost is not None
     return Recovery(first_at - killed_at, failure.steps_lost, world_size)
+
+
+def end_cluster(child: subprocess.Popen[bytes], directory: Path) -> None:
+    """Let a process that keeps a cluster end that first, and itself."""
+    (directory / "stop").touch()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(60)
+
+
+@contextmanager
+def cold_service() -> Iterator[ServiceProcess]:
+    """A service on a cluster that is not its own."""
+    port = free_port()
+    env = {
+        "RAY_AUTH_MODE": "disabled",
+        "EVERSTEP_RECOVERY_WARM_POOL": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path.cwd()),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    with scratch() as directory, ExitStack() as stack:
+        command = ["-m", "benchmarks.cold_cluster", str(directory), "2", str(port)]
+        cluster = stack.enter_context(process(command, directory / "cluster.log", env))
+        stack.callback(end_cluster, cluster, directory)
+        wait_for(lambda: (directory / "ready").exists() or cluster.poll() is not None, GIVE_UP_S, "the cluster")
+        arguments = ("--ray-address", f"http://127.0.0.1:{port}")
+        yield stack.enter_context(ServiceProcess(nodes=1, args=arguments, env={"RAY_AUTH_MODE": "disabled"}))
 
 
 # ---------------------------------------------------------------- torchrun elastic and plain Ray Train
@@ -202,14 +232,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kill", choices=["node", "rank"], action="append")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
+    parser.add_argument("--cold", action="store_true", help="Everstep alone, on a cluster that is not its own")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
     for what in options.kill or ["node", "rank"]:
         sides: dict[str, list[Recovery]] = {}
         for _ in range(options.repeats):
-            for side in options.only or ["everstep", "torchrun", "ray"]:
+            for side in ["everstep"] if options.cold else options.only or ["everstep", "torchrun", "ray"]:
                 if side == "everstep":
-                    with ServiceProcess(nodes=2) as service:
+                    with cold_service() if options.cold else ServiceProcess(nodes=2) as service:
                         recovery = everstep(service, options.workload, what)
                 else:
                     recovery = {"torchrun": torchrun, "ray": plain_ray}[side](options.workload, what)
@@ -223,4 +254,4 @@ def main(argv: list[str]) -> None:
             }
             for side, recoveries in sides.items()
         }
-    write("recovery", results)
+    write("recovery_cold" if options.cold else "recovery", results)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from everstep.events import BEGINNINGS, EventKind
-from storage.journal import read_journal
+from storage.journal import JournalEvent, read_journal
 from storage.run_dir import CheckpointName, RunDir
 
 _BATCH = 200
@@ -19,12 +19,12 @@ _LARGE_BATCH = 5000
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """Where a submission went on from."""
+    """Where a submission, or an attempt, went on from."""
 
     step: int
-    """Steps done; nothing of older submissions beyond it counts."""
+    """Steps done; nothing older that lies beyond it counts."""
     fresh: bool
-    """It began anew, or again from another run's checkpoint: nothing of older submissions counts at all."""
+    """It began anew, or again from another run's checkpoint: nothing older counts at all."""
 
 
 def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
@@ -36,21 +36,27 @@ def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
             return None
         for event in events:
             if event.kind is EventKind.RESTORED:
-                return RestorePoint(int(event.data["step"]), event.data.get("source") in BEGINNINGS)
+                return _point(event)
 
 
-def attempt_starts(run_dir: RunDir, submission: int) -> dict[int, int]:
-    """Steps done when each attempt of a submission began to train, by attempt; attempts that never did are left out.
+def attempt_starts(run_dir: RunDir) -> dict[tuple[int, int], RestorePoint]:
+    """Where each attempt of the run began, by (submission, attempt); attempts that never began to train are left out.
 
-    Reads the whole journal.
+    Reads all journals.
     """
-    found: dict[int, int] = {}
-    cursor: str | None = None
-    while True:
-        events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH)
-        found |= {event.attempt: int(event.data["step"]) for event in events if event.kind is EventKind.RESTORED}
-        if not events:
-            return found
+    found: dict[tuple[int, int], RestorePoint] = {}
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH)
+            found |= {(submission, event.attempt): _point(event) for event in events if event.kind is EventKind.RESTORED}
+            if not events:
+                break
+    return found
+
+
+def _point(event: JournalEvent) -> RestorePoint:
+    return RestorePoint(int(event.data["step"]), event.data.get("source") in BEGINNINGS)
 
 
 def in_lineage(names: Iterable[CheckpointName], restore_points: Mapping[int, RestorePoint]) -> list[CheckpointName]:

@@ -26,6 +26,7 @@ from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import DRIVER_PROBE, RunDir, Stop
 from train_fn.drills import Drills, Faults
+from train_fn.errors import Replaced
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.ending import Stopping, ending
@@ -54,10 +55,6 @@ TRAIN = "train_fn.loop:train"
 OWN_FUNCTION = "train_fn.ray_train.own_function:train"
 
 logger = logging.getLogger(__name__)
-
-
-class Replaced(Exception):
-    """A newer submission of the run has a journal."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from train_fn.snapshot import Label
+from storage.lineage import RestorePoint
+from train_fn.snapshot import Label, Origin
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,25 @@ class Elected:
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
-    """The newest snapshot wins; of several equal ones that of the lowest rank that can read it.
+    """The newest snapshot of this submission and those before it wins; of several equal ones that of the lowest rank that can
+    read it.
 
     Snapshots of one step that differ contradict each other, and none of them is trusted. Those that a later attempt left at the
-    same step take precedence over earlier ones, since it went on from a state that the ranks had agreed on.
+    same step take precedence over earlier ones, since it went on from a state that the ranks had agreed on. What a newer submission
+    left is its own: this one has been replaced.
     """
     rejected: list[Rejection] = []
     usable: list[Offer] = []
     for offer in offers:
-        if offer.label.submission != submission:
+        if offer.label.submission > submission:
             continue
         if offer.label.problem:
             rejected.append(Rejection(snapshot_name(offer.label), offer.label.problem))
         else:
             usable.append(offer)
     while usable:
-        newest = max((offer.label.step, offer.label.attempt) for offer in usable)
-        peers = [offer for offer in usable if (offer.label.step, offer.label.attempt) == newest]
+        newest = max((offer.label.step, offer.label.origin) for offer in usable)
+        peers = [offer for offer in usable if (offer.label.step, offer.label.origin) == newest]
         digests = {offer.label.digest for offer in peers}
         if len(digests) == 1:
             return Elected(min(peers, key=lambda offer: (offer.rank, offer.label.rank)), tuple(rejected))
@@ -61,23 +64,26 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     return Elected(None, tuple(rejected))
 
 
-def in_lineage(offers: list[Offer], starts: Mapping[int, int]) -> tuple[list[Offer], tuple[Rejection, ...]]:
+def in_lineage(offers: list[Offer], starts: Mapping[Origin, RestorePoint]) -> tuple[list[Offer], tuple[Rejection, ...]]:
     """The offers that every later attempt lets stand, and the others.
 
     An attempt that could not reach a snapshot went on from an older state; what it did then is the run, and the snapshot, met
-    again on a node that came back, is not. Nor is what a process published that was given up but not dead.
+    again on a node that came back, is not. Nor is what a process published that was given up but not dead: one of this submission,
+    or all the ranks of an older one.
 
     Args:
-        starts: steps done when an attempt began, by attempt.
+        starts: where each attempt began, by (submission, attempt).
     """
     standing, rejected = [], []
     for offer in offers:
         label = offer.label
-        start = min((step for attempt, step in starts.items() if attempt > label.attempt), default=label.step)
+        later = [point for origin, point in starts.items() if origin > label.origin]
+        start = min((-1 if point.fresh else point.step for point in later), default=label.step)
         if label.step <= start:
             standing.append(offer)
         else:
-            rejected.append(Rejection(snapshot_name(label), f"a later attempt went on from step {start}"))
+            went_on = "began anew" if start < 0 else f"went on from step {start}"
+            rejected.append(Rejection(snapshot_name(label), f"a later attempt {went_on}"))
     return standing, tuple(rejected)
 
 

@@ -8,6 +8,7 @@ TrainError
 ├── BadTask            a task breaks its protocol
 ├── SecretMissing      a secret of the spec is not on this node
 ├── PeersGone          what all ranks do together did not come about
+├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
 ├── StorageNotShared   the run's storage is not the same on all nodes
 └── StepFailed         what a rank raises after it left a broken attempt in order; names the cause
@@ -80,6 +81,12 @@ class SecretMissing(TrainError):
 
 class PeersGone(TrainError):
     """A barrier was given up, because another rank will not come."""
+
+    kind = ErrorKind.COLLECTIVE
+
+
+class Replaced(TrainError):
+    """This process belongs to a submission that a newer one has taken over from; it must change nothing more."""
 
     kind = ErrorKind.COLLECTIVE
 

@@ -21,7 +21,7 @@ from train_fn.optim import lr_factor, set_lr
 from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica, end_process_group
 from train_fn.reporter import Reporter
-from train_fn.restore import restore
+from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
@@ -92,6 +92,7 @@ class Attempt:
             ctx.device,
         )
         if ctx.world_rank == 0:
+            claim(ctx)
             ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx, replica))
 
     def run(self) -> Stop | None:

@@ -15,13 +15,16 @@ from storage.errors import StorageError
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
 
-_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone"})
+_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone", "Replaced"})
 """Names of torch.distributed's errors. By name: the controller that reads them need not import torch."""
 
 _COLLECTIVE_WORDS = re.compile(
     r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL (error|communicator|operation)|Application timeout caused pair closure"
 )
 """Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that a peer went away."""
+
+_LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+"""Torch's words for a loader process that is gone: what a data set itself raises arrives as what it is."""
 
 _USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)')
 """A frame of uploaded code, by where nodes keep it (``own_code``)."""
@@ -42,6 +45,8 @@ class ErrorKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     STORAGE = "storage"
     """The run's storage could not be read or written."""
+    LOADER_LOST = "loader_lost"
+    """A loader process of the rank was killed."""
     HANG = "hang"
     """The rank's own watchdog stopped it."""
 
@@ -138,6 +143,8 @@ def _classify_words(type_name: str, message: str) -> ErrorKind:
         return ErrorKind.STORAGE
     if type_name in _COLLECTIVE_TYPES or (type_name == "RuntimeError" and _COLLECTIVE_WORDS.search(message)):
         return ErrorKind.COLLECTIVE
+    if type_name == "RuntimeError" and _LOADER_WORDS.search(message):
+        return ErrorKind.LOADER_LOST
     return ErrorKind.USER
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from everstep.events import EventKind
+from storage.errors import StorageUnavailable
 from storage.lineage import attempt_starts
 from storage.run_dir import CheckpointName
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
-from train_fn.errors import DataChanged
+from train_fn.errors import DataChanged, Replaced
 from train_fn.fork import Origin, read_origin
 from train_fn.replica import Replica
 from train_fn.snapshot import snapshot_store
@@ -24,6 +25,9 @@ from train_fn.tensor_tree import put_together, shapes, take_apart
 
 CHUNK_BYTES = 32 << 20
 """Tensors travel in pieces of about this size, so that a receiver needs little more memory than the state itself."""
+
+CLAIM_S = 30.0
+"""Longest wait for the word of an attempt's beginning to become durable."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,26 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)
     if ctx.world_rank == 0:
         ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
+        ctx.journal.flush(0.0)  # it travels while the loader starts
     return restored
+
+
+def claim(ctx: WorkerContext) -> None:
+    """Make sure, before the first step, that this attempt's beginning is durable, and then that no newer submission has begun.
+
+    A submission writes its journal before it looks at those of older ones. So it either sees where this attempt began, and
+    what that makes void, or this attempt sees its journal here, and leaves no state behind. Called by rank 0: without it no rank
+    can take a step.
+
+    Raises:
+        StorageUnavailable: the beginning did not become durable.
+        Replaced: a newer submission has begun.
+    """
+    if not ctx.journal.flush(CLAIM_S):
+        raise StorageUnavailable(f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the storage writable?")
+    newest = max(ctx.run_dir.submissions(), default=0)
+    if newest > ctx.submission:
+        raise Replaced(f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission {ctx.submission}")
 
 
 def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
@@ -67,7 +90,7 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
 
     Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A snapshot that turns out to be
     unreadable is struck off, and the rest vote again. One that is older than the last attempt stands only where no attempt since
-    began at less; that takes reading the journal, which is done for such a snapshot alone.
+    began at less; that takes reading the journals, which is done for such a snapshot alone.
     """
     peers, store = replica.peers, snapshot_store(ctx)
     offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(store.labels())) for label in labels]
@@ -85,9 +108,10 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
             # The newest checkpoints were rejected, and the snapshot is newer than the one that is sound.
             struck = restored.rejected
             continue
-        if offer.label.attempt < ctx.attempt - 1 and not checked:
-            starts = peers.share(attempt_starts(ctx.run_dir, ctx.submission) if peers.rank == 0 else None, 0)
-            offers, void = in_lineage(offers, {attempt: step for attempt, step in starts.items() if attempt < ctx.attempt})
+        if offer.label.origin < (ctx.submission, ctx.attempt - 1) and not checked:
+            starts = peers.share(attempt_starts(ctx.run_dir) if peers.rank == 0 else None, 0)
+            own = (ctx.submission, ctx.attempt)
+            offers, void = in_lineage(offers, {origin: point for origin, point in starts.items() if origin < own})
             struck, checked = struck + void, True
             continue
         state, problem = None, None

@@ -2,7 +2,7 @@
 
 A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where nobody may survive, rank 0
 publishes them while it trains (``publisher.py``). A snapshot is one file in shared memory, published by a rename, with a label
-beside it. It counts only within its submission, and is removed when the run ends.
+beside it. It counts as long as no later attempt began without it, and is removed when the run ends.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ KEPT_FREE = 0.1
 FORGOTTEN_S = 24 * 3600.0
 """Snapshots of runs that did not touch them for so long are removed by whoever starts on the node."""
 
+Origin = tuple[int, int]
+"""Submission and attempt: later ones compare as greater."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -45,6 +48,10 @@ class Label:
     rank: int
     digest: str | None
     problem: str | None
+
+    @property
+    def origin(self) -> Origin:
+        return self.submission, self.attempt
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,12 @@ class SnapshotStore:
         temporary.replace(path)
 
     def labels(self) -> list[Label]:
-        """Labels of this submission on this node, whose state is there or says why not."""
+        """Labels of this submission and those before it on this node, whose state is there or says why not."""
         found = []
         for path in sorted(self.directory.glob("*.json")) if self.directory.is_dir() else []:
             with suppress(OSError, ValueError, TypeError):
                 label = Label(**json.loads(path.read_text()))
-                if label.submission == self.submission and (label.problem or self._state_path(label).is_file()):
+                if label.submission <= self.submission and (label.problem or self._state_path(label).is_file()):
                     found.append(label)
         return found
 
@@ -93,8 +100,8 @@ class SnapshotStore:
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
         """Remove what is older than ``newest``, but for the ``keep`` newest states of these."""
-        older = [label for label in self.labels() if (label.attempt, label.step) < (newest.attempt, newest.step)]
-        states = sorted((label for label in older if not label.problem), key=lambda label: (label.attempt, label.step))
+        older = [label for label in self.labels() if (label.origin, label.step) < (newest.origin, newest.step)]
+        states = sorted((label for label in older if not label.problem), key=lambda label: (label.origin, label.step))
         kept = states[-keep:] if keep else []
         for label in older:
             if label not in kept:
@@ -103,21 +110,32 @@ class SnapshotStore:
     def remove_after(self, step: int) -> None:
         """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again.
 
-        What older submissions left never counts, and goes too; so does what a process that died in the middle of publishing
-        left without a label.
+        So goes what a process that died in the middle of publishing left without a label.
         """
         for path in self.directory.glob("s*-*"):
-            older = int(path.name[1:].partition("-")[0]) < self.submission
-            unfinished = path.suffix == ".tmp" or (path.suffix == ".pt" and not path.with_suffix(".json").is_file())
-            if older or unfinished:
+            if path.suffix == ".tmp" or (path.suffix == ".pt" and not path.with_suffix(".json").is_file()):
                 path.unlink(missing_ok=True)
         for label in self.labels():
             if label.step > step or label.problem:
                 self._remove(label)
 
     def remove_all(self) -> None:
-        """The run ended: remove its snapshots from this machine, also those of other nodes that shared it."""
-        shutil.rmtree(self.directory.parent, ignore_errors=True)
+        """The run ended: remove its snapshots from this machine, also those of other nodes that shared it.
+
+        A submission that was replaced leaves those of its successor.
+        """
+        with suppress(OSError):  # another rank was faster, here and below
+            for directory in self.directory.parent.iterdir():
+                with suppress(OSError):
+                    self._remove_own(directory)
+            self.directory.parent.rmdir()
+
+    def _remove_own(self, directory: Path) -> None:
+        """Remove what this submission and older ones left in a node's directory, and the directory where nothing else is in it."""
+        for path in directory.glob("s*-*"):
+            if int(path.name[1:].partition("-")[0]) <= self.submission:
+                path.unlink(missing_ok=True)
+        directory.rmdir()
 
     def free_bytes(self) -> int:
         """What snapshots may still take of the node's shared memory."""

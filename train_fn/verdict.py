@@ -17,13 +17,16 @@ from train_fn.rank_error import ErrorKind, RankError
 BUDGET_OF = {
     Verdict.USER_ERROR: "user_errors",
     Verdict.PREEMPTION: "preemptions",
+    Verdict.CONTROL_PLANE: "control_plane",
 }
-"""Budget that a verdict is charged to; all others are ``system_failures``. Preemptions are never refused."""
+"""Budget that a verdict is charged to; all others are ``system_failures``. Preemptions are never refused, nor is trouble of the
+control plane, which says nothing about the run: it only waits longer from one to the next."""
 
 _VERDICT_OF_KIND = {
     ErrorKind.USER: Verdict.USER_ERROR,
     ErrorKind.OUT_OF_MEMORY: Verdict.OUT_OF_MEMORY,
     ErrorKind.STORAGE: Verdict.STORAGE,
+    ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
     ErrorKind.HANG: Verdict.HANG,
 }
 
@@ -147,7 +150,11 @@ def decide(
             f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
-    in_a_row = 1 + _failures_without_progress(judgement, past)
+    in_a_row = 1 + _failures_without_progress(judgement, budget, past)
+    backoff_s = min(backoff_max_s, 0.5 * 2 ** min(in_a_row - 3, 16)) if in_a_row > 2 else 0.0
+    action = "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
+    if judgement.verdict is Verdict.CONTROL_PLANE:
+        return Decision(True, budget, action, backoff_s)
     if in_a_row > spec.max_system_failures:
         message = (
             f"{in_a_row} system failures in a row without progress exceed recovery.max_system_failures "
@@ -157,8 +164,6 @@ def decide(
     if in_a_row >= no_progress_limit:
         message = f"{in_a_row} attempts in a row failed before one new step; the last failure was {judgement.verdict}"
         return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
-    backoff_s = min(backoff_max_s, 0.5 * 2 ** (in_a_row - 3)) if in_a_row > 2 else 0.0
-    action = "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
     return Decision(True, budget, action, backoff_s)
 
 
@@ -207,11 +212,11 @@ def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool
     )
 
 
-def _failures_without_progress(judgement: Judgement, past: Sequence[PastFailure]) -> int:
-    """Earlier system failures after the last one that lay at a smaller step; preemptions and user errors do not count."""
+def _failures_without_progress(judgement: Judgement, budget: str, past: Sequence[PastFailure]) -> int:
+    """Earlier failures of the same budget after the last one that lay at a smaller step."""
     count = 0
     for failure in reversed(past):
-        if BUDGET_OF.get(failure.verdict, "system_failures") != "system_failures":
+        if BUDGET_OF.get(failure.verdict, "system_failures") != budget:
             continue
         if (judgement.step or 0) > (failure.step or 0):
             break

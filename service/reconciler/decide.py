@@ -28,8 +28,9 @@ DEADLINE_GRACE_S: Final = STOP_GRACE_S["pause"]
 """The same at the deadline, where the driver stops by its own clock."""
 FIRST_BACKOFF_S: Final = 2.0
 LONGEST_BACKOFF_S: Final = 60.0
-MAX_FRUITLESS: Final = 10
-"""Submissions in a row without a checkpoint after which a run is given up."""
+MANY_FRUITLESS: Final = 10
+"""Submissions in a row without a checkpoint after which a run says so. It goes on trying: that drivers end without a verdict is
+trouble of the control plane, which fails no run."""
 STRAY_GRACE_S: Final = 20.0
 """A driver that has finished, or was replaced, ends by itself; this is how long it may take."""
 
@@ -210,14 +211,14 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """The job is gone without a verdict in its journal: the next submission goes on."""
-    if run.fruitless >= MAX_FRUITLESS:
+    if run.fruitless >= MANY_FRUITLESS:
         message = (
-            f"the last {run.fruitless} submissions ended without a verdict and without a new checkpoint; the Ray job's own log "
-            f"({submission_id(run.id, run.submission)}) and the run's driver log say more"
+            f"the last {run.fruitless} submissions ended without a verdict and without a new checkpoint; the next one comes "
+            f"{LONGEST_BACKOFF_S:g} s after the last. The Ray job's own log ({submission_id(run.id, run.submission)}) and the "
+            "run's driver log say more"
         )
-        reason = Reason(code=ReasonCode.NO_PROGRESS, message=message)
-        yield ChangeStatus(run.id, run.status, run.submission, RunStatus.FAILED, reason)
-    elif facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
+        yield from _say(run, ReasonCode.NO_PROGRESS, message)
+    if facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
         yield Start(run.id, run.submission)
 
 

@@ -13,9 +13,18 @@ import psutil
 from everstep.runs import RunHandle
 from tests.service_process import ServiceProcess, wait_for
 
-KINDS = ("rank_killed", "rank_stopped", "node_killed", "driver_killed", "service_killed")
-_WEIGHTS = (6, 1, 3, 1, 2)
-NUM_NODES = 3
+_WEIGHTS = {
+    "rank_killed": 6,
+    "rank_stopped": 2,
+    "node_killed": 3,
+    "node_stopped": 1,
+    "driver_killed": 2,
+    "driver_stopped": 1,
+    "service_killed": 2,
+    "service_stopped": 1,
+}
+"""How often each kind comes. A rank that is stopped stays so; the others go on after ``STOPPED_S``."""
+STOPPED_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -30,15 +39,16 @@ class Fault:
 
 def plan(seed: int, total_steps: int, most: int = 4) -> list[Fault]:
     """One to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
-    before, that is in its recovery."""
+    before, that is in its recovery, and half of these at once."""
     random = Random(seed)
     steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(1, most)))
     faults: list[Fault] = []
     for number, step in enumerate(steps):
-        [kind] = random.choices(KINDS, _WEIGHTS)
+        [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         follows = number > 0 and random.random() < 1 / 3
         step = faults[-1].step if follows else step
-        faults.append(Fault(kind, step, random.uniform(0.0, 1.0 if follows else 0.3), random.random()))
+        delay_s = random.choice([0.0, random.uniform(0.0, 1.0)]) if follows else random.uniform(0.0, 0.3)
+        faults.append(Fault(kind, step, delay_s, random.random()))
     return faults
 
 
@@ -51,8 +61,14 @@ def strike(fault: Fault, service: ServiceProcess, run: RunHandle) -> str | None:
         service.kill()
         service.start()
         return "service"
+    if fault.kind == "service_stopped":
+        assert service.process is not None
+        return _stop_for_a_while([service.process.pid], "service")
     if fault.kind == "driver_killed":
         return _signal(_driver_pid(run), signal.SIGKILL, "driver")
+    if fault.kind == "driver_stopped":
+        pid = _driver_pid(run)
+        return _stop_for_a_while([pid] if pid else [], "driver")
     attempts = run.attempts()
     if not attempts or not attempts[-1].workers:
         return None
@@ -60,6 +76,8 @@ def strike(fault: Fault, service: ServiceProcess, run: RunHandle) -> str | None:
     worker = workers[int(fault.pick * len(workers))]
     if fault.kind == "node_killed":
         return _kill_node(service, worker.node_id)
+    if fault.kind == "node_stopped":
+        return _stop_node(service, worker.node_id)
     number = signal.SIGSTOP if fault.kind == "rank_stopped" else signal.SIGKILL
     return _signal(worker.pid, number, f"rank {worker.rank}")
 
@@ -84,6 +102,27 @@ def _signal(pid: int | None, number: signal.Signals, who: str) -> str | None:
     return f"{who} by {number.name}"
 
 
+def _stop_for_a_while(pids: list[int], who: str) -> str | None:
+    """SIGSTOP, and SIGCONT seconds later: to the others it is dead, and then it is not."""
+    stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP, who)]
+    time.sleep(STOPPED_S)
+    for pid in stopped:
+        _signal(pid, signal.SIGCONT, who)
+    return f"{who} by SIGSTOP for {STOPPED_S:g} s" if stopped else None
+
+
+def _stop_node(service: ServiceProcess, node_id: str) -> str | None:
+    """Stop a node with all that is on it: the cluster gives it up, and it wakes as one that is not wanted any more."""
+    found = [node for node in service.cluster()["nodes"] if node["node_id"] == node_id]
+    if not found:
+        return None
+    raylet = psutil.Process(found[0]["raylet_pid"])
+    told = _stop_for_a_while([raylet.pid, *(child.pid for child in raylet.children(recursive=True))], f"node {node_id[:8]}")
+    if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
+        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+    return told
+
+
 def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
     """SIGKILL to the node and all on it; the keeper is asked for another one, which the run grows onto."""
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
@@ -94,6 +133,10 @@ def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
     return f"node {node_id[:8]}"
 
 
-def whole(service: ServiceProcess) -> bool:
-    """Whether the cluster has all its nodes beside the head."""
-    return len([node for node in service.cluster()["nodes"] if not node["is_head"]]) == NUM_NODES
+def whole(service: ServiceProcess, num_nodes: int) -> bool:
+    """Whether the cluster has all its nodes beside the head; asks its keeper for those that are missing."""
+    missing = num_nodes - len([node for node in service.cluster()["nodes"] if not node["is_head"]])
+    if missing:
+        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+        time.sleep(0.5)
+    return not missing

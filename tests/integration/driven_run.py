@@ -35,15 +35,18 @@ def spec(*, workers: tuple[int, int] = (1, 2), **sections: Any) -> RunSpec:
 
 
 class DrivenRun:
-    """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop."""
+    """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop; ``module`` is the
+    driver's."""
 
-    def __init__(self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False) -> None:
+    def __init__(
+        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False, module: str = "train_fn.driver"
+    ) -> None:
         self.run_dir: RunDir = open_storage(str(storage)).run_dir(f"run_{uuid.uuid4().hex[:12]}")
         self.run_dir.write_spec(run_spec)
         self.events: list[JournalEvent] = []
         self._cluster = cluster
         self._storage = storage
-        self._module = "tests.integration.small_driver" if small else "train_fn.driver"
+        self._module = "tests.integration.small_driver" if small else module
         self._cursor: str | None = None
         self.submission = 0
         self.driver: subprocess.Popen[bytes] | None = None
@@ -117,6 +120,15 @@ class DrivenRun:
             if class_name in title and title.startswith("ray::") and self._is_of_cluster(process):
                 return process.pid
         raise AssertionError(f"no process of {class_name}")
+
+    def cluster_actors(self) -> list[tuple[int, str]]:
+        """Process id and title of every actor of this cluster that lives."""
+        titles = [(process.pid, " ".join(process.info["cmdline"] or []), process) for process in psutil.process_iter(["cmdline"])]
+        return [
+            (pid, title)
+            for pid, title, process in titles
+            if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title and self._is_of_cluster(process)
+        ]
 
     def _is_of_cluster(self, process: psutil.Process) -> bool:
         try:

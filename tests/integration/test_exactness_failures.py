@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from everstep.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, make_spec
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
+from tests.unit.storage_places import record_restored
 from train_fn.errors import StepFailed
 from train_fn.node_dir import shared_memory_root
 from train_fn.rank_error import ErrorKind, RankError, describe_error
@@ -74,14 +77,29 @@ def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_p
     assert not (shared_memory_root() / run_dir.run_id).exists()
 
 
-def test_snapshots_of_another_submission_never_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("went_on_from", [None, 10])
+def test_a_killed_submissions_snapshot_counts_unless_another_went_on_without_it(went_on_from: int | None, tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_fenced"), make_spec()
     outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13)), tmp_path)
     assert isinstance(outcomes[0].error, StepFailed)
-    assert outcomes[0].error.snapshot_step is not None
-    resumed = train_to_end(Job(run_dir, spec, 2, submission=2), tmp_path)
+    assert outcomes[0].error.snapshot_step == 13
+    record_restored(run_dir, 1, 0, "fresh")
+    if went_on_from is not None:
+        record_restored(run_dir, 2, went_on_from, "checkpoint")
+    resumed = train_to_end(Job(run_dir, spec, 2, attempt=5, submission=3), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"]) == ("checkpoint", 10)
+    expected = ("snapshot", 13, 0) if went_on_from is None else ("checkpoint", 10, 1)
+    assert (restored["source"], restored["step"], len(restored["rejected"])) == expected
+
+
+def test_a_replaced_submission_takes_no_step(tmp_path: Path) -> None:
+    run_dir, spec = make_run_dir(tmp_path, "run_replaced"), make_spec()
+    record_restored(run_dir, 2, 0, "fresh")
+    outcomes = run_ranks(Job(run_dir, spec, 2), tmp_path)
+    errors = [describe_error(outcome.error, rank) for rank, outcome in enumerate(outcomes) if outcome.error]
+    assert [error.collateral for error in errors] == [True, True]
+    assert "submission 2 of run" in errors[0].message
+    assert [outcome.losses for outcome in outcomes] == [{}, {}]
 
 
 def test_a_cancel_commits_a_checkpoint_at_an_agreed_step(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(local_storage: Storage, mon
             for name in ("open", "cordoned", "drained", "by_ray", "dead")
         ]
         monkeypatch.setattr(ray, "nodes", lambda: said)
-        state = SimpleNamespace(available_resources_per_node=dict, get_draining_nodes=lambda: {"by_ray": 0})
+        state = SimpleNamespace(available_resources_per_node=dict, get_draining_nodes=lambda: {"by_ray": 0, "drained": 90_000})
         monkeypatch.setattr(nodes, "cluster_state", state)
-        marks = [NodeMark("cordoned", "cordoned", None, "ann", 1.0), NodeMark("drained", "draining", None, "ann", 1.0)]
+        marks = [NodeMark("cordoned", "cordoned", None, "ann", 1.0), NodeMark("drained", "draining", None, "ann", 1.0, 70.0)]
         write_marks_file(local_storage, encode_marks([*marks, NodeMark("gone", "cordoned", None, "ann", 1.0)]))
         seen = nodes.look_at_nodes(5.0, MarksReader(local_storage))
     assert {view.node_id: (view.cordoned, view.draining, view.reachable, view.usable) for view in seen} == {
@@ -35,3 +35,5 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(local_storage: Storage, mon
         "drained": (False, True, True, False),
         "by_ray": (False, True, True, False),
     }
+    deadlines = {view.node_id: view.drain_deadline for view in seen}
+    assert deadlines == {"open": None, "cordoned": None, "drained": 70.0, "by_ray": None}, "the earlier of both words"

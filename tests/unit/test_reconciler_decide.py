@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.reconciler.decide import (
     DEADLINE_GRACE_S,
-    MAX_FRUITLESS,
+    MANY_FRUITLESS,
     STOP_GRACE_S,
     STRAY_GRACE_S,
     ChangeStatus,
@@ -73,15 +73,17 @@ def test_a_claim_without_a_job_is_submitted_under_the_same_number() -> None:
     assert decided(claimed) == (), "while Ray is silent the job may be there"
 
 
-def test_fruitless_submissions_come_slower_and_end() -> None:
+def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> None:
     lost = run(RunStatus.RECOVERING, job=JobFact.ENDED, tail=TailFact.DRAINED, submitted_at=NOW - 1)
     assert decided(replace(lost, fruitless=1)) == (Start("run_a", 1),)
     assert decided(replace(lost, fruitless=2)) == ()
     assert decided(replace(lost, fruitless=2, submitted_at=NOW - backoff_s(2))) == (Start("run_a", 1),)
-    [given_up] = decided(replace(lost, fruitless=MAX_FRUITLESS))
-    assert isinstance(given_up, ChangeStatus)
-    assert (given_up.to, given_up.reason.code) == (RunStatus.FAILED, ReasonCode.NO_PROGRESS)
-    waits = [backoff_s(count) for count in range(MAX_FRUITLESS)]
+    many = replace(lost, fruitless=MANY_FRUITLESS)
+    [said] = decided(many)
+    assert isinstance(said, SayReason) and said.reason is not None
+    assert (said.expected, said.reason.code) == (RunStatus.RECOVERING, ReasonCode.NO_PROGRESS)
+    assert decided(replace(many, reason=said.reason, submitted_at=NOW - 60)) == (Start("run_a", 1),)
+    waits = [backoff_s(count) for count in range(MANY_FRUITLESS)]
     assert waits == sorted(waits) and waits[0] == 0 and waits[-1] == 60
 
 
@@ -203,7 +205,7 @@ class OneRunsLife(RuleBasedStateMachine):
                 return self.submit(cut)
             case ChangeStatus():
                 assert decision.expected == self.status and decision.submission == self.submission
-                assert decision.to != RunStatus.FAILED or decision.reason.code is ReasonCode.NO_PROGRESS
+                assert decision.to != RunStatus.FAILED, "without a deadline only the driver's verdict fails a run"
                 self.change(decision.to)
                 self.reason = decision.reason
             case EndJob(job_id):

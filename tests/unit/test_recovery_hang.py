@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.events import EventKind
-from train_fn.recovery.hang import HangWatch, find_stuck
+from train_fn.recovery.hang import HangWatch, find_silent, find_stuck
 from train_fn.recovery.progress import Phase, Progress, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
 
@@ -76,3 +76,19 @@ def test_who_waits_for_nobody_is_stuck() -> None:
 
 def test_where_all_wait_for_each_other_the_last_is_given_up() -> None:
     assert find_stuck({0: REDUCE, 1: BACKWARD, 2: REDUCE}) == [2]
+
+
+IN_A_COLLECTIVE = 'File "/x/train_fn/loop.py", line 9\nFile "/x/torch/distributed/distributed_c10d.py", line 3025'
+WRITING = 'File "/x/train_fn/loop.py", line 9\nFile "/x/train_fn/snapshot.py", line 77'
+
+
+def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() -> None:
+    asked_at = {0: 10.0, 1: 11.5, 2: 11.5}
+    stacks: dict[int, str | None] = {1: IN_A_COLLECTIVE, 2: WRITING}
+    assert find_silent(asked_at, stacks, [0, 1, 2], 12.0) == [0]
+    assert find_silent(asked_at, stacks, [0, 2], 12.0) == [], "rank 2 is on its way out, and waits for nobody"
+    assert find_silent(asked_at, stacks, [0], 12.0) == [], "nobody would be freed"
+    assert find_silent(asked_at, stacks, [0, 1, 2], 11.4) == [], "it may yet answer"
+    closing: dict[int, str | None] = {1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'}
+    assert find_silent(asked_at, closing, [0, 1], 12.0) == [0]
+    assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], "no rank that answers is held up"

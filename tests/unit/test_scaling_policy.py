@@ -42,7 +42,7 @@ class Cluster:
         views = {name: NodeView(name, "127.0.0.1", 1, {"CPU": 1.0}, {"CPU": 0.0 if name in taken else 1.0}) for name in names}
         return cls(views, tuple(ranks))
 
-    def mark(self, name: str, **facts: bool) -> None:
+    def mark(self, name: str, **facts: bool | float) -> None:
         self.nodes[name] = replace(self.nodes[name], **facts)  # type: ignore[arg-type]
 
     def look(self) -> tuple[NodeView, ...]:
@@ -84,6 +84,18 @@ def test_a_restart_for_another_reason_leaves_the_cordoned_node(told: Told) -> No
     assert isinstance(decision, ResizeDecision) and decision.num_workers == 2
     cluster.mark("c", cordoned=True)
     assert policy.make_decision_for_non_running_worker_group().num_workers == 1
+
+
+def test_a_drains_deadline_counts_where_ranks_are(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    policy = policy_on(cluster, (1, 2), told)
+    cluster.mark("c", draining=True, drain_deadline=50.0)
+    cluster.mark("a", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert not policy.must_have_left(1e9), "nobody said when"
+    cluster.mark("b", draining=True, drain_deadline=100.0)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert [policy.must_have_left(now) for now in (99.0, 100.0)] == [False, True]
 
 
 def test_a_drain_asks_the_ranks_to_leave_at_once(told: Told) -> None:

@@ -45,7 +45,7 @@ def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
 
 
 def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
-    assert attempt_starts(run_dir, 1) == {}
+    assert attempt_starts(run_dir) == {}
     kinds = [
         (1, EventKind.ATTEMPT_STARTED, {"world_size": 1}),
         (1, EventKind.RESTORED, {"step": 0}),
@@ -60,8 +60,11 @@ def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
                 for number, (attempt, kind, data) in enumerate(kinds, start=1)
             ]
         )
-    assert attempt_starts(run_dir, 1) == {1: 0, 3: 57}
-    assert attempt_starts(run_dir, 2) == {}
+    record_restored(run_dir, 2, 0, "fresh")
+    [fresh] = [point for (submission, _), point in attempt_starts(run_dir).items() if submission == 2]
+    assert fresh == RestorePoint(0, fresh=True)
+    before = {origin: point for origin, point in attempt_starts(run_dir).items() if origin[0] == 1}
+    assert before == {(1, 1): RestorePoint(0, fresh=False), (1, 3): RestorePoint(57, fresh=False)}
 
 
 def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:

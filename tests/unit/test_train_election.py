@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.lineage import RestorePoint
+from storage.lineage import in_lineage as checkpoints_in_lineage
+from storage.run_dir import CheckpointName
 from train_fn.election import Offer, elect, in_lineage
-from train_fn.snapshot import Label
+from train_fn.snapshot import Label, Origin
 
 SUBMISSION = 3
 
@@ -36,8 +41,10 @@ def test_a_later_attempt_that_reached_the_same_step_is_believed() -> None:
     assert elected.offer.label.attempt == 2
 
 
-def test_other_submissions_do_not_count() -> None:
-    assert elect([offer(0, 99, submission=2), offer(1, 99, submission=4)], SUBMISSION).offer is None
+def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
+    older = offer(0, 99, submission=2)
+    assert elect([older, offer(1, 120, submission=4)], SUBMISSION).offer == older
+    assert elect([older, offer(1, 99, "b")], SUBMISSION).offer == offer(1, 99, "b"), "at the same step this one's own is believed"
 
 
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
@@ -49,16 +56,21 @@ def test_a_rank_that_could_leave_nothing_is_reported() -> None:
 # ---------------------------------------------------------------- over several attempts
 
 
+def went_on(**starts: int) -> dict[Origin, RestorePoint]:
+    """Of this submission: where each attempt began, ``a2=57``."""
+    return {(SUBMISSION, int(name[1:])): RestorePoint(step, fresh=False) for name, step in starts.items()}
+
+
 def test_an_attempt_that_died_before_it_published_leaves_the_snapshot_that_it_began_from() -> None:
     offers = [offer(0, 56), offer(0, 57)]
-    standing, rejected = in_lineage(offers, {1: 0, 2: 57})
+    standing, rejected = in_lineage(offers, went_on(a1=0, a2=57))
     assert (standing, rejected) == (offers, ())
     assert elect(standing, SUBMISSION).offer == offers[1]
 
 
 def test_a_snapshot_that_a_later_attempt_had_to_do_without_is_no_part_of_the_run() -> None:
     met_again, published = offer(0, 57), offer(1, 53, attempt=2)
-    standing, rejected = in_lineage([met_again, published], {1: 0, 2: 50})
+    standing, rejected = in_lineage([met_again, published], went_on(a1=0, a2=50))
     assert standing == [published]
     [rejection] = rejected
     assert (rejection.name, rejection.problem) == (
@@ -67,23 +79,107 @@ def test_a_snapshot_that_a_later_attempt_had_to_do_without_is_no_part_of_the_run
     )
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=8))
-def test_whatever_attempts_die_and_see_the_lineage_is_one_chain(history: list[tuple[int, bool, bool]]) -> None:
-    """Each attempt trains some steps, publishes its last one or not, and its node is there or not when the next one begins."""
-    chain: dict[int, int] = {}  # step -> attempt that took it, in the run as it went
-    starts: dict[int, int] = {}
-    offers: list[Offer] = []
-    away: list[Offer] = []
-    for attempt, (num_steps, publishes, stays) in enumerate(history, start=1):
-        elected = elect(in_lineage(offers, starts)[0], SUBMISSION).offer
-        step = elected.label.step if elected else 0
-        if elected:
-            assert chain[step] == elected.label.attempt, "a state that the run did not go through"
-        chain = {done: by for done, by in chain.items() if done <= step}
-        starts[attempt] = step
-        chain |= dict.fromkeys(range(step + 1, step + num_steps + 1), attempt)
-        mine = [offer(0, step + num_steps, attempt=attempt)] if publishes else []
-        offers, away = (offers + away + mine, []) if stays else (offers, away + mine)
+def test_whoever_began_anew_lets_nothing_stand() -> None:
+    met_again = offer(0, 0, submission=2)
+    standing, [rejection] = in_lineage([met_again], {(SUBMISSION, 2): RestorePoint(0, fresh=True)})
+    assert (standing, rejection.problem) == ([], "a later attempt began anew")
+
+
+@dataclass
+class Life:
+    """One attempt as it goes: the states that it went through, each by who took the step."""
+
+    origin: Origin
+    chain: dict[int, Origin]
+
+    @property
+    def step(self) -> int:
+        return max(self.chain, default=0)
+
+    def train(self, num_steps: int) -> None:
+        self.chain |= dict.fromkeys(range(self.step + 1, self.step + num_steps + 1), self.origin)
+
+
+@dataclass
+class World:
+    """A run as its storage and its nodes see it, and, beside that, what really happened."""
+
+    starts: dict[Origin, RestorePoint] = field(default_factory=dict)
+    snapshots: list[tuple[Label, dict[int, Origin], bool]] = field(default_factory=list)
+    """Label, its state's chain, whether its node is there."""
+    checkpoints: dict[CheckpointName, dict[int, Origin]] = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
+
+    def begin(self, origin: Origin) -> None:
+        """Restore as ranks do, by what can be seen; ``starts`` holds it before the first step, as ``claim`` makes sure."""
+        standing, _ = in_lineage([Offer(0, label) for label, _, there in self.snapshots if there], self.starts)
+        elected = elect(standing, origin[0]).offer
+        durable = self.lineage()
+        chain: dict[int, Origin] = self.checkpoints[durable[-1]] if durable else {}
+        if elected is not None and elected.label.step > max(chain, default=0):
+            chain = next(chain for label, chain, _ in self.snapshots if label == elected.label)
+        self.lives.append(Life(origin, dict(chain)))
+        self.starts[origin] = RestorePoint(self.lives[-1].step, fresh=not chain)
+
+    def lineage(self) -> list[CheckpointName]:
+        """Checkpoints that count; a submission's restore point is where its first attempt began."""
+        first: dict[int, RestorePoint] = {}
+        for (submission, _), point in sorted(self.starts.items()):
+            first.setdefault(submission, point)
+        return checkpoints_in_lineage(self.checkpoints, first)
+
+    def leave(self, life: Life, there: bool) -> None:
+        submission, attempt = life.origin
+        label = Label(submission, attempt, life.step, 0, str(sorted(life.chain.items())), None)
+        self.snapshots.append((label, dict(life.chain), there))
+
+    def commit(self, life: Life) -> None:
+        self.checkpoints.setdefault(CheckpointName(life.step, life.origin[0]), dict(life.chain))
+
+
+ACTS = st.tuples(
+    st.sampled_from(["same", "newer"]),  # the next attempt is of the same submission or of a newer one
+    st.integers(0, 5),  # steps that it takes
+    st.sampled_from(["snapshot", "lost snapshot", "checkpoint", "both", "nothing"]),
+    st.sampled_from([None, "snapshot", "checkpoint", "both"]),  # what a rank of a replaced submission, not dead, does meanwhile
+    st.integers(0, 4),  # which one
+    st.booleans(),  # nodes that were away come back
+)
+
+
+@settings(deadline=None)
+@given(st.lists(ACTS, min_size=1, max_size=10))
+def test_whatever_dies_or_wakes_the_run_has_one_lineage(history: list[tuple[str, int, str, str | None, int, bool]]) -> None:
+    """Attempts and submissions follow each other; ranks of replaced submissions may go on for a while, and leave what they like."""
+    world, origin = World(), (1, 0)
+    for follows, num_steps, leaves, zombie_leaves, which, comes_back in history:
+        origin = (origin[0] + (follows == "newer"), origin[1] + 1)
+        world.begin(origin)
+        life = world.lives[-1]
+        began = dict(life.chain)
+        # Of each submission only the last attempt may be alive: its controller ends one before it begins the next.
+        replaced = {other.origin[0]: other for other in world.lives if other.origin[0] < origin[0]}
+        if zombie_leaves is not None and replaced:
+            zombie = list(replaced.values())[which % len(replaced)]
+            zombie.train(2)
+            if zombie_leaves in ("snapshot", "both"):
+                world.leave(zombie, there=True)
+            if zombie_leaves in ("checkpoint", "both"):
+                world.commit(zombie)
+        life.train(num_steps)
+        if "snapshot" in leaves or leaves == "both":
+            world.leave(life, there=leaves != "lost snapshot")
+        if leaves in ("checkpoint", "both"):
+            world.commit(life)
+        if comes_back:
+            world.snapshots = [(label, chain, True) for label, chain, _ in world.snapshots]
+        for name in world.lineage():
+            taken = world.checkpoints[name]
+            assert taken == {step: by for step, by in life.chain.items() if step <= name.step}, "a checkpoint of another history"
+        standing, _ = in_lineage([Offer(0, label) for label, _, _ in world.snapshots], world.starts)
+        for label, chain, _ in world.snapshots:
+            if Offer(0, label) in standing and label.origin < origin:
+                assert chain == {step: by for step, by in began.items() if step <= label.step}, "a snapshot of another history"
 
 
 OFFERS = st.lists(
@@ -106,19 +202,19 @@ def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(offe
     shuffled = list(offers)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     assert elect(shuffled, SUBMISSION).offer == elected.offer  # ranks may hear in any order
-    usable = [found.label for found in offers if found.label.submission == SUBMISSION and not found.label.problem]
+    usable = [found.label for found in offers if found.label.submission <= SUBMISSION and not found.label.problem]
     if elected.offer is None:
         for label in usable:
             assert any(
-                other.digest != label.digest and (other.step, other.attempt) == (label.step, label.attempt) for other in usable
+                other.digest != label.digest and (other.step, other.origin) == (label.step, label.origin) for other in usable
             )
         return
     chosen = elected.offer.label
     assert chosen in usable
     for label in usable:
-        if (label.step, label.attempt) == (chosen.step, chosen.attempt):
+        if (label.step, label.origin) == (chosen.step, chosen.origin):
             assert label.digest == chosen.digest
-        elif (label.step, label.attempt) > (chosen.step, chosen.attempt):
+        elif (label.step, label.origin) > (chosen.step, chosen.origin):
             assert any(
-                other.digest != label.digest and (other.step, other.attempt) == (label.step, label.attempt) for other in usable
+                other.digest != label.digest and (other.step, other.origin) == (label.step, label.origin) for other in usable
             )

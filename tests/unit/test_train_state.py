@@ -168,19 +168,36 @@ def test_a_snapshot_that_differs_from_its_label_is_refused(tmp_path: Path) -> No
         store.read(label)
 
 
-def test_newer_snapshots_replace_older_ones_and_other_submissions_do_not_show(tmp_path: Path) -> None:
+def test_newer_snapshots_replace_older_ones_also_of_older_submissions(tmp_path: Path) -> None:
     store, later = SnapshotStore(tmp_path, 1), SnapshotStore(tmp_path, 2)
     first, second = (copy_to_cpu(make_state(num_steps=steps).state_dict()) for steps in (1, 2))
     store.write(make_label(first), first)
     store.write(make_label(second), second)
     store.remove_older(make_label(second), keep=0)
     assert [label.step for label in store.labels()] == [2]
-    assert later.labels() == []
     store.remove_after(1)
     assert list(tmp_path.iterdir()) == []
-    store.write(make_label(first), first)
-    later.remove_after(9)
-    assert list(tmp_path.iterdir()) == []
+    store.write(make_label(second), second)
+    later.write(make_label(first, submission=2), first)
+    assert [label.submission for label in later.labels()] == [1, 2]
+    later.remove_older(make_label(first, submission=2), keep=1)
+    assert [label.submission for label in later.labels()] == [1, 2], "one is whole while another is written"
+    later.remove_older(make_label(first, submission=2), keep=0)
+    assert [label.submission for label in later.labels()] == [2], "though the older one had done more"
+
+
+def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps(tmp_path: Path) -> None:
+    node = tmp_path / "run" / "node"
+    old, successor = SnapshotStore(node, 1), SnapshotStore(node, 2)
+    state = copy_to_cpu(make_state(num_steps=1).state_dict())
+    old.write(make_label(state), state)
+    kept = make_label(state, submission=2)
+    successor.write(kept, state)
+    assert [label.submission for label in old.labels()] == [1]
+    old.remove_after(0)
+    old.remove_all()
+    assert successor.labels() == [kept]
+    assert successor.read(kept)["step"] == 1
 
 
 def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

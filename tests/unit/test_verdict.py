@@ -150,6 +150,15 @@ def test_preemptions_are_never_refused() -> None:
     assert weighed(judgement, [PastFailure(Verdict.PREEMPTION, 5)] * 200, max_system_failures=0).restart
 
 
+def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() -> None:
+    judgement = Judgement(Verdict.CONTROL_PLANE, None, None, 5, "the driver was lost", None)
+    past = [PastFailure(Verdict.CONTROL_PLANE, 5)] * 200
+    decision = weighed(judgement, past, max_system_failures=0)
+    assert (decision.restart, decision.budget, decision.backoff_s) == (True, "control_plane", 30.0)
+    assert weighed(judgement, past[:1]).backoff_s == 0.0
+    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
+
+
 @pytest.mark.parametrize(
     ("exc", "kind"),
     [
@@ -157,6 +166,8 @@ def test_preemptions_are_never_refused() -> None:
         (RuntimeError("Application timeout caused pair closure"), ErrorKind.COLLECTIVE),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.USER),
         (ConnectionResetError("Connection reset by peer"), ErrorKind.USER),
+        (RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. "), ErrorKind.LOADER_LOST),
+        (RuntimeError("DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"), ErrorKind.LOADER_LOST),
         (MemoryError(), ErrorKind.OUT_OF_MEMORY),
         (StorageFull("no space"), ErrorKind.STORAGE),
         (FloatingPointError("nan"), ErrorKind.USER),

@@ -48,6 +48,8 @@ _EVIDENCE_S = 3.0
 """Longest wait for what a dead rank's node says of it, where the run ends with this failure."""
 _ASK_S = 1.0
 """Longest wait for the journal's newest word on steps done."""
+_DRAIN_MARGIN_S = 8.0
+"""So long before a draining node is taken away, ranks that hold the others up are killed, so that these can leave."""
 
 
 class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
@@ -90,6 +92,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
         self._yield_at = 0.0
+        self._overdue_killed = False
         self._hang_watch = HangWatch(self._settings, engine.job.spec.recovery.hang_timeout_s)
         self._journal = ActorJournalClient(
             deliver_to(engine.job.journal),
@@ -164,6 +167,10 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._yield_since = now
             self._yield_at = time.time()
             self._worker_group.ask_to_yield()
+        elif not self._overdue_killed and self._sizes.must_have_left(time.time() + _DRAIN_MARGIN_S):
+            self._overdue_killed = True
+            ranks = self._worker_group.break_hang()
+            logger.warning("a node is about to be taken away, and ranks have not left; killed rank %s", ranks)
         elif now - self._yield_since > self._settings.yield_timeout_s:
             logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
             self._sizes.wanted = None
@@ -197,6 +204,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._attempt += 1
         self._journal.attempt = self._attempt
         self._yield_since = None
+        self._overdue_killed = False
         self._sizes.draining = frozenset()
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
         self._last_group = EverstepWorkerGroup(

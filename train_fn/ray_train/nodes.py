@@ -8,6 +8,7 @@ from functools import partial
 import ray
 
 from storage.filesystem import Storage
+from storage.node_marks import NodeMark
 from train_fn.ray_train.seam import cluster_state
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.probe import accepts_connection
@@ -41,7 +42,8 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
     available = cluster_state.available_resources_per_node()
     draining = cluster_state.get_draining_nodes() or {}
     reachable = accepts_connection([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
-    marked = {node_id: mark.state for node_id, mark in reader.marks().items()}
+    marks = reader.marks()
+    marked = {node_id: mark.state for node_id, mark in marks.items()}
     return tuple(
         NodeView(
             node_id=node["NodeID"],
@@ -52,7 +54,14 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
             is_head=_HEAD_RESOURCE in node["Resources"],
             reachable=up,
             draining=node["NodeID"] in draining or marked.get(node["NodeID"]) == "draining",
+            drain_deadline=_earliest(draining.get(node["NodeID"], 0) / 1000, marks.get(node["NodeID"])),
             cordoned=marked.get(node["NodeID"]) == "cordoned",
         )
         for node, up in zip(nodes, reachable, strict=True)
     )
+
+
+def _earliest(ray_deadline: float, mark: NodeMark | None) -> float | None:
+    """When a node is to be taken away, by Ray's word (0 for none) and by the service's; unix seconds."""
+    said = [ray_deadline, mark.deadline if mark is not None and mark.state == "draining" else None]
+    return min((deadline for deadline in said if deadline), default=None)

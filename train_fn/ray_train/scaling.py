@@ -55,6 +55,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """Size to change to once the ranks have left, None while none is wanted."""
         self.draining: frozenset[str] = frozenset()
         """Nodes that the ranks are to leave before they are taken away."""
+        self._leave_by: float | None = None
+        """When the first of these is taken away, in unix seconds; None where nobody said."""
 
     # -- without a group ---------------------------------------------------------------------------------------------------
 
@@ -146,10 +148,16 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             self.wanted = look.fit.num_workers
         return NoopDecision()
 
+    def must_have_left(self, now: float) -> bool:
+        """Whether a node with ranks is taken away by ``now``, in unix seconds."""
+        return bool(self.draining) and self._leave_by is not None and self._leave_by <= now
+
     def _draining(self, nodes: tuple[NodeView, ...], worker_group_state: Any) -> frozenset[str]:
         """Nodes with ranks of this group that are about to be taken away."""
         used = {worker.metadata.node_id for worker in worker_group_state.workers}
-        return frozenset(node.node_id for node in nodes if node.draining and node.node_id in used)
+        leaving = [node for node in nodes if node.draining and node.node_id in used]
+        self._leave_by = min((node.drain_deadline for node in leaving if node.drain_deadline is not None), default=None)
+        return frozenset(node.node_id for node in leaving)
 
     def _resize_after_yield(self) -> ScalingDecision:
         """The ranks have left for a resize: the size is what is there now, not what was there when they were asked.

@@ -19,10 +19,11 @@ _LOOK_S = 0.005
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's training function stands: ``ended`` with the exception it raised, if it did."""
+    """How a rank's training function stands: ``ended`` with the exception it raised, if it did; else ``stack`` says where it is."""
 
     ended: bool
     error: BaseException | None
+    stack: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,5 +71,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         while runner.is_running() and time.monotonic() < deadline:
             self.clear_result_queue()
             time.sleep(_LOOK_S)
+        running = runner.is_running()
         error = runner.get_error()
-        return RankEnd(not runner.is_running(), getattr(error, "_base_exc", error))
+        return RankEnd(not running, getattr(error, "_base_exc", error), worker.stack() if running else None)

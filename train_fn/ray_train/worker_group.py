@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -31,7 +31,7 @@ from train_fn.ray_train.seam import (
     worker_group_module,
 )
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
-from train_fn.recovery.hang import find_stuck
+from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
@@ -46,6 +46,8 @@ _STACK_S = 2.0
 """How long a rank may take to say where it stands."""
 _PING_S = 1.0
 """How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
+_WAIT_S = 0.5
+"""A rank that is waited for says so often where it stands."""
 
 
 class _Reservation(PlacementGroupHandle):  # type: ignore[misc]
@@ -240,7 +242,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
                 worker.actor.let_go.remote()
-                waiting[worker.actor.wait_for_end.remote(self._settings.hold_s)] = rank
+                waiting[worker.actor.wait_for_end.remote(_WAIT_S)] = rank
         self._collect_ends(waiting, reports)
         return tuple(self._with_hang(reports[rank]) for rank in sorted(reports))
 
@@ -255,15 +257,33 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Fill in how the ranks in ``waiting`` ended; ranks that outlast the wait stay ``still_running``."""
         began = time.monotonic()
         deadline = began + self._settings.hold_s
+        asked_at = dict.fromkeys(waiting.values(), began)
+        stacks: dict[int, str | None] = {}
         while waiting and (left_s := deadline - time.monotonic()) > 0:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, 0.25))
             for ref in done:
                 rank = waiting.pop(ref)
-                reports[rank] = _with_end(reports[rank], ref)
-                if not reports[rank].still_running and not reports[rank].died:
+                reports[rank], stacks[rank] = _with_end(reports[rank], ref)
+                if reports[rank].still_running:
+                    asked_at[rank] = time.monotonic()
+                    waiting[self.get_workers()[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
+                elif not reports[rank].died:
                     deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - began)))
             if not done:
                 self._drop_lost_nodes(waiting, reports)
+            silent = find_silent(asked_at, stacks, set(waiting.values()), time.monotonic())
+            if silent:
+                self._kill_silent(silent, waiting, reports)
+                deadline = min(began + self._settings.hold_s, time.monotonic() + 2 * _STRAGGLER_S)
+
+    def _kill_silent(self, silent: Collection[int], waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
+        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave their states."""
+        logger.warning("ranks %s do not answer, and others wait for them inside collectives; they are killed", sorted(silent))
+        for ref, rank in list(waiting.items()):
+            if rank in silent:
+                del waiting[ref]
+                reports[rank] = dataclasses.replace(reports[rank], unresponsive=True, still_running=False)
+                ray.kill(self.get_workers()[rank].actor)
 
     def _drop_lost_nodes(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
         reachable = {node.node_id for node in self._look_at_nodes() if node.reachable}
@@ -327,14 +347,15 @@ def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankR
     )
 
 
-def _with_end(report: RankReport, ref: Any) -> RankReport:
+def _with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
+    """``report`` with how its rank ended, and the stack of one that has not."""
     try:
         end: RankEnd = ray.get(ref)
     except Exception as exc:
-        return _with_error(report, exc)
+        return _with_error(report, exc), None
     if end.error is not None:
         report = _with_error(report, end.error)
-    return dataclasses.replace(report, still_running=not end.ended)
+    return dataclasses.replace(report, still_running=not end.ended), end.stack
 
 
 def _with_error(report: RankReport, error: BaseException | None) -> RankReport:

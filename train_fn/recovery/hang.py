@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from train_fn.recovery.progress import Phase, Progress
 from train_fn.recovery.settings import RecoverySettings
 
 _SILENCE_S = 2.0
 """A gap between two replies of the journal after which its silence, not the ranks', is what was seen."""
+
+SILENT_S = 1.5
+"""A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside of Python."""
 
 _WAITING_FILES = re.compile(
     r"/torch/distributed/|/torch/autograd/graph\.py|/train_fn/(collectives|step_totals|replica)\.py|/ray/(_private|train|util)/"
@@ -63,6 +66,27 @@ def find_stuck(stacks: Mapping[int, str | None]) -> list[int]:
         return silent
     busy = [rank for rank, stack in stacks.items() if stack is not None and not waits_for_others(stack)]
     return busy or [max(stacks)]
+
+
+def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None], waiting: Collection[int], now: float) -> list[int]:
+    """Ranks to kill while a group settles: they say nothing, and another that does is held up inside a collective.
+
+    Without such another nobody would be freed by it, and a rank that is busy writing its state may be slow to answer.
+
+    Args:
+        asked_at: when each rank was last asked, in monotonic seconds.
+        stacks: of ranks that answered that they are still in their step, where.
+        waiting: ranks that have not ended.
+        now: monotonic seconds.
+    """
+    silent = [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
+    held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
+    return silent if held_up else []
+
+
+def _cannot_leave(stack: str) -> bool:
+    """Whether a rank waits for others, or for its connections to them to close."""
+    return waits_for_others(stack) or stack.rstrip().rpartition("File ")[2].partition("\n")[0].endswith(", in leave")
 
 
 def waits_for_others(stack: str) -> bool:

@@ -24,6 +24,8 @@ class NodeView:
     reachable: bool = True
     """Its raylet accepted a connection just now; the cluster may still believe in a node that did not."""
     draining: bool = False
+    drain_deadline: float | None = None
+    """When a draining node is to be taken away, in unix seconds; None where nobody said."""
     cordoned: bool = False
 
     @property

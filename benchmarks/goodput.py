@@ -1,0 +1,303 @@
+"""Goodput under one random kill a minute: Everstep, torchrun elastic and plain Ray Train, on one loop and machine.
+
+    python -m benchmarks goodput --minutes 10
+
+Two nodes of one CPU, one rank each. Every minute a rank or a whole node is killed, the same ones at the same times on every side;
+a dead node is replaced 10 s later. Goodput is the share of the wall time in which steps were made that the run kept: what is
+done again, and every second without a step, counts as lost. The same arithmetic over each side's own record of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from benchmarks.recovery import GIVE_UP_S, end_cluster, kill, lines, process, scratch
+from benchmarks.report import write
+from benchmarks.workloads import WORKLOADS
+from everstep.runs import RunHandle
+from tests.service_process import ServiceProcess, free_port, wait_for
+
+NODE_BACK_S = 10.0
+"""From a node's death to the start of another."""
+STEPS_BEFORE = 300
+"""Steps before the clock starts: past start-up, which a run pays once."""
+RECENT_S = 3.0
+"""A process that made a step within so long is a rank that runs."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step done: ``step`` counts from 1, ``group`` tells processes or attempts apart, ``at`` is in unix seconds."""
+
+    group: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Kill:
+    """After ``after_s`` of the measured time, of a rank or a node; ``pick`` in [0, 1) chooses which."""
+
+    after_s: float
+    what: str
+    pick: float
+
+
+class Side(Protocol):
+    """One of the three, training."""
+
+    def points(self) -> list[Point]:
+        """Every step of which there is a record."""
+
+    def kill(self, what: str, pick: float) -> bool:
+        """Kill a rank or a node; False where there is none to kill."""
+
+    def add_node(self) -> None:
+        """Put another node in the place of one that was killed."""
+
+    def told(self) -> dict[str, Any]:
+        """What it says of itself, beside the figures that all have in common."""
+
+
+def plan(minutes: int, seed: int) -> list[Kill]:
+    """One kill a minute, somewhere in the middle of it."""
+    chosen = random.Random(seed)
+    return [
+        Kill(60 * minute + chosen.uniform(5, 35), chosen.choice(["rank", "node"]), chosen.random()) for minute in range(minutes)
+    ]
+
+
+def productive_s(points: Sequence[Point], begin: float, end: float) -> tuple[float, int, int]:
+    """Seconds in which steps were made that were kept, how many these are, and how many were done again.
+
+    A step takes the time since the one before it in its group; the last that did a step is the one that counts.
+    """
+    ordered = sorted(points, key=lambda point: point.at)
+    kept = {point.step: point for point in ordered}
+    seconds, num_kept, num_again = 0.0, 0, 0
+    for group in {point.group for point in ordered}:
+        for earlier, point in itertools.pairwise(one for one in ordered if one.group == group):
+            if earlier.at < begin or point.at > end:
+                continue
+            if kept[point.step] is point:
+                seconds, num_kept = seconds + point.at - earlier.at, num_kept + 1
+            else:
+                num_again += 1
+    return seconds, num_kept, num_again
+
+
+def measure(side: Side, kills: Sequence[Kill], minutes: int) -> dict[str, Any]:
+    """Let the kills happen, and look at what was made of the time."""
+    wait_for(lambda: max((point.step for point in side.points()), default=0) >= STEPS_BEFORE, GIVE_UP_S, f"step {STEPS_BEFORE}")
+    begin = time.time()
+    end = begin + 60 * minutes
+    orders: list[tuple[float, Callable[[], object]]] = []
+    done: list[dict[str, Any]] = []
+
+    def strike(one: Kill) -> None:
+        found = side.kill(one.what, one.pick)
+        done.append({"after_s": round(time.time() - begin, 1), "what": one.what, "struck": found})
+        if found and one.what == "node":
+            orders.append((time.time() + NODE_BACK_S, side.add_node))
+
+    orders += [(begin + one.after_s, lambda one=one: strike(one)) for one in kills]  # type: ignore[misc]
+    while orders:
+        orders.sort(key=lambda order: order[0])
+        at, act = orders.pop(0)
+        if at > end:
+            break
+        time.sleep(max(0.0, at - time.time()))
+        act()
+        print(f"{time.time() - begin:.0f} s: {done[-1] if done else ''}", flush=True)
+    time.sleep(max(0.0, end - time.time()))
+    time.sleep(2.0)  # what was done by then is on its way into the records
+    seconds, num_kept, num_again = productive_s(side.points(), begin, end)
+    return {
+        "goodput": round(seconds / (60 * minutes), 4),
+        "steps_kept": num_kept,
+        "steps_done_again": num_again,
+        "kills": done,
+        **side.told(),
+    }
+
+
+# ---------------------------------------------------------------- Everstep
+
+
+class Everstep:
+    def __init__(self, service: ServiceProcess, run: RunHandle) -> None:
+        self._service, self._run = service, run
+
+    def points(self) -> list[Point]:
+        """An attempt reports again what the one before it may have failed to: a step belongs to the first that reported it."""
+        found: dict[tuple[int, float], int] = {}
+        for event in self._run.events():
+            for point in event.data["points"] if event.kind == "metrics" else ():
+                found.setdefault((point["step"], point["at"]), event.attempt)
+        return [Point(attempt, step, at) for (step, at), attempt in found.items()]
+
+    def kill(self, what: str, pick: float) -> bool:
+        attempts = self._run.attempts()
+        workers = attempts[-1].workers if attempts else []
+        if not workers:
+            return False
+        victim = workers[int(pick * len(workers))]
+        nodes = {node["node_id"] for node in self._service.cluster()["nodes"]}
+        if not psutil.pid_exists(victim.pid) or victim.node_id not in nodes:
+            return False
+        if what == "node":
+            self._service.kill_node(victim.node_id)
+        else:
+            kill([victim.pid])
+        return True
+
+    def add_node(self) -> None:
+        os.kill(self._service.cluster()["keeper_pid"], signal.SIGUSR1)
+
+    def told(self) -> dict[str, Any]:
+        self._run.refresh()
+        failures = [
+            {"verdict": failure.verdict, "steps_lost": failure.steps_lost, "recovery_s": failure.recovery_s}
+            for failure in self._run.failures()
+        ]
+        return {"steps_lost": self._run.steps_lost, "failures": failures, "own_goodput": self._run.run.goodput}
+
+
+@contextmanager
+def everstep(workload: dict[str, Any]) -> Iterator[Everstep]:
+    spec = {**workload, "scaling": {"min_workers": 1, "max_workers": 2}}
+    spec["train"] = {**spec["train"], "epochs": 100_000, "eval_every_epochs": 100_000}
+    with ServiceProcess(nodes=2) as service:
+        run = service.client().runs.create(spec)
+        yield Everstep(service, run)
+        run.cancel()
+        wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+
+
+# ---------------------------------------------------------------- torchrun elastic and plain Ray Train
+
+
+class Lines:
+    """What both have in common: every rank writes a line a step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def points(self) -> list[Point]:
+        return [Point(line["pid"], line["step"], line["at"]) for line in lines(self._directory) if line["rank"] == 0]
+
+    def told(self) -> dict[str, Any]:
+        return {}
+
+    def running(self) -> list[int]:
+        """Process ids of the ranks that make steps now, by rank."""
+        newest = {line["pid"]: line for line in lines(self._directory) if line["at"] > time.time() - RECENT_S}
+        return [pid for pid in sorted(newest, key=lambda pid: newest[pid]["rank"]) if psutil.pid_exists(pid)]
+
+
+class Torchrun(Lines):
+    """Two agents stand for two nodes; the one that holds the rendezvous is never killed, which torchrun would not survive."""
+
+    def __init__(self, directory: Path, workload: str, stack: ExitStack) -> None:
+        super().__init__(directory)
+        self._endpoint_port = free_port()
+        self._workload, self._stack = workload, stack
+        self._num_agents = 0
+        self._first = self._start()
+        wait_for(self._holds_rendezvous, GIVE_UP_S, "the rendezvous")
+        self._second = self._start()
+
+    def kill(self, what: str, pick: float) -> bool:
+        if what == "node":
+            if self._second.poll() is not None:
+                return False
+            kill([self._second.pid])
+            return True
+        running = self.running()
+        if running:
+            kill([running[int(pick * len(running))]])
+        return bool(running)
+
+    def add_node(self) -> None:
+        self._second = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._num_agents += 1
+        command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1000"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._endpoint_port}", "--rdzv-id", "bench"]
+        command += ["-m", "benchmarks.elastic_torchrun", self._workload, str(self._directory)]
+        return self._stack.enter_context(process(command, self._directory / f"agent-{self._num_agents}.log"))
+
+    def _holds_rendezvous(self) -> bool:
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", self._endpoint_port)) == 0
+
+
+class PlainRay(Lines):
+    def __init__(self, directory: Path, workload: str, stack: ExitStack) -> None:
+        super().__init__(directory)
+        self._stack = stack
+        self._num_nodes = 2
+        command = ["-m", "benchmarks.elastic_ray", workload, str(directory), "2"]
+        driver = stack.enter_context(process(command, directory / "ray.log", {"RAY_AUTH_MODE": "disabled"}))
+        stack.callback(end_cluster, driver, directory)
+
+    def kill(self, what: str, pick: float) -> bool:
+        running = self.running()
+        if not running:
+            return False
+        victim = running[int(pick * len(running))]
+        kill([psutil.Process(victim).ppid() if what == "node" else victim])
+        return True
+
+    def add_node(self) -> None:
+        self._num_nodes += 1
+        address = (self._directory / "address").read_text()
+        command = ["-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
+        command += ["start", "--address", address, "--num-cpus", "1", "--block"]
+        log = self._directory / f"node-{self._num_nodes}.log"
+        self._stack.enter_context(process(command, log, {"RAY_AUTH_MODE": "disabled"}))
+
+
+@contextmanager
+def on_lines(make: Callable[[Path, str, ExitStack], Any], workload: str) -> Iterator[Any]:
+    with scratch() as directory, ExitStack() as stack:
+        side = make(directory, workload, stack)
+        yield side
+        (directory / "stop").touch()
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
+    parser.add_argument("--minutes", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
+    options = parser.parse_args(argv)
+    kills = plan(options.minutes, options.seed)
+    results: dict[str, Any] = {}
+    for name in options.only or ["everstep", "torchrun", "ray"]:
+        opened = {
+            "everstep": lambda: everstep(WORKLOADS[options.workload]),
+            "torchrun": lambda: on_lines(Torchrun, options.workload),
+            "ray": lambda: on_lines(PlainRay, options.workload),
+        }[name]
+        with opened() as side:
+            results[name] = measure(side, kills, options.minutes)
+        print(name, results[name], file=sys.stderr, flush=True)
+    write("goodput", results)

@@ -1,0 +1,76 @@
+"""What protection costs while nothing fails: step time with all of it on over that with all of it off, in pairs of runs.
+
+    python -m benchmarks steady --pairs 5
+
+Two ranks on nodes of one CPU, steps of about 25 ms. On: a run as it is, with its checkpoints, reports, watch and spare processes.
+Off: the loop of ``benchmarks/unprotected.py``, a controller that looks at its ranks every 5 s, and no spare processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import summary, write
+from benchmarks.workloads import WORKLOADS
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from tests.integration.driven_run import DrivenRun
+from tests.integration.ray_cluster import RayCluster, ray_cluster
+
+STEPS_PER_EPOCH = 8
+"""Of 1,437 samples in global batches of 192."""
+OFF = {"EVERSTEP_RECOVERY_POLL_S": "5", "EVERSTEP_RECOVERY_WARM_POOL": "0"}
+
+
+def step_s(cluster: RayCluster, num_steps: int, *, protected: bool) -> float:
+    """Median step time of one run, in seconds, after its first third."""
+    workload: dict[str, Any] = {**WORKLOADS["digits"]}
+    epochs = -(-num_steps // STEPS_PER_EPOCH)
+    workload["train"] = {
+        "epochs": epochs,
+        "max_steps": num_steps,
+        "global_batch_size": 192,
+        "micro_batch_size": 96,
+        "eval_every_epochs": epochs + 1,
+    }
+    del workload["checkpoint"]  # as often as a run saves by default
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        module = "train_fn.driver" if protected else "benchmarks.unprotected"
+        run = DrivenRun(cluster, Path(directory), RunSpec.model_validate(workload), module=module)
+        try:
+            run.start(**({} if protected else OFF))
+            code = run.wait_for_end()
+        finally:
+            run.stop()
+        if code != 0:
+            raise RuntimeError(run.describe())
+    found = {point["step"]: point["at"] for event in run.of(EventKind.METRICS) for point in event.data["points"]}
+    times = [found[step] for step in sorted(found)][num_steps // 3 :]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1200)
+    options = parser.parse_args(argv)
+    pairs: list[tuple[float, float]] = []
+    with ray_cluster(2) as cluster:
+        for number in range(options.pairs):
+            order = (True, False) if number % 2 == 0 else (False, True)
+            times = {protected: step_s(cluster, options.steps, protected=protected) for protected in order}
+            pairs.append((times[True], times[False]))
+            print(f"on {1000 * times[True]:.2f} ms, off {1000 * times[False]:.2f} ms", flush=True)
+    write(
+        "steady",
+        {
+            "on_ms": summary([1000 * on for on, _ in pairs]),
+            "off_ms": summary([1000 * off for _, off in pairs]),
+            "ratio": summary([on / off for on, off in pairs]),
+        },
+    )

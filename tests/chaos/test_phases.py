@@ -1,0 +1,144 @@
+"""Ranks killed and stopped in every phase of a run, at 2, 3 and 5 ranks: each run ends as if nothing had happened, bit by bit.
+
+Real processes on a real cluster under a real driver. Part of ``make chaos``; ``ARGS="-k commit"`` runs one phase.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
+from typing import Any
+
+import psutil
+import pytest
+
+from everstep.events import EventKind
+from everstep.spec import RunSpec
+from tests.chaos.deadly_loop import Strike
+from tests.integration.driven_run import DrivenRun
+from tests.integration.ranks import Job, make_run_dir, train_to_end
+from tests.integration.ray_cluster import REPOSITORY, RayCluster, ray_cluster
+from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec
+from train_fn.node_dir import shared_memory_root
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
+
+WORLDS = (2, 3, 5)
+PATIENCE = {
+    "EVERSTEP_RECOVERY_GROUP_START_S": "60",
+    "EVERSTEP_RECOVERY_HANG_START_S": "20",
+    "EVERSTEP_RECOVERY_HANG_FIRST_STEP_S": "20",
+    "EVERSTEP_RECOVERY_HANG_EVALUATION_S": "8",
+}
+"""How long ranks may stand still: a stopped one is to be found soon, and processes that start on a busy machine are not stopped."""
+
+Strikes = Callable[[int, Signals], list[Strike]]
+PLANS: dict[str, Strikes] = {
+    "start": lambda world, how: [Strike("start", world - 1, 0, 1, how)],
+    "all_reduce": lambda world, how: [Strike("all_reduce", world - 1, 7, 1, how)],
+    "commit": lambda world, how: [Strike("commit", world - 1, 7, 1, how)],
+    "evaluation": lambda world, how: [Strike("evaluation", world - 1, 15, 1, how)],
+    "checkpoint": lambda world, how: [Strike("checkpoint", 0, 10, 1, how)],
+    "loader": lambda world, how: [Strike("loader", world - 1, 7, 1, how)],
+    "recovery": lambda world, how: [Strike("all_reduce", 0, 7, 1, SIGKILL), Strike("start", world - 1, 0, 2, how)],
+    "two_at_once": lambda world, how: [Strike("all_reduce", 0, 12, 1, how), Strike("all_reduce", world - 1, 12, 1, SIGKILL)],
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(max(WORLDS)) as running:
+        yield running
+        assert _placement_groups(running) == []
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The final state of the same run that nothing happens to, by world size."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def final(world: int) -> dict[str, Any]:
+        if world not in found:
+            directory = tmp_path_factory.mktemp(f"reference-{world}")
+            run_dir = make_run_dir(directory)
+            train_to_end(Job(run_dir, make_spec("batch"), world), directory)
+            found[world] = final_state(run_dir)
+        return found[world]
+
+    return final
+
+
+def deadly_spec(world: int, strikes: list[Strike]) -> RunSpec:
+    spec = make_spec("batch").model_dump(mode="json")
+    changes = {
+        "train": {**spec["train"], "loader": {"num_workers": int(strikes[0].place == "loader")}},
+        "scaling": {"min_workers": world, "max_workers": world},
+        "recovery": {"hang_timeout_s": 4},
+        "tags": {"strikes": " ".join(map(str, strikes))},
+    }
+    return RunSpec.model_validate({**spec, **changes})
+
+
+@pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("phase", [*PLANS, "rendezvous"])
+def test_a_rank_struck_in_any_phase(
+    phase: str, world: int, how: Signals, cluster: RayCluster, reference: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    strikes = PLANS[phase](world, how) if phase in PLANS else [Strike("start", 0, 0, -1, how)]
+    run = DrivenRun(cluster, tmp_path, deadly_spec(world, strikes), module="tests.chaos.deadly_driver")
+    try:
+        run.start(**PATIENCE)
+        if phase == "rendezvous":  # told of as soon as the processes are there, before they have met
+            run.wait_for(lambda: run.of(EventKind.ATTEMPT_STARTED), "the ranks' processes")
+            os.kill(run.worker(world - 1)["pid"], how)
+        assert run.wait_for_end() == 0, run.describe()
+        _check(run, world, phase)
+        assert_same(final_state(run.run_dir), reference(world))
+    finally:
+        run.stop()
+
+
+def _check(run: DrivenRun, world: int, phase: str) -> None:
+    run.check_sequence()
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded", run.describe()
+    assert {step for step, _ in run.steps()} == set(range(1, LAST_STEP + 1))
+    failures = run.of(EventKind.FAILURE)
+    assert failures, run.describe()
+    assert {event.data["verdict"] for event in failures} <= {"worker_lost", "hang"}, run.describe()
+    if phase != "two_at_once" or world > 2:  # else nobody survives
+        assert [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)] == [0] * len(failures), run.describe()
+    used = [event.data for event in run.of(EventKind.EPOCH_COMPLETED)]
+    assert {(data["epoch"], data["samples"], data["used_once"], data["missing"]) for data in used} == {
+        (epoch, 1437, 1437, 0) for epoch in (0, 1)
+    }
+    assert not (shared_memory_root() / run.run_dir.run_id).exists()
+    deadline = time.monotonic() + 20
+    while left := _left(run):
+        assert time.monotonic() < deadline, f"processes of the run are left: {left}"
+        time.sleep(0.1)
+
+
+def _left(run: DrivenRun) -> list[str]:
+    """Processes of a run that has ended: actors of the cluster but for idle ones, and the driver's own."""
+    assert run.driver is not None
+    titles = [title for pid, title in run.cluster_actors() if pid != run.driver.pid]
+    return titles + [str(run.driver.pid)] * psutil.pid_exists(run.driver.pid) * (run.driver.poll() is None)
+
+
+def _placement_groups(cluster: RayCluster) -> list[str]:
+    """States of placement groups that were not removed."""
+    code = (
+        "import ray; from ray.util import placement_group_table as table; ray.init(log_to_driver=False, configure_logging=False);"
+        "print('states', *[group['state'] for group in table().values() if group['state'] != 'REMOVED'])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=cluster.env, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    [line] = [line for line in answer.stdout.splitlines() if line.startswith("states")]
+    return line.split()[1:]
