@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from torch import nn
 from benchmarks.report import summary, write
 from everstep.events import EventKind
 from everstep.spec import parse_spec
-from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from train_fn.boundary_copy import BoundaryCopies
+from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import Stop, WorkerContext
 from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
 from train_fn.state import TrainState
@@ -39,6 +41,7 @@ from train_fn.state import TrainState
 BYTES_PER_PARAMETER = 12
 """A weight and AdamW's two moments, in float32."""
 PATIENCE_S = 300.0
+PARTS = ("training", "disk", "restore", "memory")
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def _context(directory: Path, journal: Journal, rank: int, ranks: int) -> Worker
         local_rank=rank,
         local_world_size=ranks,
         node_id="bench",
+        num_nodes=1,
         device=torch.device("cpu"),
         journal=journal,
         report_checkpoint=lambda name, metrics: None,
@@ -255,15 +259,11 @@ def disk_figures(options: Options) -> dict[str, Any]:
 # ---------------------------------------------------------------- restore
 
 
-def read_back(store: CheckpointStore) -> dict[str, Any]:
+def read_back(run_dir: RunDir) -> dict[str, Any]:
     """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte, load it."""
-    manifest, _ = store.newest_valid()
-    assert manifest is not None
-    loaded = [
-        torch.load(io.BytesIO(store.read_file(manifest.name, name)), map_location="cpu", weights_only=True)
-        for name in (STATE_FILE, MODEL_FILE)
-    ]
-    return {**loaded[0], "model": loaded[1]}
+    _, state, rejected = run_dir.checkpoints.read_newest(partial(load_checkpoint, run_dir))
+    assert state is not None and not rejected
+    return state
 
 
 def restore_figures(options: Options) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def restore_figures(options: Options) -> dict[str, Any]:
 
     plain_s, restore_s = [], []
     for turn in range(options.repeats + 1):
-        loaded, restored = timed(plain), timed(lambda: read_back(store))
+        loaded, restored = timed(plain), timed(lambda: read_back(training.context.run_dir))
         if turn:
             plain_s.append(loaded)
             restore_s.append(restored)
@@ -322,17 +322,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=int, default=64, help="samples a rank and step; more make longer steps")
     parser.add_argument("--many", type=int, default=1000, help="saves of the memory test")
     parser.add_argument("--many-mb", type=float, default=4)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--directory", default=".", help="where to write: the disk that is to be measured")
     given = vars(parser.parse_args(argv))
+    only = given.pop("only")
+    if unknown := set(only) - set(PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given["directory"]) as directory:
         options = Options(**{**given, "directory": str(Path(directory).absolute())})
-        write(
-            "checkpoint",
-            {
-                "memory": memory_figures(options),
-                "training": training_figures(options),
-                "disk": disk_figures(options),
-                "restore": restore_figures(options),
-            },
-        )
+        figures = {"training": training_figures, "disk": disk_figures, "restore": restore_figures, "memory": memory_figures}
+        write("checkpoint", {part: figures[part](options) for part in only})

@@ -53,7 +53,8 @@ def serve(
         str | None, typer.Option(metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME.")
     ] = None,
     storage_root: Annotated[
-        list[str] | None, typer.Option(metavar="URI", help="Storage and data of runs lie below it; repeatable, by default anywhere.")
+        list[str] | None,
+        typer.Option(metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."),
     ] = None,
 ) -> None:
     """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME, default ~/.everstep)."""

@@ -255,6 +255,9 @@ class RunDir:
     def checkpoints_path(self, name: str = "") -> str:
         return self._path(f"checkpoints/{name}" if name else "checkpoints")
 
+    def holds_path(self, name: str = "") -> str:
+        return self._path(f"control/holds/{name}" if name else "control/holds")
+
     def _drill_path(self, submission: int) -> str:
         return self._path(f"control/s{submission:03d}.drill.json")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import shutil
 import subprocess
@@ -10,9 +10,11 @@ import tarfile
 import threading
 import tracemalloc
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from storage.checkpoints import CheckpointStore, Rejected
 from storage.errors import (
@@ -27,7 +29,7 @@ from storage.errors import (
 )
 from storage.filesystem import Storage, open_storage
 from storage.local_files import LocalFiles
-from storage.manifest import MANIFEST, Manifest, parse_manifest
+from storage.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from storage.run_dir import RunDir
 from tests.unit.storage_places import save
 
@@ -90,8 +92,6 @@ def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
 
 
 def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
-    import hashlib
-
     data = bytes(range(256)) * 5000
     with run_dir.checkpoints.begin(1, 1) as writer:
         with writer.write_file("a.bin") as file:
@@ -100,7 +100,7 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
             assert file.tell() == len(data)
             file.flush()
         manifest = writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
-    assert manifest.files["a.bin"].sha256 == hashlib.sha256(data).hexdigest()
+    assert manifest.files["a.bin"].blake3 == blake3(data).hexdigest()
     assert manifest.files["a.bin"].size_bytes == len(data)
 
 
@@ -111,7 +111,7 @@ def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
         with writer.write_file("model.pt") as file:
             torch.save({"weight": torch.arange(100_000.0)}, file)
         writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
-    state = torch.load(io.BytesIO(run_dir.checkpoints.read_file(writer.name, "model.pt")), weights_only=True)
+    state = run_dir.checkpoints.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
     assert torch.equal(state["weight"], torch.arange(100_000.0))
 
 
@@ -382,7 +382,7 @@ def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
     raw = json.loads(original(local_dir, manifest.name, MANIFEST))
     assert raw.pop("files").keys() == {"model.pt", "train_state.pt"}
     assert raw == {
-        "schema_version": 1,
+        "schema_version": 2,
         "run_id": "run_a",
         "step": 50,
         "epoch": 2,
@@ -400,7 +400,32 @@ def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
 def test_a_manifest_of_a_newer_version_is_said_to_be_one(local_dir: RunDir) -> None:
     raw = json.loads(save(local_dir, 50).to_bytes())
     with pytest.raises(CorruptFile, match="newer Everstep"):
-        parse_manifest(json.dumps({**raw, "schema_version": 2, "surprise": 1}).encode())
+        parse_manifest(json.dumps({**raw, "schema_version": 3, "surprise": 1}).encode())
+
+
+def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
+    """Its manifest has SHA-256 of files."""
+    manifest = save(local_dir, 50)
+    raw = json.loads(manifest.to_bytes())
+    del raw["digest"]
+    raw["schema_version"] = 1
+    for relpath, entry in raw["files"].items():
+        del entry["blake3"]
+        entry["sha256"] = hashlib.sha256(original(local_dir, manifest.name, relpath)).hexdigest()
+    raw["digest"] = hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    data = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
+    assert parse_manifest(data).to_bytes() == data
+    overwrite(local_dir, manifest.name, MANIFEST, data)
+    local_dir.checkpoints.verify(manifest.name)
+    overwrite(local_dir, manifest.name, "model.pt", b"weightz 50")
+    with pytest.raises(CorruptCheckpoint, match="sha256"):
+        local_dir.checkpoints.verify(manifest.name)
+
+
+def test_a_file_has_one_digest() -> None:
+    for digests in ({}, {"blake3": "0" * 64, "sha256": "0" * 64}):
+        with pytest.raises(ValueError, match="one digest"):
+            FileEntry(size_bytes=1, **digests)
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b'{"digest": 1}'])
@@ -477,7 +502,7 @@ def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_alwa
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 5000, "z.pt": b"z" * 3000})
     archive = local_dir.checkpoints.archive(manifest.name)
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2999 + b"!")
-    with pytest.raises(CorruptCheckpoint, match="sha256"):
+    with pytest.raises(CorruptCheckpoint, match="blake3"):
         list(archive.stream(6000))
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2000)
     with pytest.raises(CorruptCheckpoint, match="found fewer"):

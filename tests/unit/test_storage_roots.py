@@ -30,7 +30,17 @@ def test_what_lies_below_a_root(place: str) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["/database", "/", "data/a", "~/data", "/data/../etc", "s3://bucket/teams", "s3://bucket", "s3://other/team/x", "gs://bucket/team"],
+    [
+        "/database",
+        "/",
+        "data/a",
+        "~/data",
+        "/data/../etc",
+        "s3://bucket/teams",
+        "s3://bucket",
+        "s3://other/team/x",
+        "gs://bucket/team",
+    ],
 )
 def test_what_does_not(place: str) -> None:
     assert not StorageRoots(["/data", "s3://bucket/team"]).admits(place)
@@ -75,7 +85,7 @@ def test_the_service_s_own_storage_lies_below_a_root_with_links_followed(tmp_pat
     assert roots.problem_of_storage(open_storage(str(allowed / "runs"))) is None
     assert "lies below none" in str(roots.problem_of_storage(open_storage(str(allowed / "link" / "runs"))))
     settings = Settings(home=tmp_path, storage_uri=str(elsewhere), storage_roots=(str(allowed), "s3://bucket"))
-    with pytest.raises(CannotStart, match=r"--storage .*elsewhere lies below none of the allowed roots: .*allowed, s3://bucket; choose"):
+    with pytest.raises(CannotStart, match=r"--storage .*elsewhere lies below none of .*allowed, s3://bucket; choose"):
         opened(settings)
 
 
