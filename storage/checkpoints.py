@@ -237,9 +237,12 @@ class CheckpointStore:
     def _delete_unless_held(self, name: str) -> bool:
         """Whether it is gone. A hold that was taken since they were listed counts: its reader had found the manifest."""
         manifest = f"{self._directory(name)}/{MANIFEST}"
-        data = self._files.read(manifest)
+        try:
+            data = self._files.read(manifest)
+        except (StorageNotFound, StorageUnreadable):
+            data = None  # nobody else can have read it
         self._files.delete_file(manifest)
-        if name in held_checkpoints(self._run_dir):
+        if data is not None and name in held_checkpoints(self._run_dir):
             self._files.write(manifest, data)
             return False
         self._files.delete_dir(self._directory(name))

@@ -123,8 +123,8 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
         return StorageDenied(f"{text}; give this user (or the credentials in its environment) read and write access")
     if _NO_TOKEN in str(exc):
         return StorageDenied(
-            f"cannot {action} {path}: there are no Google credentials here; set GOOGLE_APPLICATION_CREDENTIALS to a service account's "
-            f"key file on every node, or give the machines a role ({str(exc)[-200:]})"
+            f"cannot {action} {path}: there are no Google credentials here; set GOOGLE_APPLICATION_CREDENTIALS to a service "
+            f"account's key file on every node, or give the machines a role ({str(exc)[-200:]})"
         )
     if number in _FULL:
         return StorageFull(f"{text}; free some space, or choose another storage URI")

@@ -61,7 +61,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         plain = not source.is_cuda and source.is_contiguous() and target.is_contiguous()
         num_elements = max(1, PIECE_BYTES // source.element_size())
         if plain and source.numel() > num_elements:
-            pieces += zip(target.view(-1).split(num_elements), source.view(-1).split(num_elements), strict=True)
+            pieces += zip(torch.split(target.view(-1), num_elements), torch.split(source.view(-1), num_elements), strict=True)
         elif source.is_cuda:
             target.copy_(source, non_blocking=True)
         else:

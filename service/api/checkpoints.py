@@ -85,7 +85,7 @@ async def get_archive(
     }
     if wanted:
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
-    blocks = chain((first,), rest)
+    blocks: Iterator[bytes] = chain((first,), rest)
     if hold is not None:
         blocks = _holding(hold, blocks, to_the_end=end == archive.size_bytes)
     return StreamingResponse(blocks, 206 if wanted else 200, headers, media_type=TAR)

@@ -58,16 +58,27 @@ class Claims:
         return True
 
 
+def make_state() -> TrainState:
+    """A state with weights and moments."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainState(model, optimizer, scaler, None, steps_per_epoch=9, fingerprint="data")
+
+
+def tensors_of(state: TrainState) -> list[torch.Tensor]:
+    return [*state.model.parameters(), *(moment for moments in state.optimizer.state.values() for moment in moments.values())]
+
+
 def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: int) -> None:
     """One process: restore, tell that by the pipe, train and save until the end comes."""
     ctx = make_context(directory, every_steps=1, keep_latest=3)
     object.__setattr__(ctx, "submission", submission)
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe))
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=9, fingerprint="data")
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
+    state = make_state()
     manifest, found, _ = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir))
     if manifest is not None:
         assert found is not None
@@ -83,10 +94,11 @@ def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: in
     while True:
         due = saver.is_due()
         with torch.no_grad():
-            for tensor in [*model.parameters(), *(moment for moments in optimizer.state.values() for moment in moments.values())]:
+            for tensor in tensors_of(state):
                 tensor.fill_(state.step + 1)
         state.step += 1
         saver.offer(due=due, is_best=False)
+        time.sleep(0.001)  # a step takes a while, in which the saver writes
 
 
 def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
@@ -128,6 +140,7 @@ def damage(store: CheckpointStore, rng: random.Random, damaged: set[str]) -> Non
 def main(directory: Path, rounds: int, seed: int) -> list[int]:
     """Steps at which the rounds began."""
     torch.set_num_threads(1)
+    make_state()  # imports what every process will need
     rng = random.Random(seed)
     run_dir = make_context(directory).run_dir
     damaged: set[str] = set()

@@ -14,7 +14,8 @@ from tests.unit.storage_places import quick_directory
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.chaos)])
 def test_crashes_and_restores(rounds: int) -> None:
     with quick_directory() as directory:
         done = subprocess.run(
@@ -22,7 +23,7 @@ def test_crashes_and_restores(rounds: int) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
         )
     assert done.returncode == 0, done.stderr
     began = json.loads(done.stdout)

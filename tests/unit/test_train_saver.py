@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import os
 import threading
 import time
 from pathlib import Path
@@ -259,7 +258,7 @@ def test_saves_leave_nothing_behind_in_memory(num_saves: int, tmp_path: Path) ->
             advance(state, step)
             saver.save_now()
         gc.collect()
-        return len(gc.get_objects()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return len(gc.get_objects()), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
     warm = save_all(1, 10)
     objects, threads, files = save_all(10, 10 + num_saves)
