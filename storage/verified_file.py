@@ -41,6 +41,7 @@ class VerifiedFile(io.RawIOBase):
         self.came_back = False
         size_bytes = stream.seek(0, io.SEEK_END)
         if size_bytes != entry.size_bytes:
+            stream.close()
             raise CorruptCheckpoint(checkpoint, relpath, f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
 
     def readable(self) -> bool:
@@ -104,7 +105,7 @@ class VerifiedFile(io.RawIOBase):
             self._take(block)
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        with mapped("read", self._relpath):
+        with mapped("read", str(self._stream.name)):
             self._stream.seek(offset)
             while view:
                 count = self._stream.readinto(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -67,7 +68,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             pieces.append((target, source))
     num_bytes = sum(source.numel() * source.element_size() for _, source in pieces)
-    num_threads = min(COPY_THREADS, len(os.sched_getaffinity(0)), num_bytes // PIECE_BYTES)
+    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    num_threads = min(COPY_THREADS, num_cpus, num_bytes // PIECE_BYTES)
     if num_threads < 2 or torch.get_num_threads() > 1:
         _copy_pieces(pieces)
     else:
