@@ -42,6 +42,7 @@ from train_fn.state import TrainState
 BYTES_PER_PARAMETER = 12
 """A weight and AdamW's two moments, in float32."""
 PATIENCE_S = 300.0
+PARTS = ("training", "disk", "restore", "memory")
 
 
 @dataclass(frozen=True)
@@ -291,17 +292,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=int, default=64, help="samples a rank and step; more make longer steps")
     parser.add_argument("--many", type=int, default=1000, help="saves of the memory test")
     parser.add_argument("--many-mb", type=float, default=4)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--directory", default=".", help="where to write: the disk that is to be measured")
     given = vars(parser.parse_args(argv))
+    only = given.pop("only")
+    if unknown := set(only) - set(PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given["directory"]) as directory:
         options = Options(**{**given, "directory": str(Path(directory).absolute())})
-        write(
-            "checkpoint",
-            {
-                "memory": memory_figures(options),
-                "training": training_figures(options),
-                "disk": disk_figures(options),
-                "restore": restore_figures(options),
-            },
-        )
+        figures = {"training": training_figures, "disk": disk_figures, "restore": restore_figures, "memory": memory_figures}
+        write("checkpoint", {part: figures[part](options) for part in only})

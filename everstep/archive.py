@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
+from blake3 import blake3
+
 from everstep.errors import CorruptDownload, UsageError
 
 MANIFEST = "manifest.json"
@@ -44,7 +46,7 @@ class _ChunkReader:
 
 
 def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None, on_bytes: Callable[[int], None]) -> None:
-    """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its size and SHA-256, and no other.
+    """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its size and digest, and no other.
 
     The files appear in ``target`` only when all of them are sound. A directory that is new or empty is put in place at once; in
     one that holds files those of the same names are replaced, ``manifest.json`` last.
@@ -69,7 +71,7 @@ def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None
 
 
 def _extract(chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], None]) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of every file, hashed on the way to the disk."""
+    """Size and BLAKE3 of every file, hashed on the way to the disk."""
     found: dict[str, tuple[int, str]] = {}
     reader = _ChunkReader(chunks, on_bytes)
     with _tar_errors(), tarfile.open(fileobj=cast(IO[bytes], reader), mode="r|") as archive:
@@ -83,7 +85,7 @@ def _extract(chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], No
             assert content is not None  # _safe_name let only regular files pass
             path = staged / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            hashed, size_bytes = hashlib.sha256(), 0
+            hashed, size_bytes = blake3(), 0
             with path.open("xb") as file:
                 while block := content.read(_BLOCK_BYTES):
                     hashed.update(block)
@@ -109,27 +111,34 @@ def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None)
     if MANIFEST not in found:
         raise CorruptDownload(f"the archive holds no {MANIFEST}: it is no checkpoint, or only a part of one")
     promised = _promised_files(staged / MANIFEST, found[MANIFEST][0], digest)
-    for name, (size_bytes, sha256) in promised.items():
+    for name, (size_bytes, digest_of, promised_digest) in promised.items():
         if name not in found:
             raise CorruptDownload(f"{name} is missing from the archive")
-        found_bytes, found_sha256 = found[name]
+        found_bytes, found_digest = found[name]
         if found_bytes != size_bytes:
             raise CorruptDownload(f"{name} has {found_bytes} bytes; the manifest promises {size_bytes}")
-        if found_sha256 != sha256:
-            raise CorruptDownload(f"{name} has SHA-256 {found_sha256}; the manifest promises {sha256}")
+        if digest_of == "sha256":
+            with (staged / name).open("rb") as file:
+                found_digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if found_digest != promised_digest:
+            raise CorruptDownload(f"{name} has {digest_of} {found_digest}; the manifest promises {promised_digest}")
     unexpected = sorted(found.keys() - promised.keys() - {MANIFEST})
     if unexpected:
         raise CorruptDownload(f"the archive holds {unexpected[0]}, which the manifest does not name")
 
 
-def _promised_files(manifest: Path, size_bytes: int, digest: str | None) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of each file, by the manifest; its own digest, of its canonical JSON without ``digest``, is checked."""
+def _promised_files(manifest: Path, size_bytes: int, digest: str | None) -> dict[str, tuple[int, str, str]]:
+    """Size, kind of digest (``sha256`` in old ones) and digest of each file, by the manifest; its own digest, of its canonical JSON
+    without ``digest``, is checked."""
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise CorruptDownload(f"{MANIFEST} has {size_bytes} bytes, which no manifest has")
     try:
         raw: dict[str, Any] = json.loads(manifest.read_bytes())
         stated = raw.pop("digest", None)
-        promised = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
+        promised = {}
+        for name, entry in raw["files"].items():
+            kind = "blake3" if "blake3" in entry else "sha256"
+            promised[str(name)] = (int(entry["size_bytes"]), kind, str(entry[kind]))
         canonical = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptDownload(f"{MANIFEST} is not a manifest: {exc!r}") from exc

@@ -6,6 +6,7 @@ named here, and a unit test holds the two together. Every union is discriminated
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, Tag, field_validator
@@ -18,6 +19,11 @@ NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 NonNegativeFiniteFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFiniteFloat = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class NodePath:
+    """Marks a field that names a file or directory on the nodes: the operator may say below which ones it has to lie."""
 
 
 class Frozen(BaseModel):
@@ -65,7 +71,7 @@ class MiniResNetSpec(Frozen):
 
 
 class TorchvisionModelArgs(Frozen):
-    weights_path: str | None = None
+    weights_path: Annotated[str | None, NodePath()] = None
     """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's own files hold it; a classifier
     for another number of classes stays random. None starts from random weights."""
     image_size: PositiveInt | None = None
@@ -114,7 +120,7 @@ class DigitsSpec(Frozen):
 
 
 class FashionMnistArgs(Frozen):
-    root: str = "/usr/share/datasets/fashion-mnist"
+    root: Annotated[str, NodePath()] = "/usr/share/datasets/fashion-mnist"
     """Directory with the IDX files (plain or .gz); downloaded there once a node where they are missing and the network allows."""
     augment: bool = True
     """Random horizontal flips, keyed by (seed, epoch, sample index)."""
@@ -128,7 +134,7 @@ class FashionMnistSpec(Frozen):
 
 
 class Cifar10Args(Frozen):
-    root: str = "~/.cache/everstep/cifar10"
+    root: Annotated[str, NodePath()] = "~/.cache/everstep/cifar10"
     """Directory with ``cifar-10-batches-py``; downloaded there once a node where it is missing and the network allows it."""
     augment: bool = True
     """Random flips and shifts of up to four pixels, keyed by (seed, epoch, sample index)."""
@@ -142,7 +148,7 @@ class Cifar10Spec(Frozen):
 
 
 class ImageFolderArgs(Frozen):
-    root: str
+    root: Annotated[str, NodePath()]
     """Directory on every node with ``train/CLASS/*.jpg`` and, for validation, ``val/CLASS/*.jpg``."""
     image_size: PositiveInt = 224
     """Height and width in pixels after cropping."""
@@ -193,7 +199,7 @@ class GptSpec(Frozen):
 
 
 class TextFilesArgs(Frozen):
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1), NodePath()]
     """A text file, or a directory of them, on every node."""
     pattern: Annotated[str, Field(min_length=1)] = "*.txt"
     """Shell pattern of the files that are read below a directory, at any depth; ``*`` reads all."""

@@ -282,7 +282,7 @@ def verify(run_id: RunArgument, which: WhichArgument = "latest", json_: JsonOpti
     elif checkpoint.state == "corrupt":
         terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
     else:
-        terminal().line(f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its size and SHA-256")
+        terminal().line(f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its size and digest")
     if checkpoint.state == "corrupt":
         raise typer.Exit(Exit.FAILED)
 

@@ -52,6 +52,10 @@ def serve(
     storage: Annotated[
         str | None, typer.Option(metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME.")
     ] = None,
+    storage_root: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."),
+    ] = None,
 ) -> None:
     """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME, default ~/.everstep)."""
     require_server()
@@ -65,6 +69,7 @@ def serve(
         "--storage": storage,
     }
     arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    arguments += [text for root in storage_root or () for text in ("--storage-root", root)]
     arguments += ["--drills"] if drills else []
     # The service takes this process's place: signals and the exit code are its own.
     os.execv(sys.executable, [sys.executable, "-m", "service.serve", *arguments, *ctx.args])

@@ -219,7 +219,7 @@ class RunHandle:
         return self._transport.get(f"{self._path}/checkpoints/{_which(which)}", Checkpoint)
 
     def verify_checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """Have the service read a checkpoint back and compare every file with its size and SHA-256.
+        """Have the service read a checkpoint back and compare every file with its size and digest.
 
         The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its ``problem`` says which. Raises
         NotFound, and Conflict for one that retention deleted.
@@ -230,7 +230,7 @@ class RunHandle:
     def download_checkpoint(self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> Path:
         """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt`` and ``manifest.json``.
 
-        Every file is compared with the size and SHA-256 in the manifest, and the manifest with its own digest, before any appears
+        Every file is compared with the size and digest in the manifest, and the manifest with its own digest, before any appears
         in ``directory``. A connection that breaks is made again, and goes on where it stopped. ``on_bytes`` is told of every
         chunk's size.
 

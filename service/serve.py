@@ -54,7 +54,9 @@ from service.settings import (
     home_directory,
     request_limits,
     scrub_settings,
+    storage_roots,
 )
+from service.storage_roots import StorageRoots
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
 
@@ -117,6 +119,13 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     parser.add_argument(
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
     )
+    parser.add_argument(
+        "--storage-root",
+        metavar="URI",
+        action="append",
+        help="directory or s3://bucket/prefix below which storage and the data of runs have to lie; repeat it for several "
+        "(or EVERSTEP_STORAGE_ROOTS, separated by commas; default: anywhere)",
+    )
     args = parser.parse_args(argv)
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
     scrub_mb_per_s, scrub_interval_s = scrub_settings()
@@ -127,6 +136,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         port=args.port,
         database_url=args.database,
         storage_uri=args.storage,
+        storage_roots=tuple(args.storage_root or storage_roots()),
         ray_address=args.ray_address,
         ray_token=existing_ray_token() if args.ray_address else None,
         nodes=args.nodes,
@@ -177,6 +187,8 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
 def opened(settings: Settings) -> tuple[Storage, Database]:
     """Storage and database, tried out. Raises StorageError, DatabaseError, CannotStart."""
     storage = open_storage(settings.storage_uri)
+    if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
+        raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
     try:
         storage.probe()
     except StorageError as exc:
@@ -229,6 +241,7 @@ async def serve(
             public_url=settings.public_url or url,
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
+            storage_roots=StorageRoots(settings.storage_roots),
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))

@@ -47,6 +47,8 @@ class Settings:
     """SQLAlchemy URL; empty is SQLite below ``home``."""
     storage_uri: str = ""
     """Where run directories lie; empty is a directory below ``home``."""
+    storage_roots: tuple[str, ...] = ()
+    """Directories and object stores' prefixes below which storage and data have to lie; none is no limit."""
     ray_address: str | None = None
     """Dashboard URL of an existing Ray cluster, for example ``http://head:8265``; None is the embedded cluster."""
     ray_token: str | None = None
@@ -169,6 +171,11 @@ def scrub_settings(environ: Mapping[str, str] = os.environ) -> tuple[float, floa
         _number(environ, "EVERSTEP_SCRUB_MB_PER_S", DEFAULT_SCRUB_MB_PER_S),
         _number(environ, "EVERSTEP_SCRUB_INTERVAL_S", DEFAULT_SCRUB_INTERVAL_S),
     )
+
+
+def storage_roots(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """``storage_roots`` from EVERSTEP_STORAGE_ROOTS, separated by commas."""
+    return tuple(root.strip() for root in environ.get("EVERSTEP_STORAGE_ROOTS", "").split(",") if root.strip())
 
 
 def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]:

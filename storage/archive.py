@@ -5,7 +5,6 @@ Its bytes follow from the manifest alone, so that a download that broke off goes
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ def file_blocks(files: Files, directory: str, manifest: Manifest, relpath: str, 
     """
     entry = manifest.files[relpath]
     path = f"{directory}/{relpath}"
-    digest, size_bytes = hashlib.sha256(), offset
+    hashed, size_bytes = entry.new_hash(), offset
     with files.open_read(path, offset) as stream:
         while True:
             with mapped("read", files.path(path)):
@@ -92,7 +91,7 @@ def file_blocks(files: Files, directory: str, manifest: Manifest, relpath: str, 
             if not block:
                 break
             if not offset:
-                digest.update(block)
+                hashed.update(block)
             size_bytes += len(block)
             if size_bytes > entry.size_bytes:
                 raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "more")
@@ -100,8 +99,8 @@ def file_blocks(files: Files, directory: str, manifest: Manifest, relpath: str, 
     if size_bytes != entry.size_bytes:
         found = "fewer" if offset else f"{size_bytes} bytes"
         raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", found)
-    if not offset and digest.hexdigest() != entry.sha256:
-        raise CorruptCheckpoint(manifest.name, relpath, f"sha256 {entry.sha256}", f"sha256 {digest.hexdigest()}")
+    if not offset and (found := entry.digest_of(hashed)) != entry.digest:
+        raise CorruptCheckpoint(manifest.name, relpath, entry.digest, found)
 
 
 def _header(manifest: Manifest, name: str, size_bytes: int) -> bytes:

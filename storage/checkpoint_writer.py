@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import secrets
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Self
 
 from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError
 from storage.files import Files, WriteStream
-from storage.manifest import MANIFEST, FileEntry, Manifest
+from storage.manifest import MANIFEST, FileEntry, Manifest, new_hash
 from storage.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_BESIDE_BYTES = 256 << 10
+_BESIDE_BYTES = 1 << 20
 """Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
 
 
@@ -32,7 +31,7 @@ class CheckpointFile(io.RawIOBase):
     def __init__(self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor) -> None:
         super().__init__()
         self._stream = stream
-        self._hash = hashlib.sha256()
+        self._hash = new_hash()
         self._hasher = hasher
         self._size_bytes = 0
         self._spoilt = False
@@ -76,7 +75,7 @@ class CheckpointFile(io.RawIOBase):
         finally:
             super().close()
         if not self._spoilt:
-            self._closed_whole(FileEntry(size_bytes=self._size_bytes, sha256=self._hash.hexdigest()))
+            self._closed_whole(FileEntry(size_bytes=self._size_bytes, blake3=self._hash.hexdigest()))
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import builtins
+import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import IO, TypeVar, cast
 
 from storage.archive import Archive, file_blocks
 from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
 from storage.errors import CorruptCheckpoint, CorruptFile, InvalidStorage, StorageNotFound, StorageUnreadable
 from storage.files import Files
+from storage.holds import held_checkpoints
 from storage.lineage import RestorePoint, in_lineage, restore_point
 from storage.manifest import MANIFEST, Manifest, parse_manifest
 from storage.run_dir import CheckpointName, RunDir
+from storage.verified_file import VerifiedFile
 
 T = TypeVar("T")
 _TRASH = ".trash-"
@@ -134,6 +138,24 @@ class CheckpointStore:
             raise StorageNotFound(f"checkpoint {name} has no file {relpath}; it has {sorted(manifest.files)}")
         return b"".join(self._blocks(manifest, relpath))
 
+    def load_file(self, name: str, relpath: str, load: Callable[[IO[bytes]], T]) -> T:
+        """What ``load`` makes of a file, as torch.load does: verified, also in the place of an error that damage caused in it.
+
+        On a local filesystem ``load`` reads straight from the file, into its own memory. It is called again where it did not read
+        front to back, and then is given a copy of the verified bytes, as from an object store.
+
+        Raises CorruptCheckpoint, StorageNotFound, StorageError.
+        """
+        manifest = self.manifest(name)
+        if self._run_dir.storage.is_local and relpath in manifest.files:
+            with self._as_damage(manifest, relpath):
+                stream = cast(io.FileIO, self._files.open_read(f"{self._directory(name)}/{relpath}"))
+                with VerifiedFile(stream, name, relpath, manifest.files[relpath]) as file:
+                    found = load(cast(IO[bytes], file))
+            if not file.came_back:
+                return found
+        return load(io.BytesIO(self.read_file(name, relpath)))
+
     def archive(self, name: str) -> Archive:
         """The checkpoint as a tar file, to be streamed in blocks that are verified as they pass.
 
@@ -168,9 +190,9 @@ class CheckpointStore:
     def retain(self, keep_latest: int, best: str | None, submission: int | None = None) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 
-        Kept are the ``keep_latest`` newest of the lineage (at least one) that were not found to be corrupt, ``best``, and those
-        that other runs are to begin from. What is corrupt goes once the sound ones that are kept are all newer. Call it only from
-        the one process that saves, between saves.
+        Kept are the ``keep_latest`` newest of the lineage (at least one) that were not found to be corrupt, ``best``, those that
+        other runs are to begin from, and those that somebody reads (``CheckpointHold``). What is corrupt goes once the sound ones
+        that are kept are all newer. Call it only from the one process that saves, between saves.
 
         Args:
             submission: who asks; where a newer one has a journal, nothing is deleted.
@@ -184,7 +206,7 @@ class CheckpointStore:
         # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
         latest = sorted(sound, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
         kept = {manifest.name for manifest in latest} | {sound[-1].name, best}
-        kept |= self._awaited(lineage)
+        kept |= self._awaited(lineage) | held_checkpoints(self._run_dir)
         kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
@@ -193,10 +215,9 @@ class CheckpointStore:
             for name in self._committed()
             if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
         ]
-        for name in doomed:
-            self.delete(name)
+        deleted = [name for name in doomed if self._delete_unless_held(name)]
         self._sweep(newest)
-        return doomed
+        return deleted
 
     def collect_orphans(self) -> builtins.list[str]:
         """Remove what writers left that is no checkpoint, of a run that has ended: nobody who counts writes there any more.
@@ -212,6 +233,20 @@ class CheckpointStore:
         for name in orphans:
             self._files.delete_dir(self._run_dir.checkpoints_path(name))
         return orphans
+
+    def _delete_unless_held(self, name: str) -> bool:
+        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found the manifest."""
+        manifest = f"{self._directory(name)}/{MANIFEST}"
+        try:
+            data = self._files.read(manifest)
+        except (StorageNotFound, StorageUnreadable):
+            data = None  # nobody else can have read it
+        self._files.delete_file(manifest)
+        if data is not None and name in held_checkpoints(self._run_dir):
+            self._files.write(manifest, data)
+            return False
+        self._files.delete_dir(self._directory(name))
+        return True
 
     def _awaited(self, lineage: builtins.list[Manifest]) -> set[str]:
         steps = self._run_dir.kept_steps()
@@ -259,10 +294,16 @@ class CheckpointStore:
             on_block(len(block))
 
     def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
-        """As ``file_blocks``, with a missing or unreadable file told as what it is: a corrupt or a deleted checkpoint."""
+        """As ``file_blocks``, with a missing or unreadable file told as what it is."""
+        with self._as_damage(manifest, relpath):
+            yield from file_blocks(self._files, self._directory(manifest.name), manifest, relpath, offset)
+
+    @contextmanager
+    def _as_damage(self, manifest: Manifest, relpath: str) -> Iterator[None]:
+        """A missing or unreadable file is a corrupt or a deleted checkpoint."""
         entry = manifest.files[relpath]
         try:
-            yield from file_blocks(self._files, self._directory(manifest.name), manifest, relpath, offset)
+            yield
         except StorageNotFound as exc:
             self.manifest(manifest.name)  # deleted while it was read: says so
             raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "no file") from exc

@@ -27,6 +27,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 _DENIED_CODES = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "SIGNATURE_DOES_NOT_MATCH")
+_NO_TOKEN = "Could not create a OAuth2 access token"
+"""Google's client, where it finds no credentials."""
 
 
 class StorageError(Exception):
@@ -119,6 +121,11 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
         return StorageNotFound(f"{text}; create the bucket, or name another in the storage URI")
     if number in _DENIED or any(code in str(exc) for code in _DENIED_CODES):
         return StorageDenied(f"{text}; give this user (or the credentials in its environment) read and write access")
+    if _NO_TOKEN in str(exc):
+        return StorageDenied(
+            f"cannot {action} {path}: there are no Google credentials here; set GOOGLE_APPLICATION_CREDENTIALS to a service "
+            f"account's key file on every node, or give the machines a role ({str(exc)[-200:]})"
+        )
     if number in _FULL:
         return StorageFull(f"{text}; free some space, or choose another storage URI")
     if number in _UNREADABLE:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+import blake3 as blake3_module
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 had files' SHA-256."""
 MANIFEST = "manifest.json"
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -22,9 +33,47 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+class Hash(Protocol):
+    """Takes a file's bytes in order. Both kinds let go of the interpreter meanwhile."""
+
+    def update(self, data: Any, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def new_hash() -> Hash:
+    """What files are written with: BLAKE3, which is no slower than memory where SHA-256 would be slower than a disk."""
+    return blake3_module.blake3()
+
+
 class FileEntry(_Frozen):
+    """Size and digest of a file: ``blake3``, or ``sha256`` in manifests of schema version 1."""
+
     size_bytes: Annotated[int, Field(ge=0)]
-    sha256: Sha256
+    blake3: HexDigest | None = None
+    sha256: HexDigest | None = None
+
+    def new_hash(self) -> Hash:
+        """Of the kind that the digest is of."""
+        return new_hash() if self.blake3 else hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
+
+    def digest_of(self, hashed: Hash) -> str:
+        """What to compare with ``digest``; ``hashed`` comes from ``new_hash`` and was given the whole file."""
+        return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
+
+    @model_validator(mode="after")
+    def _one_digest(self) -> Self:
+        if (self.blake3 is None) == (self.sha256 is None):
+            raise ValueError("a file has one digest, blake3 or sha256")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_the_other(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class Manifest(_Frozen):

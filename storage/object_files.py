@@ -5,6 +5,7 @@ Credentials come from the environment (AWS_ACCESS_KEY_ID and so on, or the machi
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import SplitResult, parse_qs
 
@@ -35,7 +36,7 @@ def open_object_files(parts: SplitResult) -> ObjectFiles:
                 ),
                 base,
             )
-        return ObjectFiles(fs.GcsFileSystem(**options), base)
+        return ObjectFiles(fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S), **options), base)
 
 
 def check_object_uri(parts: SplitResult) -> None:

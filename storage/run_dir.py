@@ -258,6 +258,9 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as exc:
             raise CorruptFile(f"{self.files.path(path)} {problem}: {exc}") from exc
 
+    def holds_path(self, name: str = "") -> str:
+        return self._path(f"control/holds/{name}" if name else "control/holds")
+
     def _probe_path(self, submission: int, name: str) -> str:
         if not _PROBE.fullmatch(name):
             raise InvalidStorage(f"{name!r} cannot name a node's probe")

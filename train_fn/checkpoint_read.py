@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ _LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
 def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU, as ``TrainState.load_state_dict`` takes it.
 
-    Files are read side by side, since taking their digests costs more than reading them; those that are not loaded are verified
-    as well. Raises CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
+    Files are read side by side; those that are not loaded are verified as well. Raises CorruptCheckpoint where one is not what the
+    manifest says, StorageNotFound, StorageError.
     """
 
     def read(file: str) -> Any:
         if file not in _LOADED:
             return run_dir.checkpoints.verify_file(manifest.name, file)
-        data = io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file))
-        return torch.load(data, map_location="cpu", weights_only=True)
+        return run_dir.checkpoints.load_file(manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True))
 
     files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
     with ThreadPoolExecutor(len(_LOADED)) as pool:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+PIECE_BYTES = 4 << 20
+"""Pieces of about this size are copied side by side; a state that is smaller than two of them is not worth the threads."""
+COPY_THREADS = 4
+"""Memory has no room for more."""
 
 
 @dataclass(frozen=True)
@@ -22,24 +31,70 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
 
     Of CUDA tensors the copies lie in pinned memory, and are complete on return.
     """
-    copied = _copied(tree, reuse)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copied = _laid_out(tree, reuse, pairs)
+    _copy(pairs)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
     return copied
 
 
-def _copied(tree: Any, reuse: Any) -> Any:
+def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of target and source."""
     if isinstance(tree, torch.Tensor):
         fits = isinstance(reuse, torch.Tensor) and reuse.shape == tree.shape and reuse.dtype == tree.dtype
         target = reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
-        return target.copy_(tree.detach(), non_blocking=True)
+        pairs.append((target, tree.detach()))
+        return target
     if isinstance(tree, dict):
         old = reuse if isinstance(reuse, dict) else {}
-        return {name: _copied(value, old.get(name)) for name, value in tree.items()}
+        return {name: _laid_out(value, old.get(name), pairs) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
-        return type(tree)(_copied(value, reuse[position] if same else None) for position, value in enumerate(tree))
+        return type(tree)(_laid_out(value, reuse[position] if same else None, pairs) for position, value in enumerate(tree))
     return tree
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself has one thread, several copy."""
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in pairs:
+        plain = not source.is_cuda and source.is_contiguous() and target.is_contiguous()
+        num_elements = max(1, PIECE_BYTES // source.element_size())
+        if plain and source.numel() > num_elements:
+            pieces += zip(torch.split(target.view(-1), num_elements), torch.split(source.view(-1), num_elements), strict=True)
+        elif source.is_cuda:
+            target.copy_(source, non_blocking=True)
+        else:
+            pieces.append((target, source))
+    num_bytes = sum(source.numel() * source.element_size() for _, source in pieces)
+    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    num_threads = min(COPY_THREADS, num_cpus, num_bytes // PIECE_BYTES)
+    if num_threads < 2 or torch.get_num_threads() > 1:
+        _copy_pieces(pieces)
+    else:
+        list(_threads().map(_copy_pieces, _shares(pieces, num_threads)))
+
+
+def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pieces:
+        target.copy_(source)
+
+
+def _shares(pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The pieces in so many parts of about the same size."""
+    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
+    sizes = [0] * num_threads
+    for piece in pieces:
+        least = sizes.index(min(sizes))
+        parts[least].append(piece)
+        sizes[least] += piece[1].numel() * piece[1].element_size()
+    return parts
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPY_THREADS, "state-copy")
 
 
 def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:

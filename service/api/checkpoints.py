@@ -18,6 +18,7 @@ from service.db.rows import RunRow
 from service.problems import ProblemError, invalid_request, not_found
 from service.projections import checkpoints
 from storage.errors import CorruptCheckpoint, StorageNotFound
+from storage.holds import CheckpointHold
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/checkpoints", tags=["checkpoints"])
 
@@ -67,7 +68,9 @@ async def get_archive(
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise not_found(f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept")
-    archive = await context.storage_call(lambda: context.storage.run_dir(run.id).checkpoints.archive(checkpoint.name))
+    run_dir = context.storage.run_dir(run.id)
+    hold = None if run.status.terminal else await context.storage_call(CheckpointHold, run_dir, checkpoint.name)
+    archive = await context.storage_call(run_dir.checkpoints.archive, checkpoint.name)
     etag = f'"{archive.manifest.digest}"'
     wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
     begin, end = wanted or (0, archive.size_bytes)
@@ -82,12 +85,24 @@ async def get_archive(
     }
     if wanted:
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
-    return StreamingResponse(chain((first,), rest), 206 if wanted else 200, headers, media_type=TAR)
+    blocks: Iterator[bytes] = chain((first,), rest)
+    if hold is not None:
+        blocks = _holding(hold, blocks, to_the_end=end == archive.size_bytes)
+    return StreamingResponse(blocks, 206 if wanted else 200, headers, media_type=TAR)
 
 
 def _begin(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """The first block too, so that a file that is not there is a 404 or a 409 and not a broken download."""
     return next(blocks), blocks
+
+
+def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:
+    """The same blocks. A download that broke off leaves its hold for a while, so that it can go on."""
+    for block in blocks:
+        hold.renew()
+        yield block
+    if to_the_end:
+        hold.release()
 
 
 @router.post("/{step}/verify", summary="Read a checkpoint back", responses=problem_answers(403, 404, 409, 422))

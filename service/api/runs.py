@@ -52,6 +52,7 @@ async def create_run(
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
     if spec.code is not None:
         await check_code(context, spec.code)
+    context.storage_roots.check_data(spec)
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import io
 import json
 import tarfile
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from blake3 import blake3
 
 from everstep.events import EventKind
 from everstep.wire import Checkpoint
@@ -91,7 +92,7 @@ async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
         assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
         for name, entry in manifest.files.items():
             stream = archive.extractfile(name)
-            assert stream is not None and hashlib.sha256(stream.read()).hexdigest() == entry.sha256
+            assert stream is not None and blake3(stream.read()).hexdigest() == entry.blake3
         stream = archive.extractfile("manifest.json")
         assert stream is not None and json.loads(stream.read())["digest"] == manifest.digest
 
@@ -177,3 +178,33 @@ async def test_verifying(api: ApiService, tmp_path: Path) -> None:
     assert "model.pt" in (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["problem"]
     path.write_bytes(b"weights" * 100_000)
     assert (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["state"] == "committed"
+
+
+async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    for step in (10, 20, 30):
+        save(api, run_id, journal, step)
+    store = api.storage.run_dir(run_id).checkpoints
+    async with api.http.stream("GET", f"/v1/runs/{run_id}/checkpoints/10/archive") as answer:
+        blocks = answer.aiter_raw()
+        first = await anext(blocks)
+        assert store.retain(1, None) == ["step-000000020.s001"]
+        data = first + b"".join([block async for block in blocks])
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
+    async with asyncio.timeout(10):
+        while store.retain(1, None) != ["step-000000010.s001"]:  # noqa: ASYNC110  the service lets go once the last block has left it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_download_that_broke_off_can_go_on(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    for step in (10, 20):
+        save(api, run_id, journal, step)
+    store = api.storage.run_dir(run_id).checkpoints
+    path = f"/v1/runs/{run_id}/checkpoints/10/archive"
+    whole = (await api.http.get(path)).content
+    first = await api.http.get(path, headers={"Range": "bytes=0-999"})
+    assert store.retain(1, None) == []
+    rest = await api.http.get(path, headers={"Range": "bytes=1000-", "If-Range": first.headers["ETag"]})
+    assert first.content + rest.content == whole

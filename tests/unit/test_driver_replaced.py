@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,47 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
     run_dir.checkpoints.retain(2, None, 2)
     names = {name.split("/")[0] for name in lineage_bytes(run_dir)}
     assert names == {"step-000000100.s002", "step-000000150.s002"}
+
+
+WRITER = """
+import itertools, sys
+from storage.filesystem import open_storage
+from tests.unit.storage_places import save
+run_dir = open_storage(sys.argv[1]).run_dir("run_a")
+for step in itertools.count(50, 50):
+    save(run_dir, step, between=lambda point: print(step, point, flush=True))
+"""
+
+
+def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_takeover(any_storage: Storage) -> None:
+    """A real SIGSTOP and SIGCONT, on S3 without conditional writes too."""
+    run_dir = any_storage.run_dir("run_a")
+    JournalWriter(run_dir, 1).close()
+    asleep = subprocess.Popen(
+        [sys.executable, "-c", WRITER, any_storage.uri], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
+    assert asleep.stdout is not None
+
+    def until(words: str) -> None:
+        assert words in (line.strip() for line in iter(asleep.stdout.readline, "")), "it has died"  # type: ignore[union-attr]
+
+    try:
+        until("100 committed")
+        until("150 inside model.pt")
+        asleep.send_signal(signal.SIGSTOP)
+        record_restored(run_dir, 2, 100)
+        save(run_dir, 150, 2)
+        save(run_dir, 200, 2)
+        before = lineage_bytes(run_dir)
+        assert {name.split("/")[0][-9:] for name in before} == {"0050.s001", "0100.s001", "0150.s002", "0200.s002"}
+        asleep.send_signal(signal.SIGCONT)
+        until("300 committed")
+    finally:
+        asleep.kill()
+        asleep.wait()
+        asleep.stdout.close()
+    again = RunDir(run_dir.storage, run_dir.run_id)
+    assert [each.step for each in again.checkpoints.list() if each.submission == 1][-1] >= 300, "it went on"
+    assert lineage_bytes(again) == before
+    newest, rejected = again.checkpoints.newest_valid()
+    assert newest is not None and newest.name == "step-000000200.s002" and rejected == []

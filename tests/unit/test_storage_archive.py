@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import tarfile
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
-from storage.manifest import MANIFEST, Manifest, parse_manifest
+from storage.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from storage.run_dir import RunDir
 from tests.unit.storage_places import original, overwrite, save
 
@@ -25,7 +26,7 @@ def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
     raw = json.loads(original(local_dir, manifest.name, MANIFEST))
     assert raw.pop("files").keys() == {"model.pt", "train_state.pt"}
     assert raw == {
-        "schema_version": 1,
+        "schema_version": 2,
         "run_id": "run_a",
         "step": 50,
         "epoch": 2,
@@ -43,7 +44,32 @@ def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
 def test_a_manifest_of_a_newer_version_is_said_to_be_one(local_dir: RunDir) -> None:
     raw = json.loads(save(local_dir, 50).to_bytes())
     with pytest.raises(CorruptFile, match="newer Everstep"):
-        parse_manifest(json.dumps({**raw, "schema_version": 2, "surprise": 1}).encode())
+        parse_manifest(json.dumps({**raw, "schema_version": 3, "surprise": 1}).encode())
+
+
+def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
+    """Its manifest has SHA-256 of files."""
+    manifest = save(local_dir, 50)
+    raw = json.loads(manifest.to_bytes())
+    del raw["digest"]
+    raw["schema_version"] = 1
+    for relpath, entry in raw["files"].items():
+        del entry["blake3"]
+        entry["sha256"] = hashlib.sha256(original(local_dir, manifest.name, relpath)).hexdigest()
+    raw["digest"] = hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    data = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
+    assert parse_manifest(data).to_bytes() == data
+    overwrite(local_dir, manifest.name, MANIFEST, data)
+    local_dir.checkpoints.verify(manifest.name)
+    overwrite(local_dir, manifest.name, "model.pt", b"weightz 50")
+    with pytest.raises(CorruptCheckpoint, match="sha256"):
+        local_dir.checkpoints.verify(manifest.name)
+
+
+def test_a_file_has_one_digest() -> None:
+    for digests in ({}, {"blake3": "0" * 64, "sha256": "0" * 64}):
+        with pytest.raises(ValueError, match="one digest"):
+            FileEntry(size_bytes=1, **digests)
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b'{"digest": 1}'])
@@ -120,7 +146,7 @@ def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_alwa
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 5000, "z.pt": b"z" * 3000})
     archive = local_dir.checkpoints.archive(manifest.name)
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2999 + b"!")
-    with pytest.raises(CorruptCheckpoint, match="sha256"):
+    with pytest.raises(CorruptCheckpoint, match="blake3"):
         list(archive.stream(6000))
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2000)
     with pytest.raises(CorruptCheckpoint, match="found fewer"):

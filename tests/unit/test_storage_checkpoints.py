@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from storage.checkpoints import CheckpointStore, Rejected
 from storage.errors import CorruptCheckpoint, InvalidStorage, StorageNotFound, StorageUnavailable
@@ -54,8 +55,6 @@ def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
 
 
 def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
-    import hashlib
-
     data = bytes(range(256)) * 5000
     with run_dir.checkpoints.begin(1, 1) as writer:
         with writer.write_file("a.bin") as file:
@@ -64,7 +63,7 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
             assert file.tell() == len(data)
             file.flush()
         manifest = writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
-    assert manifest.files["a.bin"].sha256 == hashlib.sha256(data).hexdigest()
+    assert manifest.files["a.bin"].blake3 == blake3(data).hexdigest()
     assert manifest.files["a.bin"].size_bytes == len(data)
 
 
@@ -75,7 +74,7 @@ def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
         with writer.write_file("model.pt") as file:
             torch.save({"weight": torch.arange(100_000.0)}, file)
         writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
-    state = torch.load(io.BytesIO(run_dir.checkpoints.read_file(writer.name, "model.pt")), weights_only=True)
+    state = run_dir.checkpoints.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
     assert torch.equal(state["weight"], torch.arange(100_000.0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import threading
 import time
@@ -214,3 +215,24 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     saver.save_now()
     saver.close()
     assert ctx.run_dir.checkpoints.list() == []
+
+
+@pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])
+def test_saves_leave_nothing_behind_in_memory(num_saves: int, tmp_path: Path) -> None:
+    """Neither tensors nor Python's objects grow in number, and no thread or open file is left of a save."""
+    ctx, state = make_context(tmp_path, every_steps=1, keep_latest=1), make_state()
+    ctx.journal.emit = lambda kind, data: None  # type: ignore[method-assign]
+    saver = Saver(ctx, state, BoundaryCopies(state))
+
+    def save_all(first: int, last: int) -> tuple[int, int, int]:
+        for step in range(first, last):
+            advance(state, step)
+            saver.save_now()
+        gc.collect()
+        return len(gc.get_objects()), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    warm = save_all(1, 10)
+    objects, threads, files = save_all(10, 10 + num_saves)
+    assert objects - warm[0] < num_saves, "less than one object for each save"
+    assert (threads, files) == warm[1:]
+    saver.close()

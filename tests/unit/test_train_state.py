@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from train_fn import snapshot as snapshot_module
+from train_fn import tensor_tree
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.ledger import Count
@@ -211,3 +212,28 @@ def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypa
         store.write(make_label(state), state)
     assert store.labels() == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("torch_threads", [1, 4])
+def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(torch_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_tree.torch, "get_num_threads", lambda: torch_threads)
+    monkeypatch.setattr(tensor_tree, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(tensor_tree.os, "sched_getaffinity", lambda _: range(3))
+    odd = torch.randn(70_001)
+    tree = {
+        "odd": odd,
+        "half": torch.randn(100_000).bfloat16(),
+        "turned": torch.randn(300, 400).t(),
+        "images": torch.randn(8, 3, 64, 64).to(memory_format=torch.channels_last),
+        "counts": [torch.tensor(7), torch.empty(0), torch.arange(90_000)],
+    }
+    first = copy_to_cpu(tree)
+    memory = first["odd"].data_ptr()
+    odd.add_(1)
+    assert not torch.equal(first["odd"], odd)
+    second = copy_to_cpu(tree, first)
+    assert second["odd"].data_ptr() == memory
+    pairs = [(tree[name], second[name]) for name in ("odd", "half", "turned", "images")] + list(
+        zip(tree["counts"], second["counts"], strict=True)
+    )
+    assert all(torch.equal(source, target) and source.dtype == target.dtype for source, target in pairs)

@@ -1,0 +1,85 @@
+"""Holds: what somebody reads is not deleted, whatever the order in which reader and deleter come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from storage import checkpoints as checkpoints_module
+from storage import holds as holds_module
+from storage.errors import StorageFull
+from storage.filesystem import Storage
+from storage.holds import HOLD_S, CheckpointHold, held_checkpoints
+from storage.local_files import LocalFiles
+from storage.run_dir import RunDir
+from tests.unit.storage_places import save
+
+pytest_plugins = ["tests.unit.storage_fixtures"]
+
+
+@pytest.fixture
+def run_dir(any_storage: Storage) -> RunDir:
+    return any_storage.run_dir("run_a")
+
+
+def test_a_held_checkpoint_stays_until_it_is_released(run_dir: RunDir) -> None:
+    old, new = save(run_dir, 10), save(run_dir, 20)
+    holds = [CheckpointHold(run_dir, old.name) for _ in range(2)]
+    for hold in holds:
+        assert run_dir.checkpoints.retain(1, None) == []
+        run_dir.checkpoints.verify(old.name)
+        hold.release()
+    assert run_dir.checkpoints.retain(1, None) == [old.name]
+    assert run_dir.checkpoints.list() == [new]
+
+
+def test_a_hold_ends_by_itself_when_it_is_not_renewed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000_000.0]
+    monkeypatch.setattr(holds_module.time, "time", lambda: now[0])
+    name = save(run_dir, 10).name
+    hold = CheckpointHold(run_dir, name)
+    now[0] += HOLD_S - 1
+    assert held_checkpoints(run_dir) == {name}
+    hold.renew()
+    now[0] += HOLD_S - 1
+    assert held_checkpoints(run_dir) == {name}
+    now[0] += 2
+    assert held_checkpoints(run_dir) == set()
+    assert run_dir.files.list(run_dir.holds_path()) == [], "what is void is removed"
+
+
+def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention has looked at the holds, and a reader finds the manifest before it goes."""
+    old = save(run_dir, 10)
+    save(run_dir, 20)
+    looks: list[CheckpointHold] = []
+
+    def look_then_hold(run_dir: RunDir) -> set[str]:
+        found = held_checkpoints(run_dir)
+        if not looks:
+            looks.append(CheckpointHold(run_dir, old.name))
+        return found
+
+    monkeypatch.setattr(checkpoints_module, "held_checkpoints", look_then_hold)
+    assert run_dir.checkpoints.retain(1, None) == []
+    run_dir.checkpoints.verify(old.name)
+
+
+def test_what_is_no_hold_holds_nothing(run_dir: RunDir) -> None:
+    name = save(run_dir, 10).name
+    for file, data in ((f"{name}.1", b"{}"), (f"{name}.2", b"\xff"), ("else", b"{}")):
+        run_dir.files.write(run_dir.holds_path(file), data)
+    assert held_checkpoints(run_dir) == set()
+
+
+def test_a_full_disk_can_be_read_from(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    name = save(run_dir, 10).name
+
+    def full(*_: Any) -> None:
+        raise StorageFull("no space left")
+
+    monkeypatch.setattr(LocalFiles, "write", full)
+    CheckpointHold(run_dir, name).release()
+    assert held_checkpoints(run_dir) == set()
