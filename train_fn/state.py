@@ -16,6 +16,7 @@ from torch import nn
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.ledger import Ledger
+from train_fn.stream_set import Bookmarks
 
 VERSION = 1
 TAIL_LENGTH = 64
@@ -47,6 +48,7 @@ class TrainState:
         *,
         steps_per_epoch: int,
         fingerprint: str,
+        bookmarks: Bookmarks | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -55,6 +57,8 @@ class TrainState:
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
+        self.bookmarks = bookmarks
+        """Of iterable data."""
         self.step = 0
         self.closed_epochs = 0
         """Epochs whose end was reported and, where due, evaluated."""
@@ -105,6 +109,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
+            "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,6 +136,8 @@ class TrainState:
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self.ledger.load_state_dict(state["ledger"])
+        if self.bookmarks is not None:
+            self.bookmarks.load_state_dict(state["bookmarks"])
         self.step = state["step"]
         assert (self.epoch, self.k) == (state["epoch"], state["k"])
         self.closed_epochs = state["closed_epochs"]
