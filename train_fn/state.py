@@ -49,6 +49,7 @@ class TrainState:
         steps_per_epoch: int,
         fingerprint: str,
         bookmarks: Bookmarks | None = None,
+        data_source: str | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -57,6 +58,8 @@ class TrainState:
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
+        self.data_name = f"the training data of {data_source}" if data_source else "the training data"
+        """In words; of a user's task with the method that made it, its file and line."""
         self.bookmarks = bookmarks
         """Of iterable data."""
         self.step = 0
@@ -123,9 +126,14 @@ class TrainState:
             raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads version {VERSION}")
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
-                f"the training data changed since step {state['step']}: "
+                f"{self.data_name} changed since step {state['step']}: "
                 f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
                 "Put the data back as it was, or start a new run"
+            )
+        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
+            raise DataChanged(
+                f"{self.data_name} has another length since step {state['step']}, though it calls itself {self.fingerprint} as "
+                "before. Put the data back as it was, or start a new run"
             )
         self.complete = False
         self.model.load_state_dict(state["model"])
@@ -139,7 +147,6 @@ class TrainState:
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
         self.step = state["step"]
-        assert (self.epoch, self.k) == (state["epoch"], state["k"])
         self.closed_epochs = state["closed_epochs"]
         self.evaluated_step = state["evaluated_step"]
         self.metrics = dict(state["metrics"])

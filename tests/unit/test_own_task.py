@@ -280,7 +280,15 @@ def test_a_data_set_of_another_length_after_a_restart_is_refused(storage: Storag
     assert train(context(storage, TASK, args={"length": 40})) is None
     error = failure(context(storage, TASK, submission=2, args={"length": 41}))
     assert error.type == "DataChanged"
+    assert "training data of Line.build_datasets (task.py, line 25) changed since step" in error.message
     assert "it was Points/40, now it is Points/41" in error.message
+
+
+def test_a_length_that_changes_under_one_fingerprint_is_refused(storage: Storage) -> None:
+    source = changed("def __len__", 'fingerprint = "points"\n\n    def __len__')
+    assert train(context(storage, source, args={"length": 40})) is None
+    error = failure(context(storage, source, submission=2, args={"length": 70}, train={"epochs": 2}))
+    assert "has another length since step 3, though it calls itself points as before" in error.message
 
 
 def test_the_same_fault_twice_has_one_signature(storage: Storage) -> None:
