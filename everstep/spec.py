@@ -264,7 +264,7 @@ Requirement = Annotated[str, Field(max_length=200, pattern=REQUIREMENT_PATTERN)]
 class RuntimeEnvSpec(Frozen):
     """Packages that code of one's own needs and nodes lack, where the operator allows such."""
 
-    pip: Annotated[tuple[Requirement, ...], Field(min_length=1, max_length=64)]
+    pip: Annotated[list[Requirement], Field(min_length=1, max_length=64)]
     """Requirements as ``einops>=0.8`` has it, by name and version: no options, paths or URLs."""
 
 

@@ -25,6 +25,7 @@ from storage.filesystem import Storage
 from train_fn.errors import BadTask
 from train_fn.node_dir import cache_root, node_lock
 from train_fn.rank_error import user_place
+from train_fn.torchvision_ops import declare_missing_ops
 
 _LISTING = ".everstep-files.json"
 _on_disk: dict[str, Path] = {}
@@ -59,6 +60,7 @@ def load_named(entry: str) -> Any:
     if taken is not None and not _is_uploaded(taken):
         owner = getattr(taken, "__file__", None) or "another package"
         raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
+    declare_missing_ops()  # for torchvision, which the module may import
     try:
         module = importlib.import_module(module_name)
     except Exception as exc:

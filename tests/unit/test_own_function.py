@@ -37,7 +37,7 @@ reported = []
 
 def train_fn(config):
     for n in range(config["n"]):
-        REPORT({"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}, "checkpoint" if n in config["kept"] else None)
+        REPORT({"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}, CHECKPOINT if n in config["kept"] else None)
 
 
 def raises(config):
@@ -70,11 +70,12 @@ class RayContext:
 
 
 @pytest.fixture
-def ray_context(monkeypatch: pytest.MonkeyPatch) -> RayContext:
+def ray_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayContext:
     found = RayContext()
     monkeypatch.setattr(own_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)
     monkeypatch.setattr("builtins.REPORT", lambda *args: found.report(*args), raising=False)
+    monkeypatch.setattr("builtins.CHECKPOINT", ray.train.Checkpoint.from_directory(tmp_path), raising=False)
     return found
 
 

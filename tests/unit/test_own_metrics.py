@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from torchmetrics import F1Score, MeanMetric, Metric
-from torchmetrics.classification import BinaryAUROC, MulticlassRecall
 
 from train_fn.errors import BadTask
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
+from train_fn.torchvision_ops import declare_missing_ops
+
+declare_missing_ops()  # as before any code of a user's is imported: torchmetrics imports torchvision
+torchmetrics = importlib.import_module("torchmetrics")
+classification = importlib.import_module("torchmetrics.classification")
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.rand(90, generator=GENERATOR)
@@ -23,7 +27,7 @@ class Task:
         self.built = metrics
 
     def build_metrics(self) -> Any:
-        return {name: metric.clone() if isinstance(metric, Metric) else metric for name, metric in self.built.items()}
+        return {name: metric.clone() if isinstance(metric, torchmetrics.Metric) else metric for name, metric in self.built.items()}
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         return {}
@@ -40,10 +44,10 @@ def measured(task: Any, *shares: range) -> dict[str, float]:
 
 
 def test_the_world_size_changes_no_metric() -> None:
-    task = Task(auroc=BinaryAUROC(), f1=F1Score(task="binary"))
+    task = Task(auroc=classification.BinaryAUROC(), f1=torchmetrics.F1Score(task="binary"))
     alone = measured(task, range(9))
     assert alone == measured(task, range(5), range(5, 9)) == measured(task, range(9), range(0))
-    whole = BinaryAUROC()
+    whole = classification.BinaryAUROC()
     assert alone["auroc"] == pytest.approx(float(whole(SCORES, TARGETS)))
     assert 0 < alone["f1"] < 1
 
@@ -55,13 +59,13 @@ def test_without_such_metrics_nothing_is_asked() -> None:
 
 
 def test_a_metric_of_several_numbers_is_refused_unless_they_have_names() -> None:
-    own = build_own_metrics(Task(recall=MulticlassRecall(num_classes=3, average=None)))
+    own = build_own_metrics(Task(recall=classification.MulticlassRecall(num_classes=3, average=None)))
     own.update({"recall": (torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))})
     with pytest.raises(BadTask, match=r"build_metrics .*: recall has 3 values; a metric is one number"):
         own.computed([own.states()])
 
 
-class Named(MeanMetric):
+class Named(torchmetrics.MeanMetric):  # type: ignore[misc, name-defined]
     def compute(self) -> Any:
         return {"low": torch.tensor(1.0), "high": torch.tensor(2.0)}
 
@@ -75,6 +79,6 @@ def test_the_parts_of_a_metric_are_named() -> None:
 def test_what_is_no_metric_or_is_not_fed_is_refused() -> None:
     with pytest.raises(BadTask, match=r"f1 \(int\) has no update, compute, merge_state, reset; give a torchmetrics\.Metric"):
         build_own_metrics(Task(f1=3))
-    own: OwnMetrics = build_own_metrics(Task(f1=F1Score(task="binary")))
+    own: OwnMetrics = build_own_metrics(Task(f1=torchmetrics.F1Score(task="binary")))
     with pytest.raises(BadTask, match=r"Task\.metrics \(.*line \d+\) must return 'f1' as well, a tuple of what .*F1Score\.update"):
         own.update({"loss": (1, 2)})

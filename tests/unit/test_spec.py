@@ -176,7 +176,7 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(runtime_env={"pip": ["--index-url=x"]}), "runtime_env.pip.0", "pattern"),
         (spec(runtime_env={"pip": ["x @ https://x/x.whl"]}), "runtime_env.pip.0", "pattern"),
         (spec(runtime_env={"pip": []}), "runtime_env.pip", "at least 1"),
-        (spec(runtime_env={"working_dir": "s3://x"}), "runtime_env.working_dir", "unknown"),
+        (spec(runtime_env={"pip": ["x"], "working_dir": "s3://x"}), "runtime_env.working_dir", "is not a field"),
         (spec(resume_from={"run_id": "run_1", "step": "newest"}), "resume_from.step", "latest"),
         (spec(resume_from={"run_id": "run_1", "step": -1}), "resume_from.step", "greater than or equal to 0"),
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),

@@ -105,6 +105,8 @@ def _problem(run_dir: RunDir, data: bytes) -> str | None:
 
 def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
     """The list without the checkpoints that lack something; None where it cannot be read, or none is left."""
+    if _problem(run_dir, data) is None:
+        return data
     try:
         state: dict[str, Any] = json.loads(data)
         if state["ray_version"] != ray.__version__:
