@@ -8,27 +8,27 @@ from collections.abc import Collection, Mapping
 
 import psutil
 
-INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+NCCL_VARIABLE, GLOO_VARIABLE = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
-def interface_problem(env: Mapping[str, str], up: Collection[str] | None = None) -> str | None:
+def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None) -> str | None:
     """Why collectives could not talk through the interface that ``env`` names; None where they could, or none is named.
 
     Args:
+        nccl: whether NCCL is to be used, else gloo; each reads a variable of its own.
         up: names of this machine's interfaces that are up and have an address; looked up where it is not given.
     """
-    for variable in INTERFACE_VARIABLES:
-        value = env.get(variable, "").strip()
-        if not value:
-            continue
-        known = _interfaces_up() if up is None else up
-        if not any(_chooses(variable, value, name) for name in known):
-            return (
-                f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it "
-                f"has {', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every node has, or leave "
-                "it out"
-            )
-    return None
+    variable = NCCL_VARIABLE if nccl else GLOO_VARIABLE
+    value = env.get(variable, "").strip()
+    if not value:
+        return None
+    known = _interfaces_up() if up is None else up
+    if any(_chooses(variable, value, name) for name in known):
+        return None
+    return (
+        f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it has "
+        f"{', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every node has, or leave it out"
+    )
 
 
 def _interfaces_up() -> set[str]:
@@ -39,7 +39,7 @@ def _interfaces_up() -> set[str]:
 
 def _chooses(variable: str, value: str, name: str) -> bool:
     """Whether the variable lets an interface through: of gloo by name; of NCCL by prefix, after ``=`` by name, after ``^`` not."""
-    if variable == "GLOO_SOCKET_IFNAME":
+    if variable == GLOO_VARIABLE:
         return name in value.split(",")
     if value.startswith("^"):
         return not _begins(value[1:], name)

@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"error: {', '.join(missing)} not set: start this by torchrun", file=sys.stderr)
         return 2
-    problem = interface_problem(os.environ)
+    problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return 2

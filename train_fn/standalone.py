@@ -251,10 +251,10 @@ def _device(spec: RunSpec, place: Place) -> torch.device:
 
 def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     """The process group, by the address that torchrun gave; of one process alone without any network."""
-    problem = interface_problem(os.environ)
+    device = _device(spec, place)
+    problem = interface_problem(os.environ, nccl=device.type == "cuda")
     if problem is not None and place.world_size > 1:
         raise UsageError(problem)
-    device = _device(spec, place)
     backend, timeout = "gloo", timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -167,16 +167,6 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     assert "step 40 twice" in finished["reason"]["message"]
 
 
-def test_an_interface_that_no_node_has_ends_the_run_by_its_name(begin: Begin) -> None:
-    began = time.monotonic()
-    run = begin(spec(env={"NCCL_SOCKET_IFNAME": "ens7"}), small=True)
-    assert run.wait_for_end() == 0, run.describe()
-    assert time.monotonic() - began < 60
-    assert {event.data["verdict"] for event in run.of(EventKind.FAILURE)} == {"user_error"}
-    assert "NCCL_SOCKET_IFNAME=ens7 names no network interface of node" in run.last(EventKind.FAILURE).data["exception"]
-    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "user_error"
-
-
 def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCluster) -> None:
     run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
     run.wait_for_step(20)

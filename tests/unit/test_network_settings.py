@@ -26,7 +26,7 @@ UP = ("lo", "eth0", "eth1", "ib0")
     ],
 )
 def test_what_a_variable_lets_through(variable: str, value: str, fits: bool) -> None:
-    problem = interface_problem({variable: value}, UP)
+    problem = interface_problem({variable: value}, nccl=variable != "GLOO_SOCKET_IFNAME", up=UP)
     assert (problem is None) is fits
     if problem is not None:
         assert problem.startswith(f"{variable}={value} names no network interface of node ")
@@ -34,5 +34,6 @@ def test_what_a_variable_lets_through(variable: str, value: str, fits: bool) -> 
 
 
 def test_this_machine_is_asked_where_nothing_is_given() -> None:
-    assert interface_problem({"GLOO_SOCKET_IFNAME": "lo"}) is None
-    assert "names no network interface" in str(interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}))
+    assert interface_problem({"GLOO_SOCKET_IFNAME": "lo"}, nccl=False) is None
+    assert "names no network interface" in str(interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=False))
+    assert interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=True) is None, "NCCL does not read it"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 
 from train_fn import worker
 from train_fn.nccl import abort_collectives
@@ -45,7 +46,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), interface_problem(os.environ))
+        problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
+        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""
