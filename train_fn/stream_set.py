@@ -92,7 +92,8 @@ class StreamSet:
 
     def guarantee(self) -> str:
         """In words; reads a few samples to see what the data set does."""
-        begun = [self.first(self.sampler.of_stream(stream, 0, 0)[0]) for stream in range(min(2, self.sampler.num_streams))]
+        first_two = [self.sampler.of_stream(stream, 0, 0)[:1] for stream in range(min(2, self.sampler.num_streams))]
+        begun = [self.first(micro) for micros in first_two for micro in micros]  # of little data a stream may have none
         how = "from the state that the data set gives"
         if begun[0].place is None or begun[0].place[1].state is None:
             how = (

@@ -223,6 +223,7 @@ def test_the_guarantee_says_what_depends_on_the_data_set() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(100))
 
+    assert "WARNING" not in stream_set(Undivided(), num_samples=3).guarantee(), "the second stream has nothing to read"
     assert "WARNING: streams 0 and 1 begin with the same samples" in stream_set(Undivided()).guarantee()
 
 
