@@ -66,7 +66,7 @@ def measure(root: Path, workers: int, batch: int, step_s: float, epochs: int) ->
         began, waited, num_images = time.perf_counter(), 0.0, 0
         for _ in range(sampler.steps_per_epoch):
             asked = time.perf_counter()
-            indices, _ = next(loader)
+            indices = next(loader).indices
             waited += time.perf_counter() - asked
             num_images += len(indices)
             time.sleep(step_s)

@@ -1,9 +1,10 @@
-"""Throughput of Everstep, events and checkpoints on, over a plain torchrun DDP script: same model, data, steps and ranks.
+"""Throughput of Everstep, events and checkpoints on, over a plain torchrun DDP script and over plain Ray Train.
 
     python -m benchmarks throughput --workload digits --repeats 5
 
-The two run in turn on the same machine, each with nothing else running: the service and its cluster are up for Everstep's side
-only. Samples/s over the steps after a warm-up, in which Everstep also fills its pool of spare processes; the ratio pair by pair.
+Same model, data, steps and ranks. The three run in turn on the same machine, each with nothing else running: the service and its
+cluster are up for Everstep's side only. Samples/s over the steps after a warm-up, in which Everstep also fills its pool of spare
+processes; ratios within each repeat. ``--beside torchrun`` leaves plain Ray Train out.
 """
 
 from __future__ import annotations
@@ -39,11 +40,17 @@ def samples_per_s(
     return samples / (ended - begun)
 
 
-def run_torchrun(workload: str, steps: int) -> list[tuple[int, float]]:
+SIDES = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.torchrun_ddp"),
+    "ray_train": ("benchmarks.ray_train_ddp",),
+}
+"""What Everstep is compared with, as arguments of ``python -m``."""
+
+
+def run_plain(side: str, workload: str, steps: int) -> list[tuple[int, float]]:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "steps.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "benchmarks.torchrun_ddp", "--workload", workload, "--steps", str(steps)]
+        command = [sys.executable, "-m", *SIDES[side], "--workload", workload, "--steps", str(steps)]
         command += ["--out", str(out), "--checkpoint-dir", directory]
         subprocess.run(
             command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -67,20 +74,29 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--warmup-steps", type=int, default=1000)
+    parser.add_argument("--beside", choices=sorted(SIDES), action="append", help="compare with this one only; may be repeated")
     options = parser.parse_args(argv)
-    ours, theirs = [], []
+    sides = options.beside or list(SIDES)
+    ours: list[float] = []
+    theirs: dict[str, list[float]] = {side: [] for side in sides}
     global_batch_size = WORKLOADS[options.workload]["train"]["global_batch_size"]
     num_samples = len(build_train_set(WORKLOADS[options.workload]))
     shape = (options.warmup_steps, global_batch_size, -(-num_samples // global_batch_size), num_samples)
     for _ in range(options.repeats):
-        theirs.append(samples_per_s(run_torchrun(options.workload, options.steps), *shape))
+        for side in sides:
+            theirs[side].append(samples_per_s(run_plain(side, options.workload, options.steps), *shape))
         with ServiceProcess(nodes=2) as service:
             ours.append(samples_per_s(run_everstep(service.client(), options.workload, options.steps), *shape))
     write(
         f"throughput_{options.workload}",
         {
             "everstep_samples_per_s": summary(ours),
-            "torchrun_samples_per_s": summary(theirs),
-            "ratio": summary([a / b for a, b in zip(ours, theirs, strict=True)]),
+            **{f"{side}_samples_per_s": summary(theirs[side]) for side in sides},
+            **{
+                "ratio" if side == "torchrun" else f"ratio_{side}": summary(
+                    [a / b for a, b in zip(ours, theirs[side], strict=True)]
+                )
+                for side in sides
+            },
         },
     )

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from everstep.cli_code import with_code
 from everstep.cli_terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.errors import EverstepError, UsageError
 from everstep.overrides import apply_overrides
@@ -27,11 +28,17 @@ init = typer.Typer(help="Begin something of your own.", no_args_is_help=True)
 
 @command
 def run(
-    spec: Annotated[str, typer.Argument(metavar="SPEC.yaml", help="File with the spec; - reads standard input.")],
+    spec: Annotated[
+        str | None, typer.Argument(metavar="[SPEC.yaml]", help="File with the spec; - reads standard input.", show_default=False)
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="In this process, as one rank, without the service.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, for example train.max_steps=3.")
     ] = None,
+    code: Annotated[
+        str | None, typer.Option("--code", metavar="DIRECTORY", help="Run this code's task in place of the spec's.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")] = None,
     storage: Annotated[str, typer.Option(metavar="DIRECTORY", help="Where checkpoints, journal and logs go.")] = "out/local",
     run_id: Annotated[
         str | None, typer.Option(metavar="ID", help="Directory of the run; one that exists is gone on with. By default a new one.")
@@ -45,13 +52,15 @@ def run(
         raise UsageError(
             "`everstep run` is for this process and wants --local; `everstep submit SPEC.yaml` gives it to the service"
         )
-    parsed = parse_spec(apply_overrides(read_spec(spec), overrides or []))
+    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, None)
+    parsed = parse_spec(apply_overrides(raw, overrides or []))
     missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"training needs {', '.join(missing)}, which this Python has not; run: pip install 'everstep[server]'")
     training = importlib.import_module(TRAINING)
     try:
-        ended = training.run_local(parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line)
+        own = None if archive is None else training.OwnCode(archive, Path(str(code)).expanduser())
+        ended = training.run_local(parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line, own)
     except EverstepError:
         raise
     except Exception as exc:

@@ -126,6 +126,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
             ("failures", f"{words.count(run.restarts, 'restart')}, {words.count(run.steps_lost, 'step')} lost"),
             ("survives", f"loss of {survives}; at worst {lost} would be lost" if not run.status.terminal else None),
             ("protection", run.protection.message if not run.status.terminal else None),
+            ("samples", run.guarantee),
             ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
             ("Ray job", run.links.ray_job),
         ]

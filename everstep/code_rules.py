@@ -16,6 +16,11 @@ MAX_DEPTH = 32
 """Most parts of a file's path."""
 
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+REQUIREMENT_PATTERN = (
+    r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(\[[A-Za-z0-9._,-]+\])?"
+    r"( ?(==|>=|<=|~=|!=|<|>) ?[A-Za-z0-9.*+!]+)?( ?, ?(==|>=|<=|~=|!=|<|>) ?[A-Za-z0-9.*+!]+)*$"
+)
+"""A package by name, extras and versions."""
 ENTRY_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 
 OWN_PACKAGES = frozenset({"everstep", "service", "storage", "train_fn"})

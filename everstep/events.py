@@ -29,8 +29,9 @@ class EventKind(StrEnum):
     (RUN_ID/NAME for a fork), rejected [{name, problem}], origin {run_id, checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
-    device, backend, snapshots ("published" by rank 0 of a group on one node, left by "survivors", or "none"). Of a user's Ray
-    Train function only the last three are known, and the others null."""
+    device, backend, snapshots ("published" by rank 0 of a group on one node, left by "survivors", or "none"), guarantee (what may
+    be relied on of the samples' use over restarts, in words) | null where it was told before. Of a user's Ray Train function only
+    the last four are known, and the others null."""
     SNAPSHOTS = "snapshots"
     """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" | "none"), problem | null."""
     METRICS = "metrics"

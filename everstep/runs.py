@@ -80,6 +80,7 @@ class RunHandle:
         links: Links
         transitions: tuple[Transition, ...]
         forked_from: ForkedFrom | None
+        guarantee: str | None
     else:
 
         def __getattr__(self, name: str) -> Any:

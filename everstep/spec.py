@@ -21,7 +21,7 @@ from everstep.catalog import (
     ScheduleSpec,
     TaskSpec,
 )
-from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN
+from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
 from everstep.errors import InvalidSpec
 from everstep.field_errors import field_errors
 
@@ -248,6 +248,16 @@ class CodeSpec(Frozen):
         return value
 
 
+Requirement = Annotated[str, Field(max_length=200, pattern=REQUIREMENT_PATTERN)]
+
+
+class RuntimeEnvSpec(Frozen):
+    """Packages that code of one's own needs and nodes lack, where the operator allows such."""
+
+    pip: Annotated[list[Requirement], Field(min_length=1, max_length=64)]
+    """Requirements as ``einops>=0.8`` has it, by name and version: no options, paths or URLs."""
+
+
 class RunSpec(Frozen):
     """A training request. Only ``name``, and ``task`` or ``code``, are required.
 
@@ -288,8 +298,8 @@ class RunSpec(Frozen):
     """Environment of every rank, set before the process group exists."""
     secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
     """Variables of every rank that are read from files which the operator put on the nodes: variable to name of the file."""
-    runtime_env: None = None
-    """Ray runtime environment; denied: packages belong into the nodes' image."""
+    runtime_env: RuntimeEnvSpec | None = None
+    """Packages that ``code`` needs beside those of the nodes; denied unless the operator allows it."""
 
     @field_validator("task")
     @classmethod
@@ -308,14 +318,12 @@ class RunSpec(Frozen):
             raise PydanticCustomError("not_used", "says nothing to code.train_fn, which trains by itself; put it into code.config")
         return value
 
-    @field_validator("runtime_env", mode="before")
+    @field_validator("runtime_env")
     @classmethod
-    def _no_runtime_env(cls, value: Any) -> None:
-        if value is not None:
-            raise PydanticCustomError(
-                "runtime_env_denied",
-                "runtime_env is denied by this service; leave it out or set it to null, and have packages installed on the nodes",
-            )
+    def _packages_are_for_code(cls, value: RuntimeEnvSpec | None, info: ValidationInfo) -> RuntimeEnvSpec | None:
+        if value is not None and info.data.get("code", "faulty") is None:
+            raise PydanticCustomError("runtime_env_without_code", "is for code of your own; leave it out, or set it to null")
+        return value
 
     @field_validator("secrets")
     @classmethod

@@ -188,6 +188,8 @@ class Run(Answer):
     transitions: tuple[Transition, ...]
     forked_from: ForkedFrom | None = None
     """By `resume_from`; null for a run that began afresh."""
+    guarantee: str | None = None
+    """What may be relied on of the samples' use over restarts and other world sizes, in words; null before the first step."""
 
 
 class Event(Answer):

@@ -61,6 +61,8 @@ class Settings:
     """Base URL by which browsers reach the service, where that is not the one it listens on; empty is that one."""
     drills: bool = False
     """Whether failure drills may be run through the API."""
+    allow_pip: bool = False
+    """Whether runs may bring packages (``runtime_env.pip``), which nodes then fetch and install."""
     cordon_runs: int = DEFAULT_CORDON_RUNS
     """So many runs that failed on one node within the window cordon it; 0 is no limit."""
     cordon_failures: int = DEFAULT_CORDON_FAILURES

@@ -12,11 +12,13 @@ from train_fn.evaluate import evaluate
 from train_fn.replica import Replica
 from train_fn.reporter import Reporter
 from train_fn.state import Best
+from train_fn.tasks.checks import is_iterable
 
 
 def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
     """Refuse at once what could only fail at the first evaluation. Raises BadTask."""
-    if ctx.spec.checkpoint.best_metric is not None and not replica.val_set:
+    held_out = replica.val_set
+    if ctx.spec.checkpoint.best_metric is not None and (held_out is None or (not is_iterable(held_out) and len(held_out) == 0)):
         raise BadTask("checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it to null")
 
 

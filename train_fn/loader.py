@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,27 @@ class Loaded(NamedTuple):
     indices: IndexArray
     """Sample indices that were really fetched, in order."""
     batch: Any
+    place: Any = None
+    """Of iterable data, now and then: where its stream is after this micro-batch."""
+
+
+class TrainingData(Protocol):
+    """A training set as the loop knows it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this data from other data; resuming on other data is refused."""
+
+    def guarantee(self) -> str:
+        """What the run's user may rely on of the samples' use, in words."""
+
+    def first(self, micro: MicroBatch) -> Loaded:
+        """One micro-batch by itself, past the loader."""
+
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> Iterator[Loaded]:
+        """The micro-batches in their order, read ahead by loader processes where the spec has such."""
 
 
 class KeyedDataset(Dataset[Loaded]):
@@ -50,26 +71,33 @@ class KeyedDataset(Dataset[Loaded]):
             fetched.append(index)
         return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))
 
+    @property
+    def fingerprint(self) -> str:
+        """What the data set says of itself; at least how long it is."""
+        told = getattr(self.dataset, "fingerprint", None)
+        return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
+
+    def guarantee(self) -> str:
+        return "Every sample of an epoch is used exactly once, whatever dies and at any world size; the ledger proves it."
+
+    def first(self, micro: MicroBatch) -> Loaded:
+        return self.__getitems__(micro)
+
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> Iterator[Loaded]:
+        options = loader_options(spec, num_loader_workers(spec, self.dataset, local_world_size), device)
+        return iter(DataLoader(self, batch_sampler=micro_batches, **options))  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
+
 
 class Loader:
-    """An iterator over ``micro_batches``. Owns its generator: what the global one is seeded with changes nothing here."""
+    """An iterator over ``micro_batches`` of a data set, whose copies to the device travel beside what it computes."""
 
     def __init__(
-        self, dataset: KeyedDataset, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+        self, dataset: TrainingData, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
     ) -> None:
-        num_workers = num_loader_workers(spec, dataset.dataset, local_world_size)
         self._device = device
-        loader = DataLoader(
-            dataset,
-            batch_sampler=micro_batches,  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
-            collate_fn=_as_is,
-            worker_init_fn=_end_with_rank,
-            num_workers=num_workers,
-            prefetch_factor=spec.train.loader.prefetch_factor if num_workers else None,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator().manual_seed(key(spec.train.seed, 4)),
-        )
-        self._iterator: Iterator[Loaded] | None = iter(loader)
+        self._iterator: Iterator[Loaded] | None = dataset.batches(micro_batches, spec, local_world_size, device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Loaded | Exception | None = None
 
@@ -100,11 +128,11 @@ class Loader:
 
     def _load(self) -> Loaded:
         assert self._iterator is not None
-        indices, batch = next(self._iterator)
+        loaded = next(self._iterator)
         if self._copies is None:
-            return Loaded(indices, batch)
+            return loaded
         with torch.cuda.stream(self._copies):
-            return Loaded(indices, to_device(batch, self._device))
+            return loaded._replace(batch=to_device(loaded.batch, self._device))
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -118,6 +146,18 @@ def _end_with_rank(_: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def loader_options(spec: RunSpec, num_workers: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there."""
+    return {
+        "collate_fn": _as_is,
+        "worker_init_fn": _end_with_rank,
+        "num_workers": num_workers,
+        "prefetch_factor": spec.train.loader.prefetch_factor if num_workers else None,
+        "pin_memory": device.type == "cuda",
+        "generator": torch.Generator().manual_seed(key(spec.train.seed, 4)),
+    }
 
 
 def _as_is(loaded: Any) -> Any:

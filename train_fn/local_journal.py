@@ -63,10 +63,11 @@ class LocalJournal:
                 )
             case EventKind.TRAINING_STARTED:
                 self._total_steps = int(data["total_steps"])
+                _, warned, warning = str(data.get("guarantee")).partition("WARNING: ")
                 return (
                     f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, {self._total_steps:,} steps, "
                     f"micro-batches of {data['micro_batch_size']}, on {data['device']}"
-                )
+                ) + (f"\n{warned}{warning}" if warned else "")
             case EventKind.METRICS:
                 return self._steps(data["points"])
             case EventKind.EVALUATED:

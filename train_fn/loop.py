@@ -106,6 +106,8 @@ class Attempt:
             self.phase = "step"
             totals = self._forward_backward(replica)  # collective: returns on every rank or on none
             values = self._commit(replica, totals)  # the gate is passed; no collective in here
+            if state.bookmarks is not None:
+                state.bookmarks.exchange(state.step, replica.peers.gather)
             step_s = reporter.step_done(values, totals.count.num_samples)
             if self._stragglers is not None:
                 self._stragglers.note(state.step - 1, totals.own_s, step_s)
@@ -133,8 +135,11 @@ class Attempt:
             batch, number, counted = None, 0, Count()
             if position < len(share):
                 self.phase = "data"
-                indices, batch = next(self._loader)
-                counted = count(state.epoch, state.step, share[position].indices, indices)
+                loaded = next(self._loader)
+                batch = loaded.batch
+                counted = count(state.epoch, state.step, share[position].indices, loaded.indices)
+                if state.bookmarks is not None:
+                    state.bookmarks.note(loaded)
                 number = share[position].number
                 self.phase = "step"
             last = position == num_passes - 1
@@ -279,6 +284,7 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "num_samples": replica.sampler.num_samples,
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
         "micro_batch_size": replica.sampler.micro_batch_size,
+        "guarantee": replica.train_set.guarantee() if replica.state.step == 0 or ctx.attempt == 1 else None,
         "snapshots": snapshots_of(ctx),
         "device": str(ctx.device),
         "backend": "nccl" if ctx.device.type == "cuda" else "gloo",

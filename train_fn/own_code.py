@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -12,26 +13,41 @@ import re
 import shutil
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from everstep.code_rules import import_roots
-from storage.code_archive import unpack
+from storage.code_archive import read_members, unpack
 from storage.code_store import CodeStore
 from storage.filesystem import Storage
 from train_fn.errors import BadTask
 from train_fn.node_dir import cache_root, node_lock
 from train_fn.rank_error import user_place
+from train_fn.torchvision_ops import declare_missing_ops
 
 _LISTING = ".everstep-files.json"
+_on_disk: dict[str, Path] = {}
+"""Digests whose files are taken from where their owner has them."""
 _IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
 
 
 def add_to_path(storage: Storage, digest: str) -> None:
     """Make an archive's modules importable in this process, before all others. Raises StorageError where it cannot be fetched."""
-    directory = _on_node(storage, digest)
-    roots = [str(directory / root) for root in import_roots(_listing(directory).keys())]
+    if digest not in _on_disk:
+        directory = _on_node(storage, digest)
+        _import_from(directory, _listing(directory).keys())
+
+
+def work_on(archive: bytes, directory: Path) -> None:
+    """Import an archive's modules from the directory that it was packed from, in this process: breakpoints there hold."""
+    _on_disk[f"sha256:{hashlib.sha256(archive).hexdigest()}"] = directory.resolve()
+    _import_from(directory.resolve(), {member.path for member in read_members(archive)})
+
+
+def _import_from(directory: Path, files: Collection[str]) -> None:
+    roots = [str(directory / root) for root in import_roots(files)]
     sys.path[:0] = [root for root in roots if root not in sys.path]
     importlib.invalidate_caches()
 
@@ -44,6 +60,7 @@ def load_named(entry: str) -> Any:
     if taken is not None and not _is_uploaded(taken):
         owner = getattr(taken, "__file__", None) or "another package"
         raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
+    declare_missing_ops()  # for torchvision, which the module may import
     try:
         module = importlib.import_module(module_name)
     except Exception as exc:
@@ -68,7 +85,8 @@ def place_of(thing: Any) -> str:
 
 def _is_uploaded(module: ModuleType) -> bool:
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
-    return any(place is not None and _IN_CACHE.match(place) for place in places)
+    known = [place for place in places if place is not None]
+    return any(_IN_CACHE.match(place) or any(Path(place).is_relative_to(mine) for mine in _on_disk.values()) for place in known)
 
 
 def _short(file: str) -> str:

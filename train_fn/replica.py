@@ -18,15 +18,28 @@ from train_fn.collectives import Peers, coalesce, scatter_back
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
-from train_fn.loader import KeyedDataset, Loaded, collate_of, to_device
+from train_fn.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
 from train_fn.optim import build_optimizer
 from train_fn.own_code import add_to_path
+from train_fn.own_packages import bring_packages
 from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
+from train_fn.stream_sampler import StreamSampler, num_streams_of
+from train_fn.stream_set import StreamSet
 from train_fn.tasks.build import build_task
-from train_fn.tasks.checks import check_gradients, check_moves, checked_datasets, checked_loss, checked_model, checked_optimizer
+from train_fn.tasks.checks import (
+    check_gradients,
+    check_moves,
+    checked_datasets,
+    checked_loss,
+    checked_model,
+    checked_optimizer,
+    epoch_length,
+    is_iterable,
+    told,
+)
 from train_fn.tasks.protocol import Sum, Task
 
 
@@ -58,7 +71,7 @@ class Replica:
     task: Task
     state: TrainState
     sampler: Sampler
-    train_set: KeyedDataset
+    train_set: TrainingData
     val_set: Any | None
     step_module: StepModule
     total_steps: int
@@ -116,8 +129,8 @@ class Replica:
 
     def load(self, micro: MicroBatch) -> Loaded:
         """One training micro-batch, past the loader."""
-        indices, batch = self.train_set.__getitems__(micro)
-        return Loaded(indices, to_device(batch, self.peers.device))
+        loaded = self.train_set.first(micro)
+        return loaded._replace(batch=to_device(loaded.batch, self.peers.device))
 
     def seed(self, step: int, number: int) -> None:
         """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
@@ -186,6 +199,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
     _make_deterministic(ctx)
+    bring_packages(ctx)
     if spec.code is not None:
         add_to_path(ctx.run_dir.storage, spec.code.archive)
     task = build_task(spec)
@@ -195,7 +209,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     model.train()
     if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
-    sampler = Sampler(len(datasets["train"]), train.global_batch_size, spec.micro_batch_size, train.seed)
+    train_set, sampler = _training_data(ctx, task, datasets["train"])
     build_own = getattr(task, "build_optimizer", None)
     optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
     state = TrainState(
@@ -204,7 +218,9 @@ def build_replica(ctx: WorkerContext) -> Replica:
         build_scaler(train.precision, ctx.device),
         Ema(model, train.ema_decay) if train.ema_decay is not None else None,
         steps_per_epoch=sampler.steps_per_epoch,
-        fingerprint=_fingerprint(datasets["train"]),
+        fingerprint=train_set.fingerprint,
+        bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
+        data_source=told(task, "build_datasets") if spec.code is not None else None,
     )
     all_steps = train.epochs * sampler.steps_per_epoch
     return Replica(
@@ -212,16 +228,24 @@ def build_replica(ctx: WorkerContext) -> Replica:
         task=task,
         state=state,
         sampler=sampler,
-        train_set=KeyedDataset(datasets["train"], train.seed, collate_of(task), training=True),
+        train_set=train_set,
         val_set=datasets.get("val"),
         step_module=StepModule(task, model, train.precision, ctx.device, compiled=train.compile),
         total_steps=min(all_steps, train.max_steps or all_steps),
     )
 
 
-def _fingerprint(dataset: Any) -> str:
-    """What the data set says of itself; at least how long it is."""
-    return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__qualname__}/{len(dataset)}")
+def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
+    """The training set, read by index or as streams, and the order of its samples."""
+    spec, train = ctx.spec, ctx.spec.train
+    if not is_iterable(dataset):
+        sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)
+        return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
+    source = told(task, "build_datasets")
+    streams = StreamSampler(
+        epoch_length(source, dataset, train), train.global_batch_size, spec.micro_batch_size, train.seed, num_streams_of(spec)
+    )
+    return StreamSet(dataset, streams, spec, ctx.local_world_size, collate_of(task), source), streams
 
 
 def _make_deterministic(ctx: WorkerContext) -> None:

@@ -203,7 +203,7 @@ def _check_data(replica: Replica) -> None:
     fingerprints = replica.peers.gather(replica.state.fingerprint)
     if len(set(fingerprints)) > 1:
         told = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints))
-        raise DataChanged(f"the training data differs between nodes ({told}); make it the same on all")
+        raise DataChanged(f"{replica.state.data_name} differs between nodes ({told}); make it the same on all")
 
 
 def _event(replica: Replica, restored: Restored) -> dict[str, Any]:

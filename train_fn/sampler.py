@@ -31,6 +31,8 @@ class MicroBatch:
     epoch: int
     number: int
     indices: IndexArray
+    k: int = 0
+    """The global batch within its epoch."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Sampler:
         num_micro = -(-len(indices) // self.micro_batch_size)
         size = self.micro_batch_size
         return [
-            MicroBatch(epoch, number, indices[number * size : (number + 1) * size])
+            MicroBatch(epoch, number, indices[number * size : (number + 1) * size], k)
             for number in share_of(num_micro, rank, world_size)
         ]
 

@@ -1,6 +1,7 @@
 """The training loop without Ray and without the service: under torchrun, or as one process that a debugger can step through.
 
     torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --storage /mnt/shared/everstep --run-id digits
+    torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --code . --task my_pkg.task:MyTask
     everstep run SPEC.yaml --local
 
 The loop, the data order, the checkpoints and the journal are those of a run under the service. The same command again goes on from
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -28,13 +30,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from everstep.cli_code import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.events import EventKind
 from everstep.overrides import apply_overrides
 from everstep.spec import RunSpec, parse_spec
 from everstep.spec_file import read_spec
+from storage.code_store import CodeStore
 from storage.errors import StorageError, StorageNotFound
-from storage.filesystem import open_storage
+from storage.filesystem import Storage, open_storage
 from storage.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.collectives import Peers
@@ -43,6 +47,8 @@ from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
 from train_fn.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop import Attempt, train
+from train_fn.network_settings import interface_problem
+from train_fn.own_code import work_on
 from train_fn.recovery.environment import NCCL_ENV
 from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
@@ -246,6 +252,9 @@ def _device(spec: RunSpec, place: Place) -> torch.device:
 def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     """The process group, by the address that torchrun gave; of one process alone without any network."""
     device = _device(spec, place)
+    problem = interface_problem(os.environ, nccl=device.type == "cuda")
+    if problem is not None and place.world_size > 1:
+        raise UsageError(problem)
     backend, timeout = "gloo", timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -256,11 +265,35 @@ def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say) -> Ended:
+@dataclass(frozen=True)
+class OwnCode:
+    """A user's code that was not uploaded anywhere."""
+
+    archive: bytes
+    path: Path
+    """What it was packed from."""
+
+
+def bring_code(spec: RunSpec, storage: Storage, code: OwnCode | None) -> None:
+    """Make a spec's code importable in this process. Raises UsageError where it cannot run here, or is not given."""
+    if spec.code is None:
+        return
+    if spec.code.train_fn is not None:
+        raise UsageError("code.train_fn runs under Ray Train alone; `everstep submit` gives it to the service")
+    if code is None:
+        raise UsageError("the spec names code of its own by a digest; give --code DIRECTORY, the code itself")
+    if code.path.is_dir():
+        work_on(code.archive, code.path)
+    else:
+        CodeStore(storage).put(code.archive)
+
+
+def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, code: OwnCode | None = None) -> Ended:
     """Train in this process, alone: what raises, raises here. Loader processes are left out, so that breakpoints in data sets hold.
 
     Without ``run_id`` it is a new run each time.
     """
+    bring_code(spec, open_storage(storage), code)
     loader = spec.train.loader.model_copy(update={"num_workers": 0})
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
     place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
@@ -295,7 +328,9 @@ def _stop_on_signals() -> threading.Event:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchrun … -m train_fn.standalone", description="Train a spec under torchrun.")
-    parser.add_argument("spec", metavar="SPEC.yaml", help="file with the spec, on every host")
+    parser.add_argument("spec", nargs="?", metavar="SPEC.yaml", help="file with the spec, on every host")
+    parser.add_argument("--code", metavar="DIRECTORY", help="code of your own, the same on every host, in place of the spec's task")
+    parser.add_argument("--task", metavar="MODULE:CLASS", help="task in that code")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the spec")
     parser.add_argument(
         "--storage", default="out/standalone", metavar="URI", help="directory or s3://…; rank 0 reads and writes it"
@@ -329,9 +364,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
 
     def one_rank() -> int:
-        spec = parse_spec(apply_overrides(read_spec(arguments.spec), arguments.set))
+        raw = None if arguments.spec is None else read_spec(arguments.spec)
+        raw, archive = with_code(raw, arguments.code, arguments.task, None)
+        spec = parse_spec(apply_overrides(raw, arguments.set))
         place = place_from_env(os.environ)
-        run_dir = open_storage(arguments.storage).run_dir(arguments.run_id or run_id_of(spec))
+        storage = open_storage(arguments.storage)
+        bring_code(spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code)))
+        run_dir = storage.run_dir(arguments.run_id or run_id_of(spec))
         os.environ.update(NCCL_ENV | spec.env)
         set_threads(spec)
         level = logging.INFO if place.rank == 0 else logging.WARNING

@@ -16,6 +16,7 @@ from torch import nn
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.ledger import Ledger
+from train_fn.stream_set import Bookmarks
 
 VERSION = 1
 TAIL_LENGTH = 64
@@ -47,6 +48,8 @@ class TrainState:
         *,
         steps_per_epoch: int,
         fingerprint: str,
+        bookmarks: Bookmarks | None = None,
+        data_source: str | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -55,6 +58,10 @@ class TrainState:
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
+        self.data_name = f"the training data of {data_source}" if data_source else "the training data"
+        """In words; of a user's task with the method that made it, its file and line."""
+        self.bookmarks = bookmarks
+        """Of iterable data."""
         self.step = 0
         self.closed_epochs = 0
         """Epochs whose end was reported and, where due, evaluated."""
@@ -105,6 +112,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
+            "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,9 +126,14 @@ class TrainState:
             raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads version {VERSION}")
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
-                f"the training data changed since step {state['step']}: "
+                f"{self.data_name} changed since step {state['step']}: "
                 f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
                 "Put the data back as it was, or start a new run"
+            )
+        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
+            raise DataChanged(
+                f"{self.data_name} has another length since step {state['step']}, though it calls itself {self.fingerprint} as "
+                "before. Put the data back as it was, or start a new run"
             )
         self.complete = False
         self.model.load_state_dict(state["model"])
@@ -131,8 +144,9 @@ class TrainState:
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self.ledger.load_state_dict(state["ledger"])
+        if self.bookmarks is not None:
+            self.bookmarks.load_state_dict(state["bookmarks"])
         self.step = state["step"]
-        assert (self.epoch, self.k) == (state["epoch"], state["k"])
         self.closed_epochs = state["closed_epochs"]
         self.evaluated_step = state["evaluated_step"]
         self.metrics = dict(state["metrics"])

@@ -64,6 +64,7 @@ def run_answer(
         goodput=TimeLedger.load(run.time_ledger).close(_end(run, now)).goodput,
         links=_links(run, dashboard_url, public_url),
         transitions=tuple(_transition(row) for row in transitions),
+        guarantee=run.guarantee,
         forked_from=ForkedFrom.model_validate(run.spec["resume_from"]) if run.spec.get("resume_from") else None,
     )
 

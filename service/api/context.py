@@ -63,6 +63,7 @@ class ApiContext:
         clock: Callable[[], float] = time.time,
         *,
         drills_enabled: bool = False,
+        allow_pip: bool = False,
         figures: RunFigures | None = None,
         public_url: str | None = None,
         rate_per_s: float = DEFAULT_RATE_PER_S,
@@ -75,6 +76,7 @@ class ApiContext:
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
         self.drills_enabled = drills_enabled
+        self.allow_pip = allow_pip
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""

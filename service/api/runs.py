@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
+from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
 from service.api.answers import run_answer
@@ -21,6 +22,11 @@ from service.db.rows import RunRow
 from service.db.runs import IdempotencyKey, RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
+
+PIP_DENIED: Final = (
+    "is denied by this service; leave it out or set it to null, and have packages installed on the nodes or put them into your "
+    "code. The operator allows it by EVERSTEP_ALLOW_PIP=1"
+)
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -50,6 +56,8 @@ async def create_run(
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
+    if spec.runtime_env is not None and not context.allow_pip:
+        raise InvalidSpec((FieldError(("runtime_env",), PIP_DENIED),))
     if spec.code is not None:
         await check_code(context, spec.code)
     context.storage_roots.check_data(spec)

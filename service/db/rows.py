@@ -59,6 +59,7 @@ class RunRow(Row):
     world_size: int | None
     workers: list[dict[str, Any]]
     snapshots: str | None
+    guarantee: str | None
     metrics: dict[str, float]
     best: dict[str, Any] | None
     latest_checkpoint: dict[str, Any] | None

@@ -394,6 +394,7 @@ def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> R
         world_size=None,
         workers=[],
         snapshots=None,
+        guarantee=None,
         metrics={},
         best=None,
         latest_checkpoint=None,

@@ -63,6 +63,7 @@ runs = Table(
     Column("world_size", Integer),
     Column("workers", JSON, nullable=False),  # of the attempt that runs: [{rank, node_id, node_ip, pid}]
     Column("snapshots", String(16)),  # how that attempt keeps states on its nodes; null: not heard yet
+    Column("guarantee", Text),  # what may be relied on of the samples' use, in words; null: not heard yet
     Column("metrics", JSON, nullable=False),
     Column("best", JSON(none_as_null=True)),
     Column("latest_checkpoint", JSON(none_as_null=True)),

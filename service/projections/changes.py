@@ -87,6 +87,8 @@ def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _training_started(run: RunRow, event: EventRow) -> Changes:
     columns = {name: event.data.get(name) for name in ("total_steps", "steps_per_epoch", "snapshots")}
+    if event.data.get("guarantee"):
+        columns["guarantee"] = event.data["guarantee"]
     return Changes(columns, **_to(run, RunStatus.RUNNING))
 
 

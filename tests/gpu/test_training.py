@@ -86,7 +86,7 @@ def test_micro_batches_come_pinned_and_are_copied_ahead(nccl: torch.device) -> N
     for number in range(4):
         loader.prefetch()
         loader.prefetch()  # asked twice, one is ahead
-        indices, batch = next(loader)
+        indices, batch, _ = next(loader)
         assert indices.tolist() == [2 * number, 2 * number + 1]
         assert batch.device == nccl
         assert batch[:, 0, 0, 0].tolist() == indices.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from storage.filesystem import open_storage
 from storage.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
 from tests.integration.ray_cluster import RayCluster, ray_cluster
+from train_fn.ray_train.reported_parts import MANIFEST
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -83,6 +85,36 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(started: list[DrivenRun], cl
     lines, _ = read_rank_logs(run.run_dir)
     assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_an_interface_that_no_node_has_ends_the_run_by_its_name(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    code = {"task": "task:DigitsTask", "args": {"width": 32}}
+    run = begin(started, cluster, tmp_path, "own_task", code, env={"GLOO_SOCKET_IFNAME": "ens7"})
+    assert run.wait_for_end() == 0, run.describe()
+    assert {event.data["verdict"] for event in run.of(EventKind.FAILURE)} == {"user_error"}
+    assert "GLOO_SOCKET_IFNAME=ens7 names no network interface of node" in run.last(EventKind.FAILURE).data["exception"]
+    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "user_error"
+
+
+def test_sharded_training_goes_on_from_every_rank_s_part(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+    """FSDP: no rank has the whole state, and a checkpoint is whole once all ranks' parts are there."""
+    run = begin(started, cluster, tmp_path, "own_train_fn_fsdp", {"train_fn": "train:train_fn", "config": {"epochs": 40}})
+    run.wait_for_step(10)
+    os.kill(run.worker(0)["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
+    second = run.of(EventKind.RESTORED)[1].data
+    assert second["source"] == "checkpoint" and 9 <= second["step"] <= 40
+    lines, _ = read_rank_logs(run.run_dir)
+    assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
+    losses = {point["step"]: point["values"]["loss"] for event in run.of(EventKind.METRICS) for point in event.data["points"]}
+    assert set(losses) == set(range(1, 41)) and losses[40] < 0.5 * losses[1]
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob(f"runs/{run.run_dir.run_id}/checkpoint_*/{MANIFEST}")]
+    assert manifests and all(manifest["world_size"] == 2 for manifest in manifests)
+    for manifest in manifests:
+        assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= manifest["files"].keys()
 
 
 def test_a_train_fn_is_paused_at_a_report_and_goes_on(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:

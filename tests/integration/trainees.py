@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from train_fn import replica, stragglers
 from train_fn.context import WorkerContext
@@ -150,6 +151,41 @@ def publishing_nothing() -> None:
     from train_fn.publisher import Publisher
 
     Publisher.offer = lambda self: None  # type: ignore[method-assign]
+
+
+class LineStream(IterableDataset[dict[str, torch.Tensor]]):
+    """The same data as an iterable: each stream its own part, shuffled anew in every pass, with its place kept."""
+
+    def __init__(self) -> None:
+        self._lines, self._order, self._position = Lines(), torch.zeros(0, dtype=torch.int64), 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        stream = get_worker_info()
+        if self._position == len(self._order):
+            self._order, self._position = torch.randperm(NUM_SAMPLES), 0
+            if stream is not None:  # of the whole data set, for evaluation, there is none
+                self._order = self._order[self._order % stream.num_workers == stream.id]
+        while self._position < len(self._order):
+            self._position += 1
+            yield self._lines[int(self._order[self._position - 1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self._order, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order, self._position = state["order"], state["position"]
+
+
+class StreamedRegression(Regression):
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": LineStream(), "val": LineStream()}
+
+
+def streamed_regression() -> None:
+    replica.build_task = lambda spec: StreamedRegression()
 
 
 class SlowSecondRank(Regression):

@@ -81,3 +81,14 @@ async def test_code_that_cannot_run_is_refused_with_the_run(api: ApiService) -> 
         [error] = answer.json()["errors"]
         assert error["loc"] == loc and words in error["msg"]
     assert (await api.get("/v1/runs"))["items"] == []
+
+
+async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiService) -> None:
+    digest = (await upload(api, tar_gz(FILES))).json()["digest"]
+    spec = own_spec(digest) | {"runtime_env": {"pip": ["einops>=0.8"]}}
+    denied = await api.http.post("/v1/runs", json=spec)
+    assert denied.status_code == 422
+    [fault] = denied.json()["errors"]
+    assert fault["loc"] == ["runtime_env"] and "EVERSTEP_ALLOW_PIP=1" in fault["msg"]
+    api.context.allow_pip = True
+    assert (await api.http.post("/v1/runs", json=spec)).status_code == 201

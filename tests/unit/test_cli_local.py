@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import app
 from everstep.spec import parse_spec
+from tests.unit.code_archives import TASK
+from train_fn import own_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +59,27 @@ def test_a_program_reads_how_it_ended(spec_file: Path) -> None:
     assert ended["metrics"].keys() == {"val_loss", "val_accuracy"}
     assert Path(ended["checkpoints"]).is_dir()
     assert "step 2, epoch 0" in result.stderr
+
+
+def test_a_task_of_ones_own_runs_from_where_it_lies(spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(own_code, "_on_disk", {})
+    mine = tmp_path / "mine"
+    (mine / "local_try").mkdir(parents=True)
+    task = mine / "local_try" / "task.py"
+    task.write_text(TASK)
+    options = ("--local", "--code", mine, "--task", "local_try.task:Line", "--set", "train.max_steps=2")
+    result = run_cli("run", *options)
+    assert (result.exit_code, "done at step" in result.stdout) == (0, True), result.output
+    assert sys.modules["local_try.task"].__file__ == str(task), "breakpoints hold in the user's own file"
+    assert "give --code DIRECTORY, the code itself" in run_cli("run", code_spec(tmp_path, "task"), "--local").stderr
+    assert "runs under Ray Train" in run_cli("run", code_spec(tmp_path, "train_fn"), "--local").stderr
+
+
+def code_spec(tmp_path: Path, kind: str) -> Path:
+    path = tmp_path / f"{kind}.yaml"
+    path.write_text(f"name: own\ncode: {{archive: 'sha256:{'0' * 64}', {kind}: 'local_try.task:Line'}}\n")
+    return path
 
 
 def test_what_the_users_code_raises_is_shown_whole(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

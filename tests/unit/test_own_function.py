@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 from train_fn.rank_error import ErrorKind, describe_error
 from train_fn.ray_train import own_function
+from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
 from train_fn.ray_train.snapshot_file import KeepCheckpointList, latest_reported, repair_snapshot_file
 from train_fn.recovery.settings import RecoverySettings
 
@@ -34,7 +36,7 @@ reported = []
 
 def train_fn(config):
     for n in range(config["n"]):
-        REPORT({"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}, "checkpoint" if n in config["kept"] else None)
+        REPORT({"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}, CHECKPOINT if n in config["kept"] else None)
 
 
 def raises(config):
@@ -67,11 +69,12 @@ class RayContext:
 
 
 @pytest.fixture
-def ray_context(monkeypatch: pytest.MonkeyPatch) -> RayContext:
+def ray_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayContext:
     found = RayContext()
     monkeypatch.setattr(own_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)
     monkeypatch.setattr("builtins.REPORT", lambda *args: found.report(*args), raising=False)
+    monkeypatch.setattr("builtins.CHECKPOINT", ray.train.Checkpoint.from_directory(tmp_path), raising=False)
     return found
 
 
@@ -184,6 +187,7 @@ def run_list(storage: Storage, names: list[str], steps: list[int]) -> bytes:
         "checkpoint_results": results,
         "checkpoint_report_indices": [20 + step for step in steps],
         "latest_checkpoint_result": results[-1],
+        "validated_checkpoint_dir_names": names,
     }
     data = json.dumps(state).encode()
     for name in names:
@@ -196,15 +200,51 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
     run_dir, path = storage.run_dir("run_own"), "runs/run_own/checkpoint_manager_snapshot.json"
     assert latest_reported(run_dir) == (0, None)
     keep = KeepCheckpointList(run_dir)
-    keep.after_report(SimpleNamespace(checkpoint=object()), [])  # nothing to copy yet: told in the log only
+    reported = SimpleNamespace(checkpoint=SimpleNamespace(path="/any/checkpoint_b"), metrics={"everstep_step": 5})
+    keep.after_report(reported, [{}])  # nothing to copy yet: told in the log only
     good = run_list(storage, ["checkpoint_a", "checkpoint_b"], [1, 5])
     keep.after_report(SimpleNamespace(checkpoint=None), [])
     repair_snapshot_file(run_dir)
     assert run_dir.files.read(path) == good and latest_reported(run_dir) == (5, "checkpoint_b")
-    keep.after_report(SimpleNamespace(checkpoint=object()), [])
+    keep.after_report(reported, [{}])
     run_dir.files.write(path, good[:-5])
     repair_snapshot_file(run_dir)
     assert run_dir.files.read(path) == good
     run_dir.files.delete_dir("runs/run_own/checkpoint_b")
     repair_snapshot_file(run_dir)
+    mended = json.loads(run_dir.files.read(path))
+    assert latest_reported(run_dir) == (1, "checkpoint_a")
+    assert (mended["checkpoint_report_indices"], mended["validated_checkpoint_dir_names"]) == ([21], ["checkpoint_a"])
+    run_dir.files.delete_dir("runs/run_own/checkpoint_a")
+    repair_snapshot_file(run_dir)
     assert not run_dir.files.exists(path)
+
+
+@pytest.mark.parametrize("harm", ["cut short", "longer", "gone"])
+def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(storage: Storage, tmp_path: Path, harm: str) -> None:
+    run_dir = storage.run_dir("run_own")
+    names, own = ["checkpoint_a", "checkpoint_b"], []
+    for rank in range(2):
+        local = tmp_path / f"rank-{rank}"
+        (local / "deep").mkdir(parents=True)
+        (local / "deep" / f"__{rank}_0.distcp").write_bytes(b"12345")
+        (local / "same.txt").write_bytes(b"x" * (rank + 1))
+        (local / "empty").touch()
+        own.append({PARTS_METRIC: parts_of(ray.train.Checkpoint.from_directory(local))})
+    run_list(storage, names, [1, 5])
+    root = Path(run_dir.files.path("runs/run_own"))
+    for name in names:
+        for rank in range(2):
+            shutil.copytree(tmp_path / f"rank-{rank}", root / name, dirs_exist_ok=True)
+        reported = SimpleNamespace(checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5})
+        KeepCheckpointList(run_dir).after_report(reported, own)
+    manifest = json.loads((root / "checkpoint_b" / "everstep_manifest.json").read_text())
+    assert (manifest["step"], manifest["world_size"]) == (5, 2)
+    assert manifest["files"]["deep/__1_0.distcp"] == {"size_bytes": 5, "rank": 1}
+    assert manifest["files"]["same.txt"]["size_bytes"] is None
+    repair_snapshot_file(run_dir)
+    assert latest_reported(run_dir) == (5, "checkpoint_b")
+    part = root / "checkpoint_b" / "deep" / "__1_0.distcp"
+    part.unlink() if harm == "gone" else part.write_bytes(b"1234" if harm == "cut short" else b"123456")
+    repair_snapshot_file(run_dir)
+    assert latest_reported(run_dir) == (1, "checkpoint_a")

@@ -44,7 +44,7 @@ def own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - before:
-        if "/cache/code/" in str(getattr(sys.modules[name], "__file__", "")):
+        if own_code._is_uploaded(sys.modules[name]):
             del sys.modules[name]
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -194,7 +194,15 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
         ),
         (changed('{"train": Points(self.length), "val": Points(8)}', "Points(3)"), r'line 25\) must return \{"train"'),
         (changed('"val": Points(8)', '"test": Points(8)'), r"returned test beside train and val"),
-        (changed("Points(self.length)", "iter([1])"), r"train is an iterable data set .* code\.train_fn"),
+        (changed("Points(self.length)", "iter([1])"), r"line 25\): train is a list_iterator, which is used up after one pass"),
+        (
+            changed("Points(self.length)", 'type("Stream", (), {"__iter__": lambda self: iter([])})()'),
+            r"line 25\): train \(a Stream\) is iterable and has no __len__; set train\.max_steps",
+        ),
+        (
+            changed("Points(self.length)", 'type("Stream", (), {"__iter__": lambda s: iter([]), "state_dict": lambda s: {}})()'),
+            r"train \(a Stream\) has no load_state_dict",
+        ),
         (changed("Points(self.length)", "3"), r"train \(a int\) has no __len__ and no __getitem__"),
         (
             changed("Points(self.length)", "Points(0)"),
@@ -255,7 +263,15 @@ def test_a_data_set_of_another_length_after_a_restart_is_refused(storage: Storag
     assert train(context(storage, TASK, args={"length": 40})) is None
     error = failure(context(storage, TASK, submission=2, args={"length": 41}))
     assert error.type == "DataChanged"
+    assert "training data of Line.build_datasets (task.py, line 25) changed since step" in error.message
     assert "it was Points/40, now it is Points/41" in error.message
+
+
+def test_a_length_that_changes_under_one_fingerprint_is_refused(storage: Storage) -> None:
+    source = changed("def __len__", 'fingerprint = "points"\n\n    def __len__')
+    assert train(context(storage, source, args={"length": 40})) is None
+    error = failure(context(storage, source, submission=2, args={"length": 70}, train={"epochs": 2}))
+    assert "has another length since step 3, though it calls itself points as before" in error.message
 
 
 def test_the_same_fault_twice_has_one_signature(storage: Storage) -> None:

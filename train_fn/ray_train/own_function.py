@@ -24,9 +24,16 @@ from everstep.spec import CodeSpec
 from train_fn.context import Stop, WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
+from train_fn.own_packages import bring_packages
+from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
 from train_fn.ray_train.seam import get_train_context
 from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported
 from train_fn.replica import end_process_group
+
+GUARANTEE = (
+    "A train_fn goes on from the newest checkpoint that it reported: steps since then are done again, and which samples they see "
+    "is up to its own loader."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +62,8 @@ class Reports:
         Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to stop.
         """
         before = self._context.report_call_index
-        self._report({**metrics, STEP_METRIC: self.step + 1}, checkpoint, *args, **kwargs)
+        beside = {STEP_METRIC: self.step + 1} | ({} if checkpoint is None else {PARTS_METRIC: parts_of(checkpoint)})
+        self._report({**metrics, **beside}, checkpoint, *args, **kwargs)
         if self._context.report_call_index == before:
             raise PeersGone("a report was given up: another rank will not come")
         self.step += 1
@@ -105,6 +113,7 @@ def train(ctx: WorkerContext) -> Stop | None:
 
 def _begin(ctx: WorkerContext) -> Reports:
     """Put the reports in place, and tell where the function goes on."""
+    bring_packages(ctx)
     add_to_path(ctx.run_dir.storage, _code(ctx).archive)
     context = get_train_context()
     step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
@@ -173,4 +182,4 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
 def _facts(ctx: WorkerContext) -> dict[str, Any]:
     unknown = dict.fromkeys(("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size"))
     backend = "nccl" if ctx.device.type == "cuda" else "gloo"
-    return {**unknown, "snapshots": "none", "device": str(ctx.device), "backend": backend}
+    return {**unknown, "snapshots": "none", "guarantee": GUARANTEE, "device": str(ctx.device), "backend": backend}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from operator import itemgetter
+from pathlib import PurePosixPath
 from typing import Any
 
 import ray
 
 from storage.errors import StorageError, StorageNotFound
 from storage.run_dir import RunDir
+from train_fn.ray_train.reported_parts import PARTS_METRIC, what_is_missing, write_manifest
 from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 
 STEP_METRIC = "everstep_step"
@@ -21,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
-    """Runs in the controller of a user's Ray Train function, after Ray's own: keeps a copy of the list, which Ray overwrites in
-    place. A crash in the middle of that would otherwise send the function back to its beginning."""
+    """Runs in the controller of a user's Ray Train function, after Ray's own: names all ranks' parts of the checkpoint, and keeps a
+    copy of the list, which Ray overwrites in place. A crash in the middle of that would otherwise send the function back to its
+    beginning."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -32,35 +36,41 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
             return
         root, files = _root(self._run_dir), self._run_dir.files
         try:
+            directory = f"{root}/{PurePosixPath(training_report.checkpoint.path).name}"
+            step = int(training_report.metrics.get(STEP_METRIC, 0))
+            write_manifest(self._run_dir, directory, step, [of_rank.get(PARTS_METRIC, {}) for of_rank in metrics])
             files.write(f"{root}/{_COPY}", files.read(f"{root}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
         except StorageError as exc:
-            logger.warning("the list of reported checkpoints could not be copied; the next report tries again: %s", exc)
+            logger.warning("a reported checkpoint could not be entered; the next report tries again: %s", exc)
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
     """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint
-    that is gone. Without a copy it is removed.
+    that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
 
     Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
     removing it: its ranks restore from manifests, never from Ray's list.
     """
     path, copy = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{_root(run_dir)}/{_COPY}"
     try:
-        problem = _problem(run_dir, run_dir.files.read(path))
+        data = run_dir.files.read(path)
     except StorageNotFound:
         return
+    problem = _problem(run_dir, data)
     if problem is None:
         return
     try:
         kept = run_dir.files.read(copy)
     except StorageNotFound:
         kept = b""
-    if kept and _problem(run_dir, kept) is None:
-        logger.info("Ray Train's checkpoint list is replaced by its last copy: %s", problem)
-        run_dir.files.write(path, kept)
-    else:
-        logger.info("Ray Train's checkpoint list is removed and begun anew: %s", problem)
-        run_dir.files.delete_file(path)
+    for candidate in (data, kept):
+        whole = _of_whole_checkpoints(run_dir, candidate)
+        if whole is not None:
+            logger.warning("Ray Train's checkpoint list is mended: %s", problem)
+            run_dir.files.write(path, whole)
+            return
+    logger.warning("Ray Train's checkpoint list is removed and begun anew: %s", problem)
+    run_dir.files.delete_file(path)
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
@@ -87,17 +97,42 @@ def _problem(run_dir: RunDir, data: bytes) -> str | None:
     except (ValueError, KeyError, TypeError) as exc:
         return f"it is torn ({exc})"
     for name in names:
-        if not _is_there(run_dir, name):
-            return f"it names {name}, which is gone"
+        missing = _missing(run_dir, name)
+        if missing is not None:
+            return f"it names {name}, which lacks {missing}"
     return None
 
 
-def _is_there(run_dir: RunDir, name: str) -> bool:
+def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
+    """The list without the checkpoints that lack something; None where it cannot be read, or none is left."""
+    if _problem(run_dir, data) is None:
+        return data
+    try:
+        state: dict[str, Any] = json.loads(data)
+        if state["ray_version"] != ray.__version__:
+            return None
+        numbered = zip(state["checkpoint_results"], state["checkpoint_report_indices"], strict=True)
+        whole = [(result, index) for result, index in numbered if _missing(run_dir, result["checkpoint_dir_name"]) is None]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not whole:
+        return None
+    state["checkpoint_results"] = [result for result, _ in whole]
+    state["checkpoint_report_indices"] = [index for _, index in whole]
+    state["latest_checkpoint_result"] = max(whole, key=itemgetter(1))[0]
+    state |= {"pending_training_results": [], "pending_validation_specs": []}
+    names = {result["checkpoint_dir_name"] for result, _ in whole}
+    for field in (field for field in state if field.endswith("_checkpoint_dir_names")):
+        state[field] = [name for name in state[field] if name in names]
+    return json.dumps(state).encode()
+
+
+def _missing(run_dir: RunDir, name: str) -> str | None:
     """Everstep's own checkpoints exist once their manifest does; what a user's function reported is a directory of files."""
     path = f"{_root(run_dir)}/{name}"
     if name.startswith("checkpoints/"):
-        return run_dir.files.exists(f"{path}/manifest.json")
-    return bool(run_dir.files.list(path))
+        return None if run_dir.files.exists(f"{path}/manifest.json") else "its manifest"
+    return what_is_missing(run_dir, path)
 
 
 def _root(run_dir: RunDir) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 
 from train_fn import worker
 from train_fn.nccl import abort_collectives
+from train_fn.network_settings import interface_problem
 from train_fn.out_of_memory import look_for_oom, oom_kills
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
@@ -34,6 +37,8 @@ class RankReady:
     born_at: float
     oom_kills: int | None
     """Processes that its node's kernel had killed for want of memory by then; None where that is not known."""
+    problem: str | None = None
+    """Why its ranks could not reach their peers, as far as that is known before they try."""
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
@@ -42,7 +47,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
-        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills())
+        problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
+        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""

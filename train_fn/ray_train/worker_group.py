@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.rank_error import RankFailure, describe_error
+from train_fn.rank_error import ErrorKind, RankError, RankFailure, describe_error
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.seam import (
@@ -115,7 +115,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         try:
             self._start_impl(builder)
         except BaseException:
-            self.start_reports = self._look_after_failed_start()
+            self.start_reports = self.start_reports or self._look_after_failed_start()
             if builder.sync_actor is not None:
                 ray.kill(builder.sync_actor)
             self.kill()
@@ -176,6 +176,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
         _check_versions(ready, metas)
+        self.start_reports = _unreachable(ready, metas)
+        if self.start_reports:
+            raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -333,6 +336,16 @@ def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
             raise WorkerGroupStartupFailedError(
                 f"node {meta.node_id} runs {rank.versions}, the driver's node runs {own}: install the same on every node"
             )
+
+
+def _unreachable(ready: list[RankReady], metas: list[Any]) -> tuple[RankReport, ...]:
+    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
+    reports = []
+    for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
+        if rank.problem is not None:
+            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
+            reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
+    return tuple(reports)
 
 
 def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:

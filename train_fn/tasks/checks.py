@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from everstep.spec import TrainSpec
 from train_fn.errors import BadTask
 from train_fn.own_code import place_of
 from train_fn.tasks.protocol import Sum, Task
@@ -33,7 +34,7 @@ def checked_model(task: Task, model: Any) -> nn.Module:
 
 
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
-    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}`` of map-style data sets."""
+    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}`` of data sets."""
     source = told(task, "build_datasets")
     if not isinstance(datasets, dict) or datasets.get("train") is None:
         raise BadTask(f'{source} must return {{"train": dataset, "val": dataset or None}}, not {datasets!r:.200}')
@@ -43,18 +44,44 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     for name, dataset in datasets.items():
         if dataset is not None:
             _check_dataset(f"{source}: {name}", dataset)
-    if len(datasets["train"]) == 0:
+    if _length(datasets["train"]) == 0:
         raise BadTask(f"{source} returned a train set of length 0; there is nothing to train on")
     return datasets
 
 
-def _check_dataset(source: str, dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set is read from one end to the other, and not by index."""
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))
+
+
+def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
+    """Samples in an epoch of iterable data: its length, where it has one, else ``max_steps`` in ``epochs`` equal parts.
+
+    Raises BadTask where neither is known.
+    """
+    length = _length(dataset)
+    if length is not None:
+        return length
+    if train.max_steps is None:
         raise BadTask(
-            f"{source} is an iterable data set ({type(dataset).__name__}), which this version does not train on: after a restart "
-            "no sample could be told from another. Give it __len__ and __getitem__ (an index of offsets is enough), or run your "
-            "own loop over it as code.train_fn"
+            f"{source}: train ({_kind(dataset)}) is iterable and has no __len__; set train.max_steps, so that the run has an end "
+            "(train.epochs then divides it into so many parts, each followed by an evaluation), or give it __len__"
         )
+    return -(-train.max_steps // train.epochs) * train.global_batch_size
+
+
+def _length(dataset: Any) -> int | None:
+    """How many samples a data set says that it has."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_dataset(source: str, dataset: Any) -> None:
+    if is_iterable(dataset):
+        _check_iterable(source, dataset)
+        return
     lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if lacking and not (lacking == ["__getitem__"] and hasattr(dataset, "fetch")):
         raise BadTask(
@@ -65,6 +92,18 @@ def _check_dataset(source: str, dataset: Any) -> None:
     except TypeError as exc:
         raise BadTask(f"{source}: the length of {_kind(dataset)} is not known: {exc}") from exc
     assert length >= 0
+
+
+def _check_iterable(source: str, dataset: Any) -> None:
+    keeps, loads = (callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    if keeps != loads:
+        lacking = "load_state_dict" if keeps else "state_dict"
+        raise BadTask(f"{source} ({_kind(dataset)}) has no {lacking}; a restart goes on from what the two of them keep")
+    if isinstance(dataset, Iterator) and not keeps:
+        raise BadTask(
+            f"{source} is {_kind(dataset)}, which is used up after one pass and cannot go back after a restart; give an object "
+            "whose __iter__ begins anew each time, with state_dict and load_state_dict where reading again would take long"
+        )
 
 
 def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:

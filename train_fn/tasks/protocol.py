@@ -12,13 +12,14 @@ Sum = torch.Tensor | float | int
 
 
 class Task(Protocol):
-    """The part that every task has. Optional methods: ``metrics``, ``build_optimizer``, ``collate``, ``on_epoch_end``."""
+    """The part that every task has. Optional methods: ``metrics``, ``build_metrics``, ``build_optimizer``, ``collate``,
+    ``on_epoch_end``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is seeded."""
 
     def build_datasets(self) -> dict[str, Any]:
-        """``{"train": map-style dataset, "val": map-style dataset or None}``; a ``fingerprint`` attribute guards resumes."""
+        """``{"train": dataset, "val": dataset or None}``, map-style or iterable; a ``fingerprint`` attribute guards resumes."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Sum]:
         """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum over)."""

@@ -1,0 +1,89 @@
+"""Metrics of a task's own that are no quotients of sums, as torchmetrics has them: an F1 score, an AUC.
+
+``build_metrics`` makes them, and what ``metrics`` returns under the name of one is what its ``update`` is called with. Each rank
+updates its own with its share of the validation set; their states are merged in the order of ranks, which is that of the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from train_fn.errors import BadTask
+from train_fn.tasks.checks import told
+from train_fn.tasks.protocol import Task
+
+_NEEDED = ("update", "compute", "merge_state", "reset")
+
+
+class OwnMetrics:
+    """One evaluation's metrics on one rank."""
+
+    def __init__(self, task: Task, metrics: dict[str, Any]) -> None:
+        self._task, self._metrics = task, metrics
+
+    def to(self, device: torch.device) -> None:
+        for metric in self._metrics.values():
+            metric.to(device)
+
+    def update(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Enter what ``metrics`` returned of a micro-batch; the rest of it, which are sums. Raises BadTask."""
+        for name, metric in self._metrics.items():
+            if not isinstance(values.get(name), tuple | list):
+                raise BadTask(
+                    f"{told(self._task, 'metrics')} must return {name!r} as well, a tuple of what {type(metric).__name__}.update "
+                    f"takes, for it is in {told(self._task, 'build_metrics')}"
+                )
+            metric.update(*values[name])
+        return {name: value for name, value in values.items() if name not in self._metrics}
+
+    def states(self) -> dict[str, Any]:
+        """For the other ranks: every metric that was updated, on the CPU."""
+        return {name: metric.cpu() for name, metric in self._metrics.items() if metric.update_count}
+
+    def computed(self, states: list[dict[str, Any]]) -> dict[str, float]:
+        """The metrics over all ranks' states, by name; of a metric that computes a dict one for each key. Raises BadTask."""
+        found: dict[str, float] = {}
+        for name in self._metrics:
+            whole = None
+            for metric in (ranks[name] for ranks in states if name in ranks):
+                if whole is None:
+                    whole = metric
+                else:
+                    self._merge(name, whole, metric)
+            value = math.nan if whole is None else whole.compute()
+            parts = {f"{name}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            found |= {key: self._number(key, part) for key, part in parts.items()}
+        return found
+
+    def _merge(self, name: str, whole: Any, metric: Any) -> None:
+        try:
+            whole.merge_state(metric)
+        except (RuntimeError, ValueError) as exc:
+            source = told(self._task, "build_metrics")
+            raise BadTask(f"{source}: {name} ({type(whole).__name__}) cannot be merged over ranks: {exc}") from exc
+
+    def _number(self, name: str, value: Any) -> float:
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            source = told(self._task, "build_metrics")
+            raise BadTask(f"{source}: {name} has {value.numel()} values; a metric is one number (average='macro', say)")
+        return float(value)
+
+
+def build_own_metrics(task: Task) -> OwnMetrics:
+    """The task's metrics, empty. Raises BadTask for what are none."""
+    build = getattr(task, "build_metrics", None)
+    metrics = build() if build is not None else {}
+    source = told(task, "build_metrics")
+    if not isinstance(metrics, dict):
+        raise BadTask(f"{source} must return a dict of torchmetrics' metrics by name, not {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        lacking = [method for method in _NEEDED if not callable(getattr(metric, method, None))]
+        if lacking:
+            raise BadTask(f"{source}: {name} ({type(metric).__name__}) has no {', '.join(lacking)}; give a torchmetrics.Metric")
+        metric.sync_on_compute = False  # the ranks' states are merged here
+    if metrics and not hasattr(task, "metrics"):
+        raise BadTask(f"{source} needs a method metrics(model, batch), which says what they are updated with")
+    return OwnMetrics(task, metrics)
