@@ -18,6 +18,7 @@ from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
+METRICS_TOKEN_ID: Final = "tok_metrics"
 _RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
 _bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
 
@@ -118,3 +119,10 @@ def ensure_local_token(tokens: TokenStore, path: Path, token_id: str = LOCAL_TOK
         stream.flush()
         os.fsync(stream.fileno())
     fresh.replace(path)
+
+
+def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
+    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all projects."""
+    found = tokens.find(secret)
+    if found is None or found.role != "viewer":
+        tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)

@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from service.api.context import ApiContext
 from service.app import create_app
-from service.auth import LOCAL_TOKEN_ID, ensure_local_token
+from service.auth import LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
@@ -50,8 +50,10 @@ from service.settings import (
     Settings,
     SettingsError,
     cordon_settings,
+    database_url,
     existing_ray_token,
     home_directory,
+    metrics_token,
     request_limits,
     scrub_settings,
 )
@@ -110,9 +112,9 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     parser.add_argument(
         "--database",
         metavar="URL",
-        default=os.environ.get("EVERSTEP_DATABASE", ""),
-        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows; "
-        "default: SQLite in EVERSTEP_HOME)",
+        default="",
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows, or a file that holds it, "
+        "EVERSTEP_DATABASE_FILE; default: SQLite in EVERSTEP_HOME)",
     )
     parser.add_argument(
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
@@ -125,7 +127,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         home=home_directory(),
         host=args.host,
         port=args.port,
-        database_url=args.database,
+        database_url=args.database or database_url(),
         storage_uri=args.storage,
         ray_address=args.ray_address,
         ray_token=existing_ray_token() if args.ray_address else None,
@@ -140,6 +142,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         scrub_interval_s=scrub_interval_s,
         rate_per_s=rate_per_s,
         max_upload_bytes=max_upload_bytes,
+        metrics_token=metrics_token(),
     )
 
 
@@ -231,6 +234,8 @@ async def serve(
             max_upload_bytes=settings.max_upload_bytes,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
+        if settings.metrics_token:
+            await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):

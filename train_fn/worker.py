@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import platform
@@ -32,6 +33,7 @@ from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.secrets import Redactor, read_secrets
+from train_fn.silent_peers import SilentPeers, interface_of
 from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
@@ -57,9 +59,19 @@ def prepare(launch: RankLaunch) -> None:
     global _launch
     _launch = launch
     os.environ.update(launch.env)
+    _meet_on_the_clusters_network(ray.util.get_node_ip_address(), launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
     take_precedence()
+
+
+def _meet_on_the_clusters_network(ip: str, silent_peer_s: float) -> None:
+    """Let gloo listen where Ray does, not where the host's name happens to lead; and give up peers that fell silent."""
+    interface = interface_of(ip)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if silent_peer_s > 0 and not ipaddress.ip_address(ip).is_loopback:
+        SilentPeers(silent_peer_s).start()
 
 
 def take_precedence() -> None:

@@ -34,10 +34,12 @@ from train_fn.ray_train.seam import (
 )
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.apart import Apart
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
 from train_fn.recovery.marks import MarksReader
+from train_fn.recovery.sizing import NodeView
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self.worker_group_cls = GroupFactory(self)
         self._placement = Placement(engine.job.run_dir.run_id)
         marks = MarksReader(engine.job.run_dir.storage)
-        self._look_at_nodes = functools.partial(look_at_nodes, self._settings.probe_timeout_s, marks)
+        self._look = functools.partial(look_at_nodes, self._settings.probe_timeout_s, marks)
+        self._apart = Apart(self._settings.apart_s)
         self._sizes = LiveScalingPolicy(
             train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
         )
@@ -177,7 +180,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if progress is None or progress.attempt != self._attempt:
             return
         overdue_s = self._hang_watch.overdue_s(progress, time.monotonic())
-        if overdue_s is not None:
+        if overdue_s is not None and self._worker_group.is_cut_off():
+            self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
+        elif overdue_s is not None:
             ranks = self._worker_group.break_hang()
             logger.warning("no sign of life for %.1f s in phase %s; killed rank %s", overdue_s, progress.phase, ranks)
             self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
@@ -200,11 +205,21 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._journal.attempt = self._attempt
         self._yield_since = None
         self._sizes.draining = frozenset()
-        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
+        silent_peer_s = self._settings.silent_peer_s
+        launch = RankLaunch(
+            self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s
+        )
         self._last_group = EverstepWorkerGroup(
-            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, **kwargs
+            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, self._leave_out, **kwargs
         )
         return self._last_group
+
+    def _look_at_nodes(self) -> tuple[NodeView, ...]:
+        return self._apart.mark(self._look(), time.monotonic())
+
+    def _leave_out(self, node_ids: list[str]) -> None:
+        """Nodes that others do not reach get no rank for a while."""
+        self._apart.leave_out(node_ids, time.monotonic())
 
     def _shutdown_worker_group(self) -> None:
         if self._attempt_open:

@@ -27,10 +27,12 @@ from train_fn.ray_train.seam import (
     WorkerGroupStateBuilder,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
+    WorkerStatus,
     invoke_context_managers,
     worker_group_module,
 )
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
+from train_fn.recovery.apart import nodes_apart
 from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -78,6 +80,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement: Placement,
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
+        on_apart: Callable[[list[str]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -86,6 +89,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._placement = placement
         self._look_at_nodes = look
         self._on_created = on_created
+        self._on_apart = on_apart
+        self._unavailable_since: dict[int, float] = {}
+        self._told_cut_off = False
+        self._nodes: dict[str, NodeView] = {}
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
         self._born_at: dict[int, float] = {}
@@ -135,6 +142,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Take the group's bundles; False when the cluster did not give them in time."""
         context = self._worker_group_context
         nodes = self._look_at_nodes()
+        self._nodes = {node.node_id: node for node in nodes}
         chosen = choose_nodes(
             nodes,
             self._placement.held({node.node_id for node in nodes}),
@@ -174,6 +182,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
         _check_versions(ready, metas)
+        self._check_reach(metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -184,7 +193,64 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created(self, self._ranked)
         return self._ranked
 
+    def _check_reach(self, metas: list[Any]) -> None:
+        """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
+        first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(self._actors, metas, strict=True)))}
+        places = {node_id: (self._nodes[node_id].ip, self._nodes[node_id].port) for node_id in first_on if node_id in self._nodes}
+        if len({ip for ip, _ in places.values()}) < 2:
+            return
+        asked = list(places)
+        tries = [first_on[node_id].reach.remote(list(places.values()), self._settings.probe_timeout_s) for node_id in asked]
+        try:
+            answers: list[list[bool]] = ray.get(tries, timeout=self._settings.group_start_s)
+        except RayError as exc:
+            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
+        unreached = {
+            node_id: [other for other, reached in zip(asked, answer, strict=True) if not reached]
+            for node_id, answer in zip(asked, answers, strict=True)
+        }
+        apart = nodes_apart(unreached)
+        if apart:
+            self._on_apart(apart)
+            broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
+            raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
+
     # -- while it runs ---------------------------------------------------------------------------------------------------
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
+        """Ray's poll, with patience for a network that fails for a while.
+
+        Ray takes the first lost call for a lost rank. A rank that cannot be called may be called again for ``health_timeout_s``;
+        and where no rank's host can be reached at all, it is this host that is cut off: the ranks train on without it.
+        """
+        statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
+        now = time.monotonic()
+        for rank, status in enumerate(statuses):
+            if _is_unavailable(status.error):
+                if now - self._unavailable_since.setdefault(rank, now) < self._settings.health_timeout_s:
+                    statuses[rank] = _still_running()
+            elif rank not in self._world_rank_to_ongoing_poll:
+                self._unavailable_since.pop(rank, None)
+        overdue = [_is_unavailable(status.error) or isinstance(status.error, WorkerHealthCheckTimeoutError) for status in statuses]
+        if not all(overdue) or not self.is_cut_off():
+            return statuses
+        self._world_rank_to_ongoing_poll.clear()
+        self._unavailable_since.clear()
+        return [_still_running() for _ in statuses]
+
+    def is_cut_off(self) -> bool:
+        """Whether no host of a rank can be reached although the cluster still counts on some: then it is this host that cannot."""
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return False
+        places = [nodes[worker.metadata.node_id] for worker in self.get_workers() if worker.metadata.node_id in nodes]
+        cut_off = bool(places) and not any(node.reachable for node in places)
+        if cut_off and not self._told_cut_off:
+            logger.warning("no rank's host can be reached from here; the ranks are left alone until one can")
+        self._told_cut_off = cut_off
+        return cut_off
 
     def processes_by_node(self) -> dict[str, tuple[int, int]]:
         """For each node id its ranks, and how many of them are processes that were there, idle, before the group began."""
@@ -304,6 +370,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             report = _place_of(rank, worker, nodes)
             reports.append(report if ping not in ready else _with_answer(report, ping))
         return tuple(reports)
+
+
+def _still_running() -> Any:
+    return WorkerStatus(running=True, error=None, training_report=None)
+
+
+def _is_unavailable(error: Any) -> bool:
+    """Whether a poll says that its rank could not be called, and not that it is dead."""
+    return isinstance(error, WorkerHealthCheckFailedError) and isinstance(error.health_check_failure, ActorUnavailableError)
 
 
 def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
