@@ -107,7 +107,15 @@ def versions() -> dict[str, str]:
         "ray": ray.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **_cuda_versions(),
     }
+
+
+def _cuda_versions() -> dict[str, str]:
+    """What torch was built with, where it was built for GPUs; a GPU is not needed to tell."""
+    if torch.version.cuda is None:
+        return {}
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 class RankJournal:

@@ -181,7 +181,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             metas = ray.get(metadata, timeout=self._settings.group_start_s)
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        _check_versions(ready, metas)
+        self._check_versions(ready, metas)
         self._check_reach(metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
@@ -192,6 +192,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         self._on_created(self, self._ranked)
         return self._ranked
+
+    def _check_versions(self, ready: list[RankReady], metas: list[Any]) -> None:
+        """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
+        own = versions()
+        others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
+        if others:
+            self._on_apart(list(others))
+            found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
+            raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
 
     def _check_reach(self, metas: list[Any]) -> None:
         """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
@@ -379,15 +388,6 @@ def _still_running() -> Any:
 def _is_unavailable(error: Any) -> bool:
     """Whether a poll says that its rank could not be called, and not that it is dead."""
     return isinstance(error, WorkerHealthCheckFailedError) and isinstance(error.health_check_failure, ActorUnavailableError)
-
-
-def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
-    own = versions()
-    for rank, meta in zip(ready, metas, strict=True):
-        if rank.versions != own:
-            raise WorkerGroupStartupFailedError(
-                f"node {meta.node_id} runs {rank.versions}, the driver's node runs {own}: install the same on every node"
-            )
 
 
 def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:

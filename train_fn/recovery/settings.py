@@ -20,7 +20,8 @@ class RecoverySettings:
     silent_peer_s: float = 15.0
     """Seconds after which a rank gives up its connections to a host that is not heard any more; 0 for never."""
     apart_s: float = 60.0
-    """Seconds for which a node takes no rank after the other nodes could not reach it, although the head could."""
+    """Seconds for which a node takes no rank after others could not reach it, although the head could, or after it was found to run
+    other versions than the driver's node; longer each time."""
     hold_s: float = 20.0
     """Longest wait, before a group is torn down, for survivors to leave the step and write their snapshots."""
     group_start_s: float = 120.0
