@@ -13,6 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.context import Context
 from service.db.audit import current_entry
+from service.db.engine import DatabaseError
 from service.db.rows import Role, RunRow
 from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
@@ -123,6 +124,15 @@ def ensure_local_token(tokens: TokenStore, path: Path, token_id: str = LOCAL_TOK
 
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
     """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all projects."""
-    found = tokens.find(secret)
-    if found is None or found.role != "viewer":
+
+    def known() -> bool:
+        found = tokens.find(secret)
+        return found is not None and found.role == "viewer"
+
+    if known():
+        return
+    try:
         tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
+    except DatabaseError:
+        if not known():  # else another replica was faster
+            raise

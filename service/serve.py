@@ -113,7 +113,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         "--database",
         metavar="URL",
         default="",
-        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows, or a file that holds it, "
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows, or a file with it, "
         "EVERSTEP_DATABASE_FILE; default: SQLite in EVERSTEP_HOME)",
     )
     parser.add_argument(

@@ -64,9 +64,7 @@ class TokenStore:
         """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it reaches all projects."""
         return self._put(secret, name, role, None, None, token_id)
 
-    def _put(
-        self, secret: str, name: str, role: Role, project: str | None, expires_at: float | None, token_id: str
-    ) -> TokenRow:
+    def _put(self, secret: str, name: str, role: Role, project: str | None, expires_at: float | None, token_id: str) -> TokenRow:
         row = TokenRow(
             id=token_id,
             name=name,

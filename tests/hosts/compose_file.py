@@ -78,7 +78,9 @@ def _part(name: str, raw: Mapping[str, Any]) -> Part:
         shm_size=str(raw.get("shm_size", "64m")).replace("gb", "g").replace("mb", "m"),
         read_only=bool(raw.get("read_only")),
         restart=raw.get("restart", "no"),
-        health=HealthCheck(tuple(health["test"][1:]), _seconds(health["interval"]), _seconds(health["timeout"])) if health else None,
+        health=HealthCheck(tuple(health["test"][1:]), _seconds(health["interval"]), _seconds(health["timeout"]))
+        if health
+        else None,
         depends_on={other: rule["condition"] for other, rule in raw.get("depends_on", {}).items()},
     )
 

@@ -164,7 +164,9 @@ class Deployment:
         return [node["ip"] for node in self.api("GET", "/v1/cluster")["nodes"] if node["state"] == "ALIVE" and not node["is_head"]]
 
     def describe(self) -> str:
-        return "\n".join(f"--- {fact['name']}: {fact['starts']} starts, exit {fact['exit_code']}\n{fact['log']}" for fact in self.facts())
+        return "\n".join(
+            f"--- {fact['name']}: {fact['starts']} starts, exit {fact['exit_code']}\n{fact['log']}" for fact in self.facts()
+        )
 
     def facts(self) -> list[dict[str, Any]]:
         return [host.facts() for host in self.hosts.values()]

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,20 @@ class Host:
         self.exit_code: int | None = None
         (base / name).mkdir(mode=0o755)
         self.hosts_file.touch(mode=0o644)
-        self._write_spec(argv)
+        self._argv = list(argv)
+        self._write_spec()
 
-    def _write_spec(self, argv: Sequence[str]) -> None:
+    def set_env(self, env: Mapping[str, str]) -> None:
+        """Add to the environment of the next start."""
+        self._env |= env
+        self._write_spec()
+
+    def unset_env(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._env.pop(name, None)
+        self._write_spec()
+
+    def _write_spec(self) -> None:
         part, etc = self.part, {"hosts": self.hosts_file, "resolv.conf": self._base / "resolv.conf"}
         binds = [{"source": str(source), "target": f"/etc/{name}", "read_only": True} for name, source in etc.items()]
         for source, target in part.volumes.items():
@@ -53,7 +64,7 @@ class Host:
         home = self._env.get("HOME", "/")
         spec = {
             "hostname": self.name,
-            "argv": list(argv),
+            "argv": self._argv,
             "env": self._env,
             "uid": part.uid,
             "gid": part.gid,
@@ -117,6 +128,12 @@ class Host:
             return psutil.Process(self._outer.pid).children()
         except psutil.NoSuchProcess:
             return []
+
+    def kill_process(self, name: str) -> None:
+        """SIGKILL the host's processes of that name."""
+        code = "import os, psutil, sys; [p.kill() for p in psutil.process_iter(['name']) if p.info['name'] == sys.argv[1]]"
+        done = self.run(["python", "-c", code, name])
+        assert done.returncode == 0, done.stderr
 
     # -- from inside ---------------------------------------------------------------------------------------------------------
 

@@ -6,15 +6,19 @@ Each run ends SUCCEEDED, with every step once, every sample used once, and no st
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everstep.runs import RunHandle
-from tests.hosts.compose_file import is_possible
+from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
+from tests.hosts.docker import docker
 from tests.service_process import wait_for
 
 pytestmark = [
@@ -24,6 +28,7 @@ pytestmark = [
 ]
 
 NUM_WORKERS = 3
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 STEPS_PER_EPOCH = 12
 
 
@@ -96,13 +101,135 @@ def host_of(trial: Trial, rank: int) -> str:
 
 
 def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
-    trial = Trial(whole, "unplugged", 80)
-    trial.reach(60)
+    trial = Trial(whole, "unplugged", 45)
     trial.reach_full_size()
+    trial.reach(12)
     host = whole.hosts[host_of(trial, 1)]
     host.cable.unplug()
-    step = trial.run.refresh().step
-    trial.reach(step + 40)
-    host.cable.plug_in()
+    try:
+        trial.reach(trial.run.refresh().step + 40)
+    finally:
+        host.cable.plug_in()
     record = trial.finish()
-    assert record["steps_lost"] == 0 and record["submissions"] == 1
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+    assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
+
+
+def test_two_hosts_of_which_one_does_not_hear_the_other(whole: Deployment) -> None:
+    """The head reaches both. The run goes on without one of them until they reach each other again."""
+    trial = Trial(whole, "asymmetric", 45)
+    trial.reach_full_size()
+    trial.reach(12)
+    deaf, other = (whole.hosts[host_of(trial, rank)].cable for rank in (1, 2))
+    deaf.stop_hearing(other)
+    try:
+        trial.reach(trial.run.refresh().step + 40)
+        assert trial.run.world_size == 2
+    finally:
+        deaf.hear_again(other)
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+
+
+def test_a_line_of_200_ms_that_loses_every_fiftieth_frame(whole: Deployment) -> None:
+    """Slow is not dead: nothing fails."""
+    trial = Trial(whole, "slow line", 30)
+    trial.reach_full_size()
+    trial.reach(12)
+    cable = whole.hosts[host_of(trial, 1)].cable
+    cable.impair(0.2, 0.02)
+    try:
+        before = trial.run.refresh().step
+        trial.reach(before + 10, 240)
+    finally:
+        cable.repair()
+    record = trial.finish()
+    assert (record["failures"], record["submissions"]) == ([], 1)
+
+
+def test_the_heads_host_is_away_for_a_minute(whole: Deployment) -> None:
+    """The ranks train on without it, and it finds them again."""
+    trial = Trial(whole, "head away", 130)
+    trial.reach_full_size()
+    trial.reach(12)
+    whole.hosts["head"].cable.unplug()
+    try:
+        time.sleep(60)
+        assert trial.run.refresh().status == "RUNNING"
+    finally:
+        whole.hosts["head"].cable.plug_in()
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+
+
+def test_the_object_stores_name_means_nothing_for_a_while(whole: Deployment) -> None:
+    trial = Trial(whole, "no name", 60)
+    trial.reach_full_size()
+    trial.reach(12)
+    names = whole.names()
+    whole.tell_names({name: ip for name, ip in names.items() if name != "object-store"})
+    try:
+        time.sleep(30)
+    finally:
+        whole.tell_names(names)
+    record = trial.finish()
+    assert (record["failures"], record["submissions"]) == ([], 1)
+
+
+@pytest.mark.skipif(not FAKETIME.exists(), reason="Debian's faketime is not installed")
+def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> None:
+    host = whole.hosts["worker-3"]
+    skew = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+90s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    host.kill()
+    host.set_env(skew)
+    host.start()
+    try:
+        wait_for(lambda: whole.live_workers().count(host.cable.ip) == 1 and host.is_healthy(), 300, "the host's coming back")
+        trial = Trial(whole, "clock ahead", 45)
+        trial.reach_full_size()
+        trial.reach(12)
+        host.cable.unplug()
+        try:
+            trial.reach(trial.run.refresh().step + 40)
+        finally:
+            host.cable.plug_in()
+        record = trial.finish()
+        assert (record["steps_lost"], record["submissions"]) == (0, 1)
+    finally:
+        host.unset_env(skew)
+        host.kill()
+        host.start()
+
+
+@pytest.mark.parametrize("state", ["kept", "lost"])
+def test_the_head_is_lost(state: str, whole: Deployment) -> None:
+    """With its state the nodes join the head that starts again; without it they start anew. The run goes on by itself."""
+    trial = Trial(whole, f"head lost, state {state}", 60)
+    trial.reach_full_size()
+    trial.reach(60)
+    head = whole.hosts["head"]
+    if state == "kept":
+        head.kill_process("gcs_server")
+    else:
+        head.kill()
+        volume = whole.base / "volumes/gcs"
+        for entry in volume.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        head.start()
+    record = trial.finish()
+    assert record["submissions"] >= 2 and record["steps_lost"] <= 2 * 50
+
+
+def test_workers_are_replaced_one_after_the_other(whole: Deployment) -> None:
+    """What ``deploy/rolling-upgrade.sh workers`` does, by its own words: each is drained, stopped, replaced."""
+    trial = Trial(whole, "rolling", 120)
+    trial.reach_full_size()
+    trial.reach(12)
+    with docker(whole) as env:
+        done = subprocess.run(
+            [REPOSITORY / "deploy/rolling-upgrade.sh", "workers"], env=env, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+    assert {failure["verdict"] for failure in record["failures"]} == {"preemption"}

@@ -67,7 +67,11 @@ def test_only_the_proxy_is_published_and_only_on_loopback_unless_asked(services:
 
 
 def test_users_code_reaches_neither_the_database_nor_the_proxy(services: dict[str, dict[str, Any]]) -> None:
-    assert {name for name, service in services.items() if "database" in networks_of(service)} == {"database", "service-a", "service-b"}
+    assert {name for name, service in services.items() if "database" in networks_of(service)} == {
+        "database",
+        "service-a",
+        "service-b",
+    }
     assert {networks for name in ("head", "worker", "gpu-worker") for networks in networks_of(services[name])} == {"cluster"}
 
 
@@ -83,7 +87,9 @@ def test_every_part_is_confined(services: dict[str, dict[str, Any]]) -> None:
         assert name in ONCE or "healthcheck" in service, name
 
 
-def test_secrets_come_by_files_that_the_script_makes(compose: dict[str, Any], services: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_secrets_come_by_files_that_the_script_makes(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     directory = tmp_path / "secrets"
     script = [str(ROOT / "deploy/secrets.sh"), str(directory), "everstep.example.org", "10.0.0.1"]
     subprocess.run(script, check=True)
@@ -94,14 +100,18 @@ def test_secrets_come_by_files_that_the_script_makes(compose: dict[str, Any], se
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir() if path.is_file()} == {0o444}
     subprocess.run(script, check=True)
     assert {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()} == made, "what is there stays"
-    names = subprocess.run(["openssl", "x509", "-noout", "-ext", "subjectAltName"], input=made["tls_certificate"], capture_output=True, check=True)
+    names = subprocess.run(
+        ["openssl", "x509", "-noout", "-ext", "subjectAltName"], input=made["tls_certificate"], capture_output=True, check=True
+    )
     assert b"DNS:everstep.example.org, IP Address:10.0.0.1" in names.stdout
     for name, service in services.items():
         said = yaml.safe_dump(service)
         assert not [secret for secret, value in made.items() if secret != "storage_user" and value.decode().strip() in said], name
 
 
-def test_every_module_program_file_and_volume_that_is_named_is_there(compose: dict[str, Any], services: dict[str, dict[str, Any]]) -> None:
+def test_every_module_program_file_and_volume_that_is_named_is_there(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]]
+) -> None:
     used = set()
     for name, service in services.items():
         for volume in service.get("volumes", ()):

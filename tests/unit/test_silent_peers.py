@@ -68,7 +68,9 @@ def test_connections_to_other_addresses_are_kept_alive_by_the_kernel(
     assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
     watch.look(0.0)
     assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    options = [near.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)]
+    options = [
+        near.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    ]
     assert options[0] + options[1] * options[2] <= LIMIT_S
     near.send(b"still there")
 

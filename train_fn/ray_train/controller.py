@@ -206,9 +206,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._yield_since = None
         self._sizes.draining = frozenset()
         silent_peer_s = self._settings.silent_peer_s
-        launch = RankLaunch(
-            self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s
-        )
+        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s)
         self._last_group = EverstepWorkerGroup(
             launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, self._leave_out, **kwargs
         )
