@@ -115,7 +115,7 @@ def _cuda_versions() -> dict[str, str]:
     """What torch was built with, where it was built for GPUs; a GPU is not needed to tell."""
     if torch.version.cuda is None:
         return {}
-    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
 
 
 class RankJournal:

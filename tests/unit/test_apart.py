@@ -1,11 +1,15 @@
-"""Which nodes are left out where not all reach each other, and for how long."""
+"""Which nodes are left out where not all reach each other, and for how long; and what a node's answer is."""
 
 from __future__ import annotations
+
+import contextlib
+import socket
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.recovery.apart import Apart, nodes_apart
+from train_fn.recovery.probe import ask
 from train_fn.recovery.sizing import NodeView
 
 NODES = ("a", "b", "c", "d", "e")
@@ -45,3 +49,17 @@ def test_a_node_takes_no_rank_while_it_is_apart_and_longer_each_time() -> None:
     for _ in range(10):
         apart.leave_out(["b"], 1000.0)
     assert (out(1959.0), out(1960.0)) == (["b"], [])
+
+
+def test_a_host_that_refuses_is_there_and_one_that_says_nothing_may_not_be() -> None:
+    with contextlib.ExitStack() as sockets:
+        open_, closed, full = (sockets.enter_context(socket.socket()) for _ in range(3))
+        for listener in (open_, closed, full):
+            listener.bind(("127.0.0.1", 0))
+        open_.listen()
+        full.listen(0)  # what comes beyond the queue is dropped without a word
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        assert ask([listener.getsockname() for listener in (open_, closed, full)], 0.3) == [True, False, None]

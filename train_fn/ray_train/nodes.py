@@ -8,7 +8,7 @@ import ray
 
 from train_fn.ray_train.seam import cluster_state
 from train_fn.recovery.marks import MarksReader
-from train_fn.recovery.probe import accepts_connection
+from train_fn.recovery.probe import ask
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"
@@ -33,7 +33,7 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
     nodes = [node for node in ray.nodes() if node["Alive"]]
     available = cluster_state.available_resources_per_node()
     draining = cluster_state.get_draining_nodes() or {}
-    reachable = accepts_connection([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
+    answers = ask([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
     marked = {node_id: mark.state for node_id, mark in reader.marks().items()}
     return tuple(
         NodeView(
@@ -43,9 +43,10 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
             total=node["Resources"],
             available=available.get(node["NodeID"], {}),
             is_head=_HEAD_RESOURCE in node["Resources"],
-            reachable=up,
+            reachable=answer is True,
+            silent=answer is None,
             draining=node["NodeID"] in draining or marked.get(node["NodeID"]) == "draining",
             cordoned=marked.get(node["NodeID"]) == "cordoned",
         )
-        for node, up in zip(nodes, reachable, strict=True)
+        for node, answer in zip(nodes, answers, strict=True)
     )

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -90,7 +90,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._look_at_nodes = look
         self._on_created = on_created
         self._on_apart = on_apart
-        self._unavailable_since: dict[int, float] = {}
+        self._missed_since: dict[int, float] = {}
+        """By rank, since when it could not be called."""
         self._told_cut_off = False
         self._nodes: dict[str, NodeView] = {}
         self._actors: list[Any] = []
@@ -229,35 +230,47 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Ray's poll, with patience for a network that fails for a while.
 
-        Ray takes the first lost call for a lost rank. A rank that cannot be called may be called again for ``health_timeout_s``;
-        and where no rank's host can be reached at all, it is this host that is cut off: the ranks train on without it.
+        Ray takes the first lost call for a lost rank. A rank that cannot be called although its node answers is called again for
+        ``health_timeout_s``; and where no other host is heard at all, it is this one that is cut off: the ranks train on without it.
         """
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
-        now = time.monotonic()
-        for rank, status in enumerate(statuses):
-            if _is_unavailable(status.error):
-                if now - self._unavailable_since.setdefault(rank, now) < self._settings.health_timeout_s:
-                    statuses[rank] = _still_running()
-            elif rank not in self._world_rank_to_ongoing_poll:
-                self._unavailable_since.pop(rank, None)
-        overdue = [_is_unavailable(status.error) or isinstance(status.error, WorkerHealthCheckTimeoutError) for status in statuses]
-        if not all(overdue) or not self.is_cut_off():
+        missed = {rank for rank, status in enumerate(statuses) if _is_missed(status.error)}
+        self._missed_since = {rank: self._missed_since.get(rank, time.monotonic()) for rank in missed}
+        if not missed:
             return statuses
-        self._world_rank_to_ongoing_poll.clear()
-        self._unavailable_since.clear()
-        return [_still_running() for _ in statuses]
-
-    def is_cut_off(self) -> bool:
-        """Whether no host of a rank can be reached although the cluster still counts on some: then it is this host that cannot."""
         try:
             nodes = {node.node_id: node for node in self._look_at_nodes()}
         except Exception as exc:
             logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return statuses
+        if self._is_cut_off(nodes.values()):
+            self._world_rank_to_ongoing_poll.clear()
+            self._missed_since.clear()
+            patient = missed
+        else:
+            recent = time.monotonic() - self._settings.health_timeout_s
+            patient = {rank for rank in missed if self._may_answer_yet(rank, nodes) and self._missed_since[rank] > recent}
+        return [_still_running() if rank in patient else status for rank, status in enumerate(statuses)]
+
+    def _may_answer_yet(self, rank: int, nodes: Mapping[str, NodeView]) -> bool:
+        """Whether the node of a rank that could not be called answers itself. A call that hangs had its time already."""
+        node = nodes.get(self.get_workers()[rank].metadata.node_id)
+        return node is not None and node.reachable and rank not in self._world_rank_to_ongoing_poll
+
+    def is_cut_off(self) -> bool:
+        """Whether no other host is heard although the cluster still counts on some: then it is this one that is cut off."""
+        try:
+            return self._is_cut_off(self._look_at_nodes())
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
             return False
-        places = [nodes[worker.metadata.node_id] for worker in self.get_workers() if worker.metadata.node_id in nodes]
-        cut_off = bool(places) and not any(node.reachable for node in places)
+
+    def _is_cut_off(self, nodes: Iterable[NodeView]) -> bool:
+        others = [node for node in nodes if not node.is_head]
+        ranks_on = {worker.metadata.node_id for worker in self.get_workers()}
+        cut_off = bool(others) and all(node.silent for node in others) and ranks_on <= {node.node_id for node in others}
         if cut_off and not self._told_cut_off:
-            logger.warning("no rank's host can be reached from here; the ranks are left alone until one can")
+            logger.warning("no other host is heard from here; the ranks are left alone until one is")
         self._told_cut_off = cut_off
         return cut_off
 
@@ -385,9 +398,11 @@ def _still_running() -> Any:
     return WorkerStatus(running=True, error=None, training_report=None)
 
 
-def _is_unavailable(error: Any) -> bool:
-    """Whether a poll says that its rank could not be called, and not that it is dead."""
-    return isinstance(error, WorkerHealthCheckFailedError) and isinstance(error.health_check_failure, ActorUnavailableError)
+def _is_missed(error: Any) -> bool:
+    """Whether a poll says that its rank could not be called, or did not answer, and not that it is dead."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        return isinstance(error.health_check_failure, ActorUnavailableError)
+    return isinstance(error, WorkerHealthCheckTimeoutError)
 
 
 def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
