@@ -73,6 +73,8 @@ class Build:
         self._binds = ["/etc/resolv.conf", *binds]
         self._roots: dict[str, Path] = {}
         self._env: dict[str, dict[str, str]] = {}
+        self._state: dict[str, tuple[str, str]] = {}
+        """Working directory and user after each stage."""
 
     def base(self) -> Path:
         """What stands in for the base image; made once for a place."""
@@ -91,7 +93,7 @@ class Build:
         below = self.build(stage.base) if stage.base in self._stages else self.base()
         env = dict(self._env.get(stage.base, {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"}))
         root = self._layer(name, below)
-        directory, user = "/", "root"
+        directory, user = self._state.get(stage.base, ("/", "root"))
         for word, rest in stage.instructions:
             print(f"==> [{name}] {word} {rest[:160]}", flush=True)
             match word:
@@ -108,7 +110,7 @@ class Build:
                     self._copy(root, directory, rest)
                 case "RUN":
                     self.run(root, rest, env, directory, user)
-        self._roots[name], self._env[name] = root, env
+        self._roots[name], self._env[name], self._state[name] = root, env, (directory, user)
         if user != "root":
             env["USER"] = user
         return root

@@ -10,6 +10,7 @@ leaves its step and keeps its state. A peer that is merely slow, stopped or in a
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -87,6 +88,12 @@ class SilentPeers:
             return False
         since = self._waiting_since.setdefault(inode, now)
         return min(traffic.silent_s, now - since) > self._limit_s
+
+
+def watch_peers(ip: str, limit_s: float) -> None:
+    """Watch this process's connections, unless ``limit_s`` is 0 or the cluster's address here, ``ip``, is on loopback."""
+    if limit_s > 0 and not ipaddress.ip_address(ip).is_loopback:
+        SilentPeers(limit_s).start()
 
 
 def interface_of(ip: str) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
-import ipaddress
 import logging
 import os
 import platform
@@ -33,7 +32,7 @@ from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.secrets import Redactor, read_secrets
-from train_fn.silent_peers import SilentPeers, interface_of
+from train_fn.silent_peers import interface_of, watch_peers
 from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
@@ -70,8 +69,7 @@ def _meet_on_the_clusters_network(ip: str, silent_peer_s: float) -> None:
     interface = interface_of(ip)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if silent_peer_s > 0 and not ipaddress.ip_address(ip).is_loopback:
-        SilentPeers(silent_peer_s).start()
+    watch_peers(ip, silent_peer_s)
 
 
 def take_precedence() -> None:

@@ -10,6 +10,8 @@ import time
 import uuid
 from typing import Any
 
+import ray
+
 from everstep.events import EventKind
 from everstep.wire import Verdict
 from storage.run_dir import Stop
@@ -40,6 +42,7 @@ from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.sizing import NodeView
+from train_fn.silent_peers import watch_peers
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -112,6 +115,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
         self._log = collect_log("train_fn", "ray.train")
+        watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
         self._pool = WarmPool(self._settings, self._look_at_nodes, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()

@@ -231,7 +231,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Ray's poll, with patience for a network that fails for a while.
 
         Ray takes the first lost call for a lost rank. A rank that cannot be called although its node answers is called again for
-        ``health_timeout_s``; and where no other host is heard at all, it is this one that is cut off: the ranks train on without it.
+        ``health_timeout_s``; and where no other host is heard at all, this one is cut off: the ranks train on without it.
         """
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
         missed = {rank for rank, status in enumerate(statuses) if _is_missed(status.error)}

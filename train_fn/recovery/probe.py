@@ -15,10 +15,10 @@ def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -
 
 
 def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | None]:
-    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard within ``timeout_s``; all in parallel.
+    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard within ``timeout_s``.
 
-    A dead process on a live host refuses at once; a dead or cut-off host answers nothing. Hosts must be IP addresses, since
-    looking up a name would block.
+    All are asked in parallel. A dead process on a live host refuses at once; a dead or cut-off host answers nothing. Hosts must be
+    IP addresses, since looking up a name would block.
     """
     accepted: list[bool | None] = [None] * len(addresses)
     deadline = time.monotonic() + timeout_s
