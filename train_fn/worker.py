@@ -42,7 +42,10 @@ RANK_NICENESS = -10
 """Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
 
 FLUSH_S = 10.0
-"""Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
+"""Longest wait for its last events to become durable of a rank that leaves by a failure; the controller's hold is longer."""
+
+LAST_FLUSH_S = 600.0
+"""The same of a rank that is done or was asked to stop: what it tells is what its run did, and the head may be away for minutes."""
 
 REPORT_S = 30.0
 """Longest wait at a rank's end until Ray Train knows of its last checkpoints."""
@@ -190,6 +193,8 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         redactor.learn(secrets.values())
         os.environ.update(secrets)
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
+        if not client.flush(LAST_FLUSH_S):
+            raise RuntimeError(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
         return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
     except BaseException as exc:
         error = redactor.error(describe_error(exc, rank))

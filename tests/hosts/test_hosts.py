@@ -204,7 +204,7 @@ def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> 
 @pytest.mark.parametrize("state", ["kept", "lost"])
 def test_the_head_is_lost(state: str, whole: Deployment) -> None:
     """With its state the nodes join the head that starts again; without it they start anew. The run goes on by itself."""
-    trial = Trial(whole, f"head lost, state {state}", 60)
+    trial = Trial(whole, f"head lost - state {state}", 60)
     trial.reach_full_size()
     trial.reach(60)
     head = whole.hosts["head"]
