@@ -22,6 +22,7 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
+from storage.errors import StorageUnavailable
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
@@ -194,7 +195,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         os.environ.update(secrets)
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
         if not client.flush(LAST_FLUSH_S):
-            raise RuntimeError(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
+            raise StorageUnavailable(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
         return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
     except BaseException as exc:
         error = redactor.error(describe_error(exc, rank))
