@@ -32,8 +32,7 @@ class Cable:
         self.ip = ip
         self.outer = f"everstep{index}o"
         self._line: subprocess.Popen[bytes] | None = None
-        if Path("/run/netns", self.namespace).exists():  # of a test that was killed
-            command("ip", "netns", "del", self.namespace)
+        self.remove()  # what a test that was killed left
         command("ip", "netns", "add", self.namespace)
         command("ip", "link", "add", self.outer, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
         command("ip", "link", "set", self.outer, "master", BRIDGE, "up")
@@ -79,8 +78,9 @@ class Cable:
         self.repair()
         with contextlib.suppress(RuntimeError):
             command("ip", "netns", "del", self.namespace)
-        with contextlib.suppress(RuntimeError):
-            command("ip", "link", "del", self.outer)
+        for link in (self.outer, f"{self.outer}a"):
+            with contextlib.suppress(RuntimeError):
+                command("ip", "link", "del", link)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,12 @@ def test_users_code_reaches_neither_the_database_nor_the_proxy(services: dict[st
     assert {networks for name in ("head", "worker", "gpu-worker") for networks in networks_of(services[name])} == {"cluster"}
 
 
+def test_the_proxys_word_on_who_asks_is_believed_and_nobody_elses(compose: dict[str, Any]) -> None:
+    [front] = compose["networks"]["front"]["ipam"]["config"]
+    [cluster] = compose["networks"]["cluster"]["ipam"]["config"]
+    assert compose["services"]["service-a"]["environment"]["FORWARDED_ALLOW_IPS"] == front["subnet"] != cluster["subnet"]
+
+
 def test_every_part_is_confined(services: dict[str, dict[str, Any]]) -> None:
     for name, service in services.items():
         assert service["read_only"] and service["cap_drop"] == ["ALL"], name

@@ -8,7 +8,9 @@ from scripts.try_dockerfile import REPOSITORY, read_stages
 
 
 def test_stages_are_read_with_their_arguments() -> None:
-    stages = read_stages("ARG BASE=debian\nFROM ${BASE} AS a\nRUN one \\\n  && two\nFROM a AS b\nARG X=1\nRUN say ${X}\n", {"X": "2"})
+    stages = read_stages(
+        "ARG BASE=debian\nFROM ${BASE} AS a\nRUN one \\\n  && two\nFROM a AS b\nARG X=1\nRUN say ${X}\n", {"X": "2"}
+    )
     assert stages["a"].instructions == [("RUN", "one  && two")] and stages["a"].base == "debian"
     assert stages["b"].instructions == [("RUN", "say 2")]
     with pytest.raises(ValueError, match="ONBUILD"):
