@@ -37,7 +37,7 @@ from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
-from service.ray_jobs import RayEndpoint, RayError, RayJobs
+from service.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
@@ -303,15 +303,19 @@ class ApiServer(uvicorn.Server):
 
 
 async def reach(ray: RayJobs, settings: Settings) -> None:
-    """See that the existing cluster answers. Raises CannotStart."""
+    """See that the existing cluster answers; one that has answered this home before may be away. Raises CannotStart."""
     try:
         version = await ray.version()
     except RayError as exc:
+        if not isinstance(exc, RayRefused) and settings.reached_before:
+            log.warning("the Ray cluster is away; runs wait until it answers", problem=str(exc))
+            return
         raise CannotStart(
             f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example http://head:8265 "
             "(`ray start --head --dashboard-host=0.0.0.0`)"
         ) from exc
     log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+    settings.reached_path.write_text(f"{settings.ray_address}\n")
 
 
 @contextlib.contextmanager

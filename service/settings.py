@@ -130,6 +130,19 @@ class Settings:
         return self.home / "serve.lock"
 
     @property
+    def reached_path(self) -> Path:
+        """File that names the existing cluster that has answered this home."""
+        return self.home / "ray_address"
+
+    @property
+    def reached_before(self) -> bool:
+        """Whether the existing cluster of these settings has answered this home before: its address is no slip of the pen."""
+        try:
+            return self.reached_path.read_text().strip() == self.ray_address
+        except OSError:
+            return False
+
+    @property
     def ray_token_path(self) -> Path:
         """Token of the embedded Ray cluster (mode 0600)."""
         return self.home / "ray_token"
