@@ -13,11 +13,13 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.context import Context
 from service.db.audit import current_entry
+from service.db.engine import DatabaseError
 from service.db.rows import Role, RunRow
 from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
+METRICS_TOKEN_ID: Final = "tok_metrics"
 _RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
 _bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
 
@@ -118,3 +120,19 @@ def ensure_local_token(tokens: TokenStore, path: Path, token_id: str = LOCAL_TOK
         stream.flush()
         os.fsync(stream.fileno())
     fresh.replace(path)
+
+
+def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
+    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all projects."""
+
+    def known() -> bool:
+        found = tokens.find(secret)
+        return found is not None and found.role == "viewer"
+
+    if known():
+        return
+    try:
+        tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
+    except DatabaseError:
+        if not known():  # else another replica was faster
+            raise

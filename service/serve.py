@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from service.api.context import ApiContext
 from service.app import create_app
-from service.auth import LOCAL_TOKEN_ID, ensure_local_token
+from service.auth import LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
@@ -37,7 +37,7 @@ from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
-from service.ray_jobs import RayEndpoint, RayError, RayJobs
+from service.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
@@ -50,8 +50,10 @@ from service.settings import (
     Settings,
     SettingsError,
     cordon_settings,
+    database_url,
     existing_ray_token,
     home_directory,
+    metrics_token,
     request_limits,
     scrub_settings,
     storage_roots,
@@ -112,9 +114,9 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     parser.add_argument(
         "--database",
         metavar="URL",
-        default=os.environ.get("EVERSTEP_DATABASE", ""),
-        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows; "
-        "default: SQLite in EVERSTEP_HOME)",
+        default="",
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows, or a file with it, "
+        "EVERSTEP_DATABASE_FILE; default: SQLite in EVERSTEP_HOME)",
     )
     parser.add_argument(
         "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
@@ -134,7 +136,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         home=home_directory(),
         host=args.host,
         port=args.port,
-        database_url=args.database,
+        database_url=args.database or database_url(),
         storage_uri=args.storage,
         storage_roots=tuple(args.storage_root or storage_roots()),
         ray_address=args.ray_address,
@@ -151,6 +153,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         scrub_interval_s=scrub_interval_s,
         rate_per_s=rate_per_s,
         max_upload_bytes=max_upload_bytes,
+        metrics_token=metrics_token(),
     )
 
 
@@ -246,6 +249,8 @@ async def serve(
             storage_roots=StorageRoots(settings.storage_roots),
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
+        if settings.metrics_token:
+            await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
@@ -313,15 +318,19 @@ class ApiServer(uvicorn.Server):
 
 
 async def reach(ray: RayJobs, settings: Settings) -> None:
-    """See that the existing cluster answers. Raises CannotStart."""
+    """See that the existing cluster answers; one that has answered this home before may be away. Raises CannotStart."""
     try:
         version = await ray.version()
     except RayError as exc:
+        if not isinstance(exc, RayRefused) and settings.reached_before:
+            log.warning("the Ray cluster is away; runs wait until it answers", problem=str(exc))
+            return
         raise CannotStart(
             f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example http://head:8265 "
             "(`ray start --head --dashboard-host=0.0.0.0`)"
         ) from exc
     log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+    settings.reached_path.write_text(f"{settings.ray_address}\n")
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ class Settings:
     """Requests a second that one token may make for ever, twice as many at once; 0 is no limit."""
     max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     """Largest upload of code."""
+    metrics_token: str = ""
+    """A secret, made by the operator, that is a viewer's token of all projects: for Prometheus. Empty for none."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -130,6 +132,19 @@ class Settings:
     def lock_path(self) -> Path:
         """File whose lock says that a service runs on this home."""
         return self.home / "serve.lock"
+
+    @property
+    def reached_path(self) -> Path:
+        """File that names the existing cluster that has answered this home."""
+        return self.home / "ray_address"
+
+    @property
+    def reached_before(self) -> bool:
+        """Whether the existing cluster of these settings has answered this home before: its address is no slip of the pen."""
+        try:
+            return self.reached_path.read_text().strip() == self.ray_address
+        except OSError:
+            return False
 
     @property
     def ray_token_path(self) -> Path:
@@ -197,6 +212,30 @@ def _number(environ: Mapping[str, str], name: str, default: N) -> N:
         return type(default)(text) if text else default
     except ValueError as exc:
         raise SettingsError(f"{name} must be a number, but is {text!r}") from exc
+
+
+def database_url(environ: Mapping[str, str] = os.environ) -> str:
+    """EVERSTEP_DATABASE, or what the file EVERSTEP_DATABASE_FILE holds; empty where neither is set. Raises SettingsError."""
+    return environ.get("EVERSTEP_DATABASE", "").strip() or _secret_of(environ, "EVERSTEP_DATABASE_FILE")
+
+
+def metrics_token(environ: Mapping[str, str] = os.environ) -> str:
+    """What the file EVERSTEP_METRICS_TOKEN_FILE holds; empty where it is not set.
+
+    Raises SettingsError where it cannot be read, or holds no secret of at least 32 characters.
+    """
+    secret = _secret_of(environ, "EVERSTEP_METRICS_TOKEN_FILE")
+    if secret and (len(secret) < 32 or not secret.isascii() or len(secret.split()) != 1):
+        raise SettingsError("EVERSTEP_METRICS_TOKEN_FILE must hold one word of at least 32 ASCII characters: openssl rand -hex 32")
+    return secret
+
+
+def _secret_of(environ: Mapping[str, str], name: str) -> str:
+    path = environ.get(name, "").strip()
+    try:
+        return Path(path).expanduser().read_text().strip() if path else ""
+    except OSError as exc:
+        raise SettingsError(f"{name} {path} cannot be read: {exc.strerror}") from exc
 
 
 def existing_ray_token(environ: Mapping[str, str] = os.environ) -> str | None:

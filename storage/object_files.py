@@ -61,6 +61,16 @@ def _options(parts: SplitResult) -> dict[str, str]:
     return options
 
 
+def make_s3_bucket(parts: SplitResult) -> None:
+    """Make the bucket of an ``s3://`` URI where it is not there yet. Raises StorageError."""
+    from pyarrow import fs
+
+    with mapped("make bucket", parts.netloc):
+        fs.S3FileSystem(
+            allow_bucket_creation=True, connect_timeout=_CONNECT_TIMEOUT_S, request_timeout=_REQUEST_TIMEOUT_S, **_options(parts)
+        ).create_dir(parts.netloc)
+
+
 class _ObjectUpload:
     """A new object, which appears when it is closed."""
 

@@ -22,6 +22,7 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
+from storage.errors import StorageUnavailable
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
@@ -32,6 +33,7 @@ from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.secrets import Redactor, read_secrets
+from train_fn.silent_peers import interface_of, watch_peers
 from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
@@ -41,7 +43,10 @@ RANK_NICENESS = -10
 """Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
 
 FLUSH_S = 10.0
-"""Longest wait at a rank's end for its last events to become durable; the controller's hold is longer."""
+"""Longest wait for its last events to become durable of a rank that leaves by a failure; the controller's hold is longer."""
+
+LAST_FLUSH_S = 600.0
+"""The same of a rank that is done or was asked to stop: what it tells is what its run did, and the head may be away for minutes."""
 
 REPORT_S = 30.0
 """Longest wait at a rank's end until Ray Train knows of its last checkpoints."""
@@ -57,9 +62,18 @@ def prepare(launch: RankLaunch) -> None:
     global _launch
     _launch = launch
     os.environ.update(launch.env)
+    _meet_on_the_clusters_network(ray.util.get_node_ip_address(), launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
     take_precedence()
+
+
+def _meet_on_the_clusters_network(ip: str, silent_peer_s: float) -> None:
+    """Let gloo listen where Ray does, not where the host's name happens to lead; and give up peers that fell silent."""
+    interface = interface_of(ip)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    watch_peers(ip, silent_peer_s)
 
 
 def take_precedence() -> None:
@@ -95,7 +109,15 @@ def versions() -> dict[str, str]:
         "ray": ray.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **_cuda_versions(),
     }
+
+
+def _cuda_versions() -> dict[str, str]:
+    """What torch was built with, where it was built for GPUs; a GPU is not needed to tell."""
+    if torch.version.cuda is None:
+        return {}
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
 
 
 class RankJournal:
@@ -172,6 +194,8 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         redactor.learn(secrets.values())
         os.environ.update(secrets)
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
+        if not client.flush(LAST_FLUSH_S):
+            raise StorageUnavailable(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
         return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
     except BaseException as exc:
         error = redactor.error(describe_error(exc, rank))

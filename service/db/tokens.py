@@ -58,8 +58,15 @@ class TokenStore:
             token_id: Id of a token to replace; the old secret is worthless from then on.
         """
         secret = new_secret()
+        return self._put(secret, name, role, project, expires_at, token_id or new_token_id()), secret
+
+    def take_over(self, secret: str, name: str, role: Role, *, token_id: str) -> TokenRow:
+        """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it reaches all projects."""
+        return self._put(secret, name, role, None, None, token_id)
+
+    def _put(self, secret: str, name: str, role: Role, project: str | None, expires_at: float | None, token_id: str) -> TokenRow:
         row = TokenRow(
-            id=token_id or new_token_id(),
+            id=token_id,
             name=name,
             role=role,
             project=project,
@@ -75,7 +82,7 @@ class TokenStore:
                 ensure_project(connection, project, row.created_at)
             connection.execute(delete(tokens).where(tokens.c.id == row.id))
             connection.execute(insert(tokens), row.columns())
-        return row, secret
+        return row
 
     def valid(self) -> list[TokenRow]:
         """Every token that is not revoked, expired ones too, oldest first."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from service.auth import LOCAL_TOKEN_ID, ensure_local_token
+from service.auth import LOCAL_TOKEN_ID, METRICS_TOKEN_ID, ensure_local_token, ensure_metrics_token
 from service.db.engine import Database
 from service.db.tokens import TokenStore
 from tests.unit.api_service import NOON, ManualClock
@@ -68,3 +68,12 @@ def test_a_missing_or_foreign_local_token_is_replaced(database: Database, tmp_pa
     ensure_local_token(tokens, path)
     assert tokens.find(path.read_text().strip()) is not None
     assert tokens.find(old) is None, "the lost token must not stay valid"
+
+
+def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(database: Database) -> None:
+    tokens = TokenStore(database)
+    for secret in ("a" * 40, "a" * 40, "b" * 40):
+        ensure_metrics_token(tokens, secret)
+        found = tokens.find(secret)
+        assert found is not None and (found.id, found.role, found.project) == (METRICS_TOKEN_ID, "viewer", None)
+    assert tokens.find("a" * 40) is None

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings, SettingsError, cordon_settings, dashboard_url, existing_ray_token, home_directory
+from service.settings import (
+    Settings,
+    SettingsError,
+    cordon_settings,
+    dashboard_url,
+    database_url,
+    existing_ray_token,
+    home_directory,
+    metrics_token,
+)
 
 
 def test_everything_lies_in_the_home_by_default() -> None:
@@ -75,3 +84,24 @@ def test_the_rule_of_cordons_comes_from_the_environment() -> None:
     assert cordon_settings(given) == (0, 9, 60.0)
     with pytest.raises(SettingsError, match="EVERSTEP_CORDON_FAILURES"):
         cordon_settings({"EVERSTEP_CORDON_FAILURES": "many"})
+
+
+def test_secrets_may_come_by_files(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("postgresql+psycopg://everstep:hidden@db/everstep\n")
+    assert database_url({"EVERSTEP_DATABASE_FILE": str(path)}) == "postgresql+psycopg://everstep:hidden@db/everstep"
+    assert database_url({"EVERSTEP_DATABASE_FILE": str(path), "EVERSTEP_DATABASE": "sqlite:////x"}) == "sqlite:////x"
+    assert (database_url({}), metrics_token({})) == ("", "")
+    path.write_text("m" * 32 + "\n")
+    assert metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(path)}) == "m" * 32
+    for read, name in ((database_url, "EVERSTEP_DATABASE_FILE"), (metrics_token, "EVERSTEP_METRICS_TOKEN_FILE")):
+        with pytest.raises(SettingsError, match=name):
+            read({name: str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("secret", ["too-short", "two words of which neither is a secret", "ü" * 40])
+def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(secret: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(secret)
+    with pytest.raises(SettingsError) as refused:
+        metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(tmp_path / "secret")})
+    assert "EVERSTEP_METRICS_TOKEN_FILE" in str(refused.value) and secret not in str(refused.value)

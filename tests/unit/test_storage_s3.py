@@ -11,6 +11,7 @@ import pytest
 from storage.errors import StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.journal import JournalWriter, read_journal
+from storage.make_bucket import main as make_bucket
 from storage.rank_logs import LogRecord, RankLogWriter, read_rank_logs
 from tests.unit.storage_places import BUCKET, event, save
 
@@ -108,3 +109,13 @@ def test_a_server_that_is_not_there(s3_endpoint: str) -> None:
     with pytest.raises(StorageError, match="check that the storage is mounted and reachable"):
         storage.probe()
     assert time.monotonic() - started < 60
+
+
+def test_a_bucket_is_made_once(s3_endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    uri = f"s3://made-for-a-test/v1?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1"
+    with pytest.raises(StorageError):
+        open_storage(uri).probe()
+    assert (make_bucket([uri]), make_bucket([uri])) == (0, 0)
+    open_storage(uri).probe()
+    assert (make_bucket(["/a/directory"]), make_bucket([])) == (1, 2)
+    assert "s3://" in capsys.readouterr().err

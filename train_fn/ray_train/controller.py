@@ -10,6 +10,8 @@ import time
 import uuid
 from typing import Any
 
+import ray
+
 from everstep.events import EventKind
 from everstep.wire import Verdict
 from storage.run_dir import Stop
@@ -34,9 +36,12 @@ from train_fn.ray_train.seam import (
 )
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.apart import Apart
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
+from train_fn.recovery.sizing import NodeView
+from train_fn.silent_peers import watch_peers
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -102,7 +107,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         )
         self.worker_group_cls = GroupFactory(self)
         self._placement = Placement(engine.job.run_dir.run_id)
-        self._look_at_nodes = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
+        self._look = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
+        self._apart = Apart(self._settings.apart_s)
         self._sizes = LiveScalingPolicy(
             train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
         )
@@ -110,6 +116,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
         self._log = collect_log("train_fn", "ray.train")
+        watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
         self._pool = WarmPool(self._settings, self._look_at_nodes, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
@@ -182,7 +189,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if progress is None or progress.attempt != self._attempt:
             return
         overdue_s = self._hang_watch.overdue_s(progress, time.monotonic())
-        if overdue_s is not None:
+        if overdue_s is not None and self._worker_group.is_cut_off():
+            self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
+        elif overdue_s is not None:
             ranks = self._worker_group.break_hang()
             logger.warning("no sign of life for %.1f s in phase %s; killed rank %s", overdue_s, progress.phase, ranks)
             self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
@@ -206,11 +215,19 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._yield_since = None
         self._overdue_killed = False
         self._sizes.draining = frozenset()
-        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery)
+        silent_peer_s = self._settings.silent_peer_s
+        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s)
         self._last_group = EverstepWorkerGroup(
-            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, **kwargs
+            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, self._leave_out, **kwargs
         )
         return self._last_group
+
+    def _look_at_nodes(self) -> tuple[NodeView, ...]:
+        return self._apart.mark(self._look(), time.monotonic())
+
+    def _leave_out(self, node_ids: list[str]) -> None:
+        """Nodes that others do not reach get no rank for a while."""
+        self._apart.leave_out(node_ids, time.monotonic())
 
     def _shutdown_worker_group(self) -> None:
         if self._attempt_open:

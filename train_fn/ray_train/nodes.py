@@ -11,7 +11,7 @@ from storage.filesystem import Storage
 from storage.node_marks import NodeMark
 from train_fn.ray_train.seam import cluster_state
 from train_fn.recovery.marks import MarksReader
-from train_fn.recovery.probe import accepts_connection
+from train_fn.recovery.probe import ask
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"
@@ -41,7 +41,7 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
     nodes = [node for node in ray.nodes() if node["Alive"]]
     available = cluster_state.available_resources_per_node()
     draining = cluster_state.get_draining_nodes() or {}
-    reachable = accepts_connection([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
+    answers = ask([(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes], probe_timeout_s)
     marks = reader.marks()
     marked = {node_id: mark.state for node_id, mark in marks.items()}
     return tuple(
@@ -52,12 +52,13 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
             total=node["Resources"],
             available=available.get(node["NodeID"], {}),
             is_head=_HEAD_RESOURCE in node["Resources"],
-            reachable=up,
+            reachable=answer is True,
+            silent=answer is None,
             draining=node["NodeID"] in draining or marked.get(node["NodeID"]) == "draining",
             drain_deadline=_earliest(draining.get(node["NodeID"], 0) / 1000, marks.get(node["NodeID"])),
             cordoned=marked.get(node["NodeID"]) == "cordoned",
         )
-        for node, up in zip(nodes, reachable, strict=True)
+        for node, answer in zip(nodes, answers, strict=True)
     )
 
 

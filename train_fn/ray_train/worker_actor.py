@@ -16,6 +16,7 @@ from train_fn.network_settings import interface_problem
 from train_fn.out_of_memory import look_for_oom, oom_kills
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.probe import accepts_connection
 
 _LOOK_S = 0.005
 
@@ -49,6 +50,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         worker.prepare(launch)
         problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
         return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
+
+    def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
+        """Which of the other nodes' raylets accept a connection from this one."""
+        return accepts_connection(addresses, timeout_s)
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -27,10 +27,12 @@ from train_fn.ray_train.seam import (
     WorkerGroupStateBuilder,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
+    WorkerStatus,
     invoke_context_managers,
     worker_group_module,
 )
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
+from train_fn.recovery.apart import nodes_apart
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -80,6 +82,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement: Placement,
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
+        on_apart: Callable[[list[str]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -88,6 +91,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._placement = placement
         self._look_at_nodes = look
         self._on_created = on_created
+        self._on_apart = on_apart
+        self._missed_since: dict[int, float] = {}
+        """By rank, since when it could not be called."""
+        self._told_cut_off = False
+        self._nodes: dict[str, NodeView] = {}
         self._actors: list[Any] = []
         self._ranked: list[Any] = []
         self._born_at: dict[int, float] = {}
@@ -137,6 +145,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Take the group's bundles; False when the cluster did not give them in time."""
         context = self._worker_group_context
         nodes = self._look_at_nodes()
+        self._nodes = {node.node_id: node for node in nodes}
         chosen = choose_nodes(
             nodes,
             self._placement.held({node.node_id for node in nodes}),
@@ -175,10 +184,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             metas = ray.get(metadata, timeout=self._settings.group_start_s)
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        _check_versions(ready, metas)
+        self._check_versions(ready, metas)
         self.start_reports = _unreachable(ready, metas)
         if self.start_reports:
             raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
+        self._check_reach(metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -189,7 +199,85 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created(self, self._ranked)
         return self._ranked
 
+    def _check_versions(self, ready: list[RankReady], metas: list[Any]) -> None:
+        """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
+        own = versions()
+        others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
+        if others:
+            self._on_apart(list(others))
+            found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
+            raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
+
+    def _check_reach(self, metas: list[Any]) -> None:
+        """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
+        first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(self._actors, metas, strict=True)))}
+        places = {node_id: (self._nodes[node_id].ip, self._nodes[node_id].port) for node_id in first_on if node_id in self._nodes}
+        if len({ip for ip, _ in places.values()}) < 2:
+            return
+        asked = list(places)
+        tries = [first_on[node_id].reach.remote(list(places.values()), self._settings.probe_timeout_s) for node_id in asked]
+        try:
+            answers: list[list[bool]] = ray.get(tries, timeout=self._settings.group_start_s)
+        except RayError as exc:
+            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
+        unreached = {
+            node_id: [other for other, reached in zip(asked, answer, strict=True) if not reached]
+            for node_id, answer in zip(asked, answers, strict=True)
+        }
+        apart = nodes_apart(unreached)
+        if apart:
+            self._on_apart(apart)
+            broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
+            raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
+
     # -- while it runs ---------------------------------------------------------------------------------------------------
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
+        """Ray's poll, with patience for a network that fails for a while.
+
+        Ray takes the first lost call for a lost rank. A rank that cannot be called although its node answers is called again for
+        ``health_timeout_s``; and where no other host is heard at all, this one is cut off: the ranks train on without it.
+        """
+        statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
+        missed = {rank for rank, status in enumerate(statuses) if _is_missed(status.error)}
+        self._missed_since = {rank: self._missed_since.get(rank, time.monotonic()) for rank in missed}
+        if not missed:
+            return statuses
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return statuses
+        if self._is_cut_off(nodes.values()):
+            self._world_rank_to_ongoing_poll.clear()
+            self._missed_since.clear()
+            patient = missed
+        else:
+            recent = time.monotonic() - self._settings.health_timeout_s
+            patient = {rank for rank in missed if self._may_answer_yet(rank, nodes) and self._missed_since[rank] > recent}
+        return [_still_running() if rank in patient else status for rank, status in enumerate(statuses)]
+
+    def _may_answer_yet(self, rank: int, nodes: Mapping[str, NodeView]) -> bool:
+        """Whether the node of a rank that could not be called answers itself. A call that hangs had its time already."""
+        node = nodes.get(self.get_workers()[rank].metadata.node_id)
+        return node is not None and node.reachable and rank not in self._world_rank_to_ongoing_poll
+
+    def is_cut_off(self) -> bool:
+        """Whether no other host is heard although the cluster still counts on some: then it is this one that is cut off."""
+        try:
+            return self._is_cut_off(self._look_at_nodes())
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return False
+
+    def _is_cut_off(self, nodes: Iterable[NodeView]) -> bool:
+        others = [node for node in nodes if not node.is_head]
+        ranks_on = {worker.metadata.node_id for worker in self.get_workers()}
+        cut_off = bool(others) and all(node.silent for node in others) and ranks_on <= {node.node_id for node in others}
+        if cut_off and not self._told_cut_off:
+            logger.warning("no other host is heard from here; the ranks are left alone until one is")
+        self._told_cut_off = cut_off
+        return cut_off
 
     def processes_by_node(self) -> dict[str, tuple[int, int]]:
         """For each node id its ranks, and how many of them are processes that were there, idle, before the group began."""
@@ -329,13 +417,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return tuple(reports)
 
 
-def _check_versions(ready: list[RankReady], metas: list[Any]) -> None:
-    own = versions()
-    for rank, meta in zip(ready, metas, strict=True):
-        if rank.versions != own:
-            raise WorkerGroupStartupFailedError(
-                f"node {meta.node_id} runs {rank.versions}, the driver's node runs {own}: install the same on every node"
-            )
+def _still_running() -> Any:
+    return WorkerStatus(running=True, error=None, training_report=None)
+
+
+def _is_missed(error: Any) -> bool:
+    """Whether a poll says that its rank could not be called, or did not answer, and not that it is dead."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        return isinstance(error.health_check_failure, ActorUnavailableError)
+    return isinstance(error, WorkerHealthCheckTimeoutError)
 
 
 def _unreachable(ready: list[RankReady], metas: list[Any]) -> tuple[RankReport, ...]:

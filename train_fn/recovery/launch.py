@@ -66,6 +66,8 @@ class RankLaunch:
     recovery: RecoveryNote | None = None
     num_nodes: int = 0
     """Nodes that the ranks are on: filled in when these were chosen."""
+    silent_peer_s: float = 0.0
+    """Seconds after which a rank gives up a connection on which nothing is heard; 0 for never."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
@@ -9,12 +10,17 @@ from collections.abc import Sequence
 
 
 def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool]:
-    """For each ``(host, port)`` whether a TCP connection was accepted within ``timeout_s``, all asked in parallel.
+    """For each ``(host, port)`` whether a TCP connection was accepted within ``timeout_s``."""
+    return [answer is True for answer in ask(addresses, timeout_s)]
 
-    A dead process on a live host refuses at once; a dead or cut-off host answers nothing. Hosts must be IP addresses, since
-    looking up a name would block.
+
+def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | None]:
+    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard within ``timeout_s``.
+
+    All are asked in parallel. A dead process on a live host refuses at once; a dead or cut-off host answers nothing. Hosts must be
+    IP addresses, since looking up a name would block.
     """
-    accepted = [False] * len(addresses)
+    accepted: list[bool | None] = [None] * len(addresses)
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as waiting:
         for index, (host, port) in enumerate(addresses):
@@ -31,10 +37,15 @@ def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -
                 break
             for key, _ in ready:
                 connection = key.fileobj  # type: ignore[assignment]
-                accepted[key.data] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+                accepted[key.data] = _meaning_of(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
                 waiting.unregister(connection)
                 connection.close()
         for key in list(waiting.get_map().values()):
             waiting.unregister(key.fileobj)
             key.fileobj.close()  # type: ignore[union-attr]
     return accepted
+
+
+def _meaning_of(error: int) -> bool | None:
+    """True for a connection, False where the host itself refuses it; a network that says it cannot is no word of the host's."""
+    return True if error == 0 else (False if error == errno.ECONNREFUSED else None)

@@ -15,8 +15,13 @@ class RecoverySettings:
 
     poll_s: float = 0.2
     """Seconds between two looks of the controller at its ranks: the floor of how fast a failure is noticed."""
-    probe_timeout_s: float = 0.25
+    probe_timeout_s: float = 1.0
     """Seconds in which a node's raylet must accept a TCP connection; a dead one refuses at once, an unreachable one times out."""
+    silent_peer_s: float = 15.0
+    """Seconds after which a rank gives up its connections to a host that is not heard any more; 0 for never."""
+    apart_s: float = 60.0
+    """Seconds for which a node takes no rank after others could not reach it, although the head could, or after it was found to run
+    other versions than the driver's node; longer each time."""
     hold_s: float = 20.0
     """Longest wait, before a group is torn down, for survivors to leave the step and write their snapshots."""
     group_start_s: float = 120.0

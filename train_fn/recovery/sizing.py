@@ -23,6 +23,8 @@ class NodeView:
     is_head: bool = False
     reachable: bool = True
     """Its raylet accepted a connection just now; the cluster may still believe in a node that did not."""
+    silent: bool = False
+    """Nothing was heard from its host; one that refuses a connection is not silent."""
     draining: bool = False
     drain_deadline: float | None = None
     """When a draining node is to be taken away, in unix seconds; None where nobody said."""

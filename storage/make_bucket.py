@@ -1,0 +1,42 @@
+"""``python -m storage.make_bucket URI``: make the bucket of an object store's URI, where it is not there yet.
+
+Exit code 0 when it is there, 1 when the store does not answer or refuses, with the reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from storage.errors import StorageError
+from storage.filesystem import open_storage
+
+
+def make_bucket(uri: str) -> None:
+    """Make it, unless it is there. Raises StorageError; a path, or a store that is not S3, is refused."""
+    from storage.errors import InvalidStorage
+    from storage.object_files import make_s3_bucket
+
+    open_storage(uri)
+    parts = urlsplit(uri)
+    if parts.scheme != "s3":
+        raise InvalidStorage(f"only a bucket of s3:// can be made, not {uri}")
+    make_s3_bucket(parts)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    if len(argv) != 1:
+        print("usage: python -m storage.make_bucket s3://BUCKET/PREFIX?endpoint_override=…", file=sys.stderr)
+        return 2
+    try:
+        make_bucket(argv[0])
+    except StorageError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""The whole compose file on hosts of their own: started in its order, by its commands, with its secrets and health checks.
+
+What is ours runs as it would in the image. For images of others this machine's own programs stand in: Debian's PostgreSQL and
+HAProxy with the compose file's configuration, and an S3 server in memory for the object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from everstep import Client
+from tests.hosts.compose_file import REPOSITORY, Part, image_environment, read_compose
+from tests.hosts.host import Host
+from tests.hosts.network import Cable, switch
+from tests.service_process import wait_for
+from tests.unit.postgres_server import binaries
+
+ADDRESSES = {
+    "head": "172.30.0.10",
+    "object-store": "172.30.0.20",
+    "database": "172.30.0.21",
+    "service-a": "172.30.0.30",
+    "service-b": "172.30.0.31",
+    "proxy": "172.30.0.40",
+    "bucket": "172.30.0.60",
+}
+FIRST_WORKER = 50
+STARTED = ("object-store", "bucket", "head", "database", "service-a", "service-b", "proxy")
+START_S = 150.0
+SETTINGS = {
+    # a machine of few cores and little memory
+    "WORKER_ARGS": "--num-cpus=1 --object-store-memory=100000000",
+    "WORKER_SHM": "512m",
+}
+TEST_ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+class Deployment:
+    """Hosts by name: the compose file's, and ``worker-1`` to ``worker-N``."""
+
+    def __init__(self, base: Path, workers: int, env: Mapping[str, Mapping[str, str]]) -> None:
+        self.base = base
+        self.hosts: dict[str, Host] = {}
+        self._extra_env = env
+        self._parts = read_compose(SETTINGS)
+        for name in ("volumes", "secrets"):
+            (base / name).mkdir()
+        (base / "resolv.conf").touch()
+        base.chmod(0o755)
+        names = [ADDRESSES["proxy"], "localhost"]
+        subprocess.run([REPOSITORY / "deploy/secrets.sh", base / "secrets", *names], check=True)
+        (base / "secrets").chmod(0o755)
+        for name in STARTED:
+            self._add(name, self._parts[name], ADDRESSES[name])
+        for number in range(1, workers + 1):
+            self._add(f"worker-{number}", self._parts["worker"], f"172.30.0.{FIRST_WORKER + number}")
+        self.tell_names({name: host.cable.ip for name, host in self.hosts.items()})
+
+    def _add(self, name: str, part: Part, ip: str) -> None:
+        for source in part.volumes:
+            if not source.startswith("./"):
+                volume = self.base / "volumes" / source
+                volume.mkdir(exist_ok=True)
+                os.chown(volume, part.uid, part.gid)
+        env = {**image_environment(), **part.env, **TEST_ENVIRONMENT, **self._extra_env.get(name.partition("-")[0], {})}
+        env |= self._extra_env.get(name, {})
+        if part.name in HEALTH_OF_STAND_INS and part.health is not None:
+            part = replace(part, health=replace(part.health, argv=HEALTH_OF_STAND_INS[part.name]))
+        argv = STAND_INS.get(part.name, lambda part: list(part.argv))(part)
+        self.hosts[name] = Host(self.base, part, name, Cable(len(self.hosts) + 1, ip), argv, env)
+
+    def tell_names(self, names: Mapping[str, str], to: Host | None = None) -> None:
+        """What names mean, on one host or on all of them: the network's name service."""
+        text = "127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in names.items())
+        for host in [to] if to else self.hosts.values():
+            host.hosts_file.write_text(f"{text}{host.cable.ip} {host.name}\n" if host.name not in names else text)
+
+    def names(self) -> dict[str, str]:
+        return {name: host.cable.ip for name, host in self.hosts.items()}
+
+    # -- life --------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Everything, in the order of the compose file's conditions."""
+        began = time.monotonic()
+        os.environ["SSL_CERT_FILE"] = str(self.base / "secrets/tls_certificate")
+        waiting = dict(self.hosts)
+        while waiting:
+            for name, host in list(waiting.items()):
+                if all(self._holds(other, condition) for other, condition in host.part.depends_on.items()):
+                    host.start()
+                    del waiting[name]
+                    print(f"{time.monotonic() - began:6.1f} s  {name} starts", flush=True)
+            if time.monotonic() - began > START_S:
+                raise TimeoutError(f"{sorted(waiting)} could not start:\n{self.describe()}")
+            time.sleep(0.5)
+        wait_for(lambda: self.hosts["proxy"].is_healthy() and self._ready(), START_S, "the service behind the proxy")
+        print(f"{time.monotonic() - began:6.1f} s  ready", flush=True)
+
+    def _holds(self, name: str, condition: str) -> bool:
+        if name == "prepare":
+            return True  # volumes are made with their owner
+        host = self.hosts[name]
+        match condition:
+            case "service_healthy":
+                return host.is_healthy()
+            case "service_completed_successfully":
+                return host.succeeded()
+        return host.starts > 0
+
+    def _ready(self) -> bool:
+        try:
+            return self.http().get("/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        os.environ.pop("SSL_CERT_FILE", None)
+        for host in reversed(self.hosts.values()):
+            host.kill()
+            host.cable.remove()
+
+    # -- from outside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"https://{ADDRESSES['proxy']}:8443"
+
+    def tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.base / "secrets/tls_certificate"))
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, verify=self.tls(), timeout=10)
+
+    def token(self) -> str:
+        done = self.hosts["service-a"].run(["cat", "/var/lib/everstep/home/token"])
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def api(self, method: str, path: str, **more: Any) -> Any:
+        """One request through the proxy; the answer's JSON."""
+        with self.http() as http:
+            answer = http.request(method, path, headers={"Authorization": f"Bearer {self.token()}"}, **more)
+        assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text}"
+        return answer.json()
+
+    def client(self) -> Client:
+        return Client(self.url, self.token())
+
+    def live_workers(self) -> list[str]:
+        """Addresses of the worker nodes that the cluster counts on."""
+        return [node["ip"] for node in self.api("GET", "/v1/cluster")["nodes"] if node["state"] == "ALIVE" and not node["is_head"]]
+
+    def describe(self) -> str:
+        return "\n".join(
+            f"--- {fact['name']}: {fact['starts']} starts, exit {fact['exit_code']}\n{fact['log']}" for fact in self.facts()
+        )
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [host.facts() for host in self.hosts.values()]
+
+
+def _postgres(part: Part) -> list[str]:
+    """What the image's entry point does, with Debian's programs."""
+    programs = binaries()
+    assert programs is not None
+    data = "/var/lib/postgresql/data"
+    script = f"""
+        test -s {data}/PG_VERSION || {programs}/initdb -D {data} -U $POSTGRES_USER --auth-local=trust $POSTGRES_INITDB_ARGS \
+            --pwfile=$POSTGRES_PASSWORD_FILE -E UTF8 --locale=C.UTF-8 --no-sync >/dev/null
+        grep -q 172.30 {data}/pg_hba.conf || echo "host all all 172.30.0.0/24 scram-sha-256" >>{data}/pg_hba.conf
+        {programs}/pg_ctl -D {data} -w -s -o "-c listen_addresses= -k /tmp" start >/dev/null
+        {programs}/createdb -h /tmp -U $POSTGRES_USER $POSTGRES_DB 2>/dev/null
+        {programs}/pg_ctl -D {data} -w -s stop
+        exec {programs}/postgres -D {data} -h '*' -k /tmp
+    """
+    return ["sh", "-c", script]
+
+
+STAND_INS: Mapping[str, Callable[[Part], list[str]]] = {
+    "database": _postgres,
+    "object-store": lambda part: ["python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "9000"],
+}
+HEALTH_OF_STAND_INS = {"object-store": ("python", "-c", "import socket; socket.create_connection(('127.0.0.1', 9000), 2)")}
+
+
+@contextlib.contextmanager
+def deployed(workers: int, env: Mapping[str, Mapping[str, str]] | None = None) -> Iterator[Deployment]:
+    """A deployment that is up, ended on exit. ``env`` adds to the environment of hosts: by name, or ``worker`` for all workers."""
+    base = Path(tempfile.mkdtemp(prefix="eh", dir="/tmp"))
+    deployment = None
+    try:
+        with switch():
+            try:
+                deployment = Deployment(base, workers, env or {})
+                deployment.start()
+                yield deployment
+            finally:
+                if deployment is not None:
+                    deployment.close()
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
