@@ -229,6 +229,7 @@ async def serve(
             public_url=settings.public_url or url,
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
+            ray=ray,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
