@@ -74,6 +74,8 @@ app.add_typer(cli_team.project, name="project")
 app.add_typer(cli_team.token, name="token")
 app.command()(cli_team.audit)
 app.command()(cli_doctor.doctor)
+app.command()(cli_backup.backup)
+app.command()(cli_backup.restore)
 app.command()(cli_service.demo)
 
 
