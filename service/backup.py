@@ -179,19 +179,33 @@ def _run_postgresql(command: Sequence[str], url: URL) -> None:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Every file as it is when its turn comes; those that vanish meanwhile are left out, as are drafts of atomic writes."""
-    for place, _, names in os.walk(source):
-        there = target / Path(place).relative_to(source)
-        there.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in names:
-            if name.startswith("."):
-                continue
-            try:
-                shutil.copy2(Path(place) / name, there / name)
-            except FileNotFoundError:
-                continue
-            _sync(there / name)
-        _sync(there)
+    """Every file as it is when its turn comes; those that vanish meanwhile are left out, as are drafts of atomic writes.
+
+    A directory of the root may be an operator's link to another disk. Below it links are left out: a run's code may have put them
+    there.
+    """
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for top in sorted(source.iterdir()):
+        if top.is_dir():
+            root = top.resolve()
+            for place, _, names in os.walk(root):
+                there = target / top.name / Path(place).relative_to(root)
+                there.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for name in names:
+                    _copy_file(Path(place) / name, there / name)
+                _sync(there)
+        else:
+            _copy_file(top, target / top.name)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    if source.name.startswith(".") or source.is_symlink():
+        return
+    try:
+        shutil.copy2(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    _sync(target)
 
 
 def _refuse_filled(root: Path) -> None:

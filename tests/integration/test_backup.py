@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +39,8 @@ def test_a_run_goes_on_from_a_copy_after_a_total_loss(tmp_path: Path) -> None:
         token = lost.token
     assert not lost.home.exists()
     back = ServiceProcess(nodes=1)
-    try:
-        copying(back, "restore", copy)
-        back.start()
+    copying(back, "restore", copy)
+    with back:
         run = back.client().runs.get(run_id)
         run.wait(timeout_s=180)
         assert (run.step, run.submission) == (EPOCHS * STEPS_PER_EPOCH, 2), (
@@ -51,7 +49,3 @@ def test_a_run_goes_on_from_a_copy_after_a_total_loss(tmp_path: Path) -> None:
         counted = [(epoch.used_once, epoch.duplicates, epoch.missing) for epoch in run.samples().epochs]
         assert counted == [(1437, 0, 0)] * EPOCHS
         assert back.token != token, "the home's own token is not in the copy"
-    finally:
-        back.stop()
-        back._clean()
-        shutil.rmtree(copy, ignore_errors=True)

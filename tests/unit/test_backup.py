@@ -31,6 +31,7 @@ def served(tmp_path: Path) -> Settings:
     (run / "events").mkdir(parents=True)
     (run / "events" / "s001.jsonl").write_bytes(b'{"n":1}\n')
     (run / ".draft.tmp").write_bytes(b"half")
+    (run / "model.pt").symlink_to("/etc/passwd")
     return settings
 
 
@@ -69,7 +70,7 @@ def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: S
     assert back.num_runs == len(copied) and made.missing == back.missing == ()
     run = Path(there.storage_uri) / "runs" / "run_a"
     assert (run / "events" / "s001.jsonl").read_bytes() == b'{"n":1}\n'
-    assert not (run / ".draft.tmp").exists(), "drafts of atomic writes are nobody's"
+    assert {path.name for path in run.iterdir()} == {"events"}, "drafts are nobody's, and links lead anywhere"
     assert (there.home / "everstep.db").stat().st_mode & 0o077 == 0
 
 
