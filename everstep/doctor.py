@@ -125,6 +125,8 @@ def _versions(nodes: Sequence[NodeFacts], names: dict[str, str], service: Servic
     wrong = 0
     for what in _MUST_AGREE:
         versions = {node.id: node.versions.get(what) for node in nodes}
+        if what.startswith("torch"):  # a head without GPUs may have the CPU build, which is the same but for its label
+            versions = {node_id: version and version.partition("+")[0] for node_id, version in versions.items()}
         if what in ("cuda", "nccl"):  # a head without GPUs has neither, and needs neither
             versions = {node.id: versions[node.id] for node in nodes if node.gpus and versions[node.id] is not None}
         told = [*versions.values(), *([service.versions["everstep"]] if what == "everstep" else [])]

@@ -118,6 +118,10 @@ def test_each_fault_is_named_with_its_node(fields: dict[str, Any], check: str, w
     assert found == check and words in message
 
 
+def test_a_head_without_gpus_may_have_the_cpu_build() -> None:
+    assert wrong(findings(node("head", versions=VERSIONS | {"torch": "2.13.0+cpu"}), node("a"), node("b"))) == []
+
+
 def test_a_clock_is_only_blamed_beyond_what_the_measurement_can_say() -> None:
     assert wrong(findings(node("head"), node("b", clock_offset_s=1.4, clock_error_s=0.6))) == []
 
