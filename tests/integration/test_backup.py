@@ -11,13 +11,13 @@ import pytest
 
 from tests.service_process import ServiceProcess, wait_for
 
-EPOCHS, STEPS_PER_EPOCH = 12, 12
+EPOCHS, STEPS_PER_EPOCH = 150, 12
 SPEC = {
     "name": "digits",
     "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
     "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 64},
     "scaling": {"min_workers": 1, "max_workers": 1},
-    "checkpoint": {"every_steps": 10},
+    "checkpoint": {"every_steps": 30},
 }
 
 
