@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo serve test test-unit chaos hosts gpu check format bench lock clean
+.PHONY: help install demo serve test test-unit chaos hosts soak gpu check format bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -53,6 +53,12 @@ format: $(STAMP)  ## Rewrite the code in the house format
 
 bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
+
+sbom: $(STAMP)  ## Write the bill of materials, CycloneDX, to out/sbom.json
+	@scripts/sbom.sh $(BIN)/python out/sbom.json
+
+audit: $(STAMP)  ## Known vulnerabilities of the pinned packages; says so where the advisories cannot be asked
+	@$(BIN)/python scripts/audit.py
 
 lock: $(STAMP)  ## Write constraints.txt anew from what is installed
 	@scripts/lock.sh $(BIN)/python

@@ -7,7 +7,13 @@ import sys
 
 NAMES = ("main_job", "throughput", "recovery", "faults", "goodput", "steady", "checkpoint")
 """Run when none is named."""
-ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling"}
+ON_REQUEST = {
+    "control_plane": "scale.control_plane",
+    "gpu": "gpu.step_costs",
+    "loader": "loader",
+    "scale": "scale.sweep",
+    "scaling": "scaling",
+}
 """Need a GPU, cores, or figures to start from; the module of each."""
 
 

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from everstep import __version__, cli_drills, cli_local, cli_nodes, cli_observe, cli_runs, cli_service, cli_team
+from everstep import (
+    __version__,
+    cli_backup,
+    cli_doctor,
+    cli_drills,
+    cli_local,
+    cli_nodes,
+    cli_observe,
+    cli_runs,
+    cli_service,
+    cli_team,
+)
 from everstep.cli_terminal import JsonOption, UrlOption, begin
 
 app = typer.Typer(
@@ -62,6 +73,9 @@ app.command()(cli_nodes.drain)
 app.add_typer(cli_team.project, name="project")
 app.add_typer(cli_team.token, name="token")
 app.command()(cli_team.audit)
+app.command()(cli_doctor.doctor)
+app.command()(cli_backup.backup)
+app.command()(cli_backup.restore)
 app.command()(cli_service.demo)
 
 

@@ -15,8 +15,9 @@ from everstep.address import find_address
 from everstep.administration import Audit, Projects, Tokens
 from everstep.catalog import Catalog
 from everstep.code import Code
+from everstep.deployment import DeploymentCheck
 from everstep.errors import InvalidSpec
-from everstep.follow import Patience
+from everstep.follow import Patience, wait_until
 from everstep.nodes import Nodes
 from everstep.runs import RunHandle
 from everstep.spec import RunSpec, parse_spec
@@ -57,7 +58,7 @@ class Client:
         self._transport = Transport(
             find_address(url, token), timeout_s=timeout_s, max_tries=max_tries, timing=timing or Timing(), base=transport
         )
-        patience = patience or Patience()
+        patience = self._patience = patience or Patience()
         self.runs = Runs(self._transport, patience)
         self.nodes = Nodes(self._transport, patience)
         self.code = Code(self._transport)
@@ -94,6 +95,33 @@ class Client:
     def goodput(self, project: str | None = None) -> list[ProjectGoodput]:
         """Where the time of all runs went, by project."""
         return list(self._transport.pages("/v1/goodput", ProjectGoodput, {"project": project}))
+
+    def start_deployment_check(self, *, all_reduce_s: float = 5.0) -> DeploymentCheck:
+        """Have every node of the cluster look at itself and at the others; returns at once.
+
+        ``all_reduce_s`` is for how many seconds nodes add up tensors. Raises AuthError, Unavailable where Ray does not answer.
+        """
+        body = {"all_reduce_s": all_reduce_s}
+        return self._transport.parse(self._transport.send("POST", "/v1/cluster/checks", body=body), DeploymentCheck)
+
+    def wait_deployment_check(self, check_id: str, timeout_s: float | None = None) -> DeploymentCheck:
+        """Wait until a check is over. Raises WaitTimeout after ``timeout_s`` seconds, NotFound."""
+        check: DeploymentCheck | None = None
+
+        def look() -> None:
+            nonlocal check
+            check = self._transport.get(f"/v1/cluster/checks/{quote(check_id, safe='')}", DeploymentCheck)
+
+        wait_until(
+            lambda: check is not None and check.state != "running",
+            look,
+            lambda: f"check {check_id} is not over after {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+        )
+        assert check is not None
+        return check
 
     def health(self) -> bool:
         """Whether the service lives. Raises Unavailable where nothing answers."""

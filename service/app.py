@@ -14,6 +14,7 @@ from service.api import (
     checkpoints,
     cluster,
     code,
+    deployment_checks,
     drills,
     goodput,
     health,
@@ -55,7 +56,21 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
-    for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, team, health, prometheus):
+    for module in (
+        runs,
+        histories,
+        goodput,
+        series,
+        logs,
+        checkpoints,
+        drills,
+        code,
+        cluster,
+        deployment_checks,
+        team,
+        health,
+        prometheus,
+    ):
         app.include_router(module.router)
     dashboard.install(app)
     return app

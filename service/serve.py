@@ -14,6 +14,7 @@ import hashlib
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import FrameType
@@ -57,6 +58,7 @@ from service.settings import (
     request_limits,
     scrub_settings,
     storage_roots,
+    tls_settings,
 )
 from service.storage_roots import StorageRoots
 from storage.errors import StorageError
@@ -80,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_of(argv)
         with interruptible(), HomeLock(settings), listening(settings) as listener:
+            check_tls(settings)
             storage, database = opened(settings)
             with running_cluster(settings) as supervisor:
                 asyncio.run(serve(settings, listener, storage, database, supervisor))
@@ -132,6 +135,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
     scrub_mb_per_s, scrub_interval_s = scrub_settings()
     rate_per_s, max_upload_bytes = request_limits()
+    tls_cert, tls_key = tls_settings()
     return Settings(
         home=home_directory(),
         host=args.host,
@@ -154,6 +158,8 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         rate_per_s=rate_per_s,
         max_upload_bytes=max_upload_bytes,
         metrics_token=metrics_token(),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
     )
 
 
@@ -186,6 +192,19 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
                 "free one) or --host"
             ) from exc
         yield listener
+
+
+def check_tls(settings: Settings) -> None:
+    """See that certificate and key can be used, before anything is started. Raises CannotStart."""
+    if settings.tls_cert is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as exc:
+        raise CannotStart(
+            f"TLS cannot be served with {settings.tls_cert} and {settings.tls_key} ({exc}); see that both are PEM, belong "
+            "together, and can be read by this user"
+        ) from exc
 
 
 def opened(settings: Settings) -> tuple[Storage, Database]:
@@ -247,11 +266,12 @@ async def serve(
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
             storage_roots=StorageRoots(settings.storage_roots),
+            ray=ray,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         if settings.metrics_token:
             await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
-        server = ApiServer(create_app(context), lambda: announce(settings, url, view))
+        server = ApiServer(create_app(context), lambda: announce(settings, url, view), settings)
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
                 await server.serve([listener])
@@ -301,9 +321,17 @@ async def running(reconciler: Reconciler, supervisor: ClusterSupervisor | None) 
 class ApiServer(uvicorn.Server):
     """uvicorn without signal handlers of its own, and with a call once it answers."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None], settings: Settings) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_TIMEOUT_S, lifespan="on")
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
+                lifespan="on",
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+            )
         )
         self._on_ready = on_ready
 
@@ -360,7 +388,10 @@ def announce(settings: Settings, url: str, view: ClusterView) -> None:
 
 
 def base_url(settings: Settings, listener: socket.socket) -> str:
-    """The URL for clients on this machine; an address that means all interfaces is reached by loopback."""
+    """The URL for clients on this machine; an address that means all interfaces is reached by loopback. With TLS it is the name
+    that is in the certificate."""
+    if settings.tls_cert is not None:
+        return settings.public_url
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 

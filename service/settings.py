@@ -80,6 +80,10 @@ class Settings:
     """Largest upload of code."""
     metrics_token: str = ""
     """A secret, made by the operator, that is a viewer's token of all projects: for Prometheus. Empty for none."""
+    tls_cert: Path | None = None
+    """PEM file with the API's certificate and what it was signed with; None serves plain HTTP."""
+    tls_key: Path | None = None
+    """PEM file with its key."""
 
     def __post_init__(self) -> None:
         if not self.home.is_absolute():
@@ -106,6 +110,10 @@ class Settings:
             raise SettingsError(f"scrub_mb_per_s {self.scrub_mb_per_s:g} is no rate; give megabytes a second, 0 for no scrubbing")
         if not 0 < self.scrub_interval_s < float("inf"):
             raise SettingsError(f"scrub_interval_s {self.scrub_interval_s:g} is no length of time; give seconds above 0")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("TLS needs a certificate and its key: set EVERSTEP_TLS_CERT and EVERSTEP_TLS_KEY, or neither")
+        if self.tls_cert is not None and not self.public_url.startswith("https://"):
+            raise SettingsError("TLS needs the name that is in the certificate: set EVERSTEP_PUBLIC_URL=https://NAME:PORT")
         if not self.database_url:
             object.__setattr__(self, "database_url", f"sqlite:///{self.home / 'everstep.db'}")
         if not self.storage_uri:
@@ -204,6 +212,12 @@ def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]
         _number(environ, "EVERSTEP_RATE_PER_S", DEFAULT_RATE_PER_S),
         _number(environ, "EVERSTEP_MAX_UPLOAD_BYTES", DEFAULT_MAX_UPLOAD_BYTES),
     )
+
+
+def tls_settings(environ: Mapping[str, str] = os.environ) -> tuple[Path | None, Path | None]:
+    """``tls_cert`` and ``tls_key`` from EVERSTEP_TLS_CERT and EVERSTEP_TLS_KEY; None for what is not set."""
+    certificate, key = (environ.get(f"EVERSTEP_TLS_{name}", "").strip() for name in ("CERT", "KEY"))
+    return (Path(certificate) if certificate else None, Path(key) if key else None)
 
 
 def _number(environ: Mapping[str, str], name: str, default: N) -> N:

@@ -24,10 +24,12 @@ from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
+from service.deployment_checks import DeploymentChecks
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
 from service.rate_limit import RateLimit
+from service.ray_jobs import RayJobs
 from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.storage_roots import ANYWHERE, StorageRoots
 from service.time_book import TimeBook
@@ -69,6 +71,7 @@ class ApiContext:
         rate_per_s: float = DEFAULT_RATE_PER_S,
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
         storage_roots: StorageRoots = ANYWHERE,
+        ray: RayJobs | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -94,6 +97,7 @@ class ApiContext:
         self.rate_limit = RateLimit(rate_per_s)
         self.node_marks = NodeMarkStore(database, clock)
         self.marks_file = MarksFile(storage, self.node_marks)
+        self.deployment_checks = DeploymentChecks(storage, ray, clock)
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self.feed = EventFeed(self)

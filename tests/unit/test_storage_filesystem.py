@@ -169,3 +169,21 @@ def test_importing_is_quick_and_light() -> None:
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     for heavy in ("'pyarrow'", "'torch'", "'ray'", "'fastapi'", "'numpy'"):
         assert heavy not in modules
+
+
+def test_a_link_that_a_run_left_does_not_lead_a_reader_out_of_the_storage(tmp_path: Path) -> None:
+    outside, root = tmp_path / "token", tmp_path / "storage"
+    outside.write_text("everything")
+    (tmp_path / "elsewhere").mkdir()
+    (root / "runs" / "run_a").mkdir(parents=True)
+    (root / "runs" / "run_a" / "model.pt").symlink_to(outside)
+    (root / "runs" / "run_b").symlink_to(tmp_path)
+    (root / "code").symlink_to(tmp_path / "elsewhere")
+    files = open_storage(str(root)).files
+    for relpath in ("runs/run_a/model.pt", "runs/run_b/token"):
+        with pytest.raises(StorageDenied, match="leads out of the storage"):
+            files.read(relpath)
+        with pytest.raises(StorageDenied, match="leads out of the storage"):
+            files.open_read(relpath, 3)
+    files.write("code/archive", b"on another disk, by the operator's own link")
+    assert files.read("code/archive").startswith(b"on another disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -103,7 +104,18 @@ def choose_nodes(
         return None
     together = 1 if strategy in ("PACK", "STRICT_PACK") else -1
     chosen: Counter[str] = Counter()
+
+    def place(order: int, node: str) -> tuple[bool, int, int, int, str]:
+        """The node that takes the next rank comes first; when it does, only its own place changes."""
+        return (chosen[node] >= kept[node], -together * chosen[node], -room[node], order, node)
+
+    waiting = [place(order, node) for order, node in enumerate(room) if room[node] > 0]
+    heapq.heapify(waiting)
     for _ in range(num_workers):
-        open_nodes = [node for node in room if chosen[node] < room[node]]
-        chosen[max(open_nodes, key=lambda node: (chosen[node] < kept[node], together * chosen[node], room[node]))] += 1
+        *_, order, node = waiting[0]
+        chosen[node] += 1
+        if chosen[node] < room[node]:
+            heapq.heapreplace(waiting, place(order, node))
+        else:
+            heapq.heappop(waiting)
     return chosen

@@ -1,0 +1,44 @@
+"""Files of checks of a deployment: ``cluster/checks/ID/`` with a probe for each node, and the report."""
+
+from __future__ import annotations
+
+import hashlib
+
+from storage.errors import StorageNotFound
+from storage.filesystem import Storage
+
+PROBE_BYTES = 4 << 20
+KEPT = 20
+_ROOT = "cluster/checks"
+
+
+def probe(check_id: str, node_id: str) -> bytes:
+    """What a node writes: whoever reads it knows it without being told."""
+    return hashlib.shake_128(f"{check_id} {node_id}".encode()).digest(PROBE_BYTES)
+
+
+def write_probe(storage: Storage, check_id: str, node_id: str, data: bytes) -> None:
+    """Raises StorageError."""
+    storage.files.write(f"{_ROOT}/{check_id}/probes/{node_id}", data)
+
+
+def read_probe(storage: Storage, check_id: str, node_id: str) -> bytes:
+    """Raises StorageNotFound where this machine does not see it, StorageError."""
+    return storage.files.read(f"{_ROOT}/{check_id}/probes/{node_id}")
+
+
+def write_report(storage: Storage, check_id: str, data: bytes) -> None:
+    """Leave the report, take away the probes and what is left of old checks. Raises StorageError."""
+    storage.files.write(f"{_ROOT}/{check_id}/report.json", data)
+    storage.files.delete_dir(f"{_ROOT}/{check_id}/probes")
+    checks = [entry.name for entry in storage.files.list(_ROOT) if entry.is_dir]  # sorted, which is by time
+    for old in checks[:-KEPT]:
+        storage.files.delete_dir(f"{_ROOT}/{old}")
+
+
+def read_report(storage: Storage, check_id: str) -> bytes | None:
+    """The report; None where there is none. Raises StorageError."""
+    try:
+        return storage.files.read(f"{_ROOT}/{check_id}/report.json")
+    except StorageNotFound:
+        return None

@@ -1,0 +1,136 @@
+"""Copies of a service's database and storage: made while others write, never over anything, whole when taken back."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from everstep.spec import parse_spec
+from service import backup
+from service.backup import BackupError, create, restore
+from service.db.engine import Database
+from service.db.runs import RunFilter, RunStore
+from service.home import HomeError, HomeLock
+from service.settings import Settings
+from tests.unit.api_service import spec
+from tests.unit.postgres_server import PostgresServer
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Settings:
+    """A home with one run, and something in its storage."""
+    settings = Settings(home=tmp_path / "home")
+    database = Database(settings.database_url)
+    database.migrate()
+    RunStore(database).create(parse_spec(spec(name="first")), "me")
+    database.close()
+    run = Path(settings.storage_uri) / "runs" / "run_a"
+    (run / "events").mkdir(parents=True)
+    (run / "events" / "s001.jsonl").write_bytes(b'{"n":1}\n')
+    (run / ".draft.tmp").write_bytes(b"half")
+    (run / "model.pt").symlink_to("/etc/passwd")
+    return settings
+
+
+def names(settings: Settings) -> list[str]:
+    database = Database(settings.database_url)
+    try:
+        return sorted(run.name for run in RunStore(database).find(RunFilter(), 10_000))
+    finally:
+        database.close()
+
+
+def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: Settings, tmp_path: Path) -> None:
+    database = Database(served.database_url)
+    runs, stop, begun = RunStore(database), threading.Event(), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            runs.create(parse_spec(spec(name=f"run {number:05d}")), "me")
+            number += 1
+            begun.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert begun.wait(10)
+        made = create(served, tmp_path / "copy")
+    finally:
+        stop.set()
+        writer.join()
+        database.close()
+    there = Settings(home=tmp_path / "other")
+    back = restore(there, tmp_path / "copy")
+    copied = names(there)
+    assert copied == ["first", *(f"run {number:05d}" for number in range(len(copied) - 1))], "a prefix of what was written"
+    assert back.num_runs == len(copied) and made.missing == back.missing == ()
+    run = Path(there.storage_uri) / "runs" / "run_a"
+    assert (run / "events" / "s001.jsonl").read_bytes() == b'{"n":1}\n'
+    assert {path.name for path in run.iterdir()} == {"events"}, "drafts are nobody's, and links lead anywhere"
+    assert (there.home / "everstep.db").stat().st_mode & 0o077 == 0
+
+
+def test_nothing_is_overwritten_and_no_running_service_is_disturbed(served: Settings, tmp_path: Path) -> None:
+    create(served, tmp_path / "copy")
+    with pytest.raises(BackupError, match="never changed"):
+        create(served, tmp_path / "copy")
+    with pytest.raises(BackupError, match="not empty"):
+        restore(served, tmp_path / "copy")
+    shutil.rmtree(served.storage_uri)
+    with pytest.raises(BackupError, match=r"everstep\.db exists"):
+        restore(served, tmp_path / "copy")
+    other = Settings(home=tmp_path / "other")
+    with HomeLock(other), pytest.raises(HomeError, match="already runs"):
+        restore(other, tmp_path / "copy")
+
+
+def test_a_copy_that_was_damaged_or_never_finished_is_refused(served: Settings, tmp_path: Path) -> None:
+    copy, other = tmp_path / "copy", Settings(home=tmp_path / "other")
+    create(served, copy)
+    data = bytearray((copy / "everstep.db").read_bytes())
+    data[5000] ^= 1
+    (copy / "everstep.db").write_bytes(data)
+    with pytest.raises(BackupError, match="other bytes"):
+        restore(other, copy)
+    (copy / backup.MANIFEST).unlink()
+    with pytest.raises(BackupError, match="is no copy"):
+        restore(other, copy)
+
+
+def test_an_object_store_is_the_bucket_s_own_matter(served: Settings, tmp_path: Path) -> None:
+    there = Settings(home=served.home, storage_uri="s3://bucket/everstep")
+    with pytest.raises(BackupError, match="--database-only"):
+        create(there, tmp_path / "copy")
+
+
+def test_postgresql_is_copied_by_its_own_programs(
+    postgresql: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("pg_dump") is None:
+        pytest.skip("pg_dump is not installed: apt-get install -y postgresql-client")
+    with postgresql.database() as url, postgresql.database("template0") as empty:
+        served = Settings(home=tmp_path / "home", database_url=url)
+        database = Database(url)
+        RunStore(database).create(parse_spec(spec(name="first")), "me")
+        database.close()
+        Path(served.storage_uri).mkdir(parents=True)
+        create(served, tmp_path / "copy")
+        there = Settings(home=tmp_path / "other", database_url=empty)
+        assert restore(there, tmp_path / "copy").num_runs == 1
+        assert names(there) == ["first"]
+        with pytest.raises(BackupError, match="PostgreSQL"):
+            restore(Settings(home=tmp_path / "third"), tmp_path / "copy")
+
+
+def test_the_command_line(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
+    assert backup.main(["create", str(tmp_path / "copy")]) == 0
+    assert "1 runs, 0 checkpoints" in capsys.readouterr().out
+    assert backup.main(["restore", str(tmp_path / "copy")]) == 1
+    assert "everstep restore:" in capsys.readouterr().err
