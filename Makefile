@@ -25,11 +25,11 @@ serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="-
 
 test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite
 	@$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest tests/unit -n auto $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
 	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu" $(ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only
-	$(BIN)/python -m pytest tests/unit -n auto $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
 
 chaos: $(STAMP)  ## The long fault-injection suites
 	$(BIN)/python -m pytest tests -m chaos $(ARGS)

@@ -97,7 +97,7 @@ def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     victim = run.attempts()[-1].workers[1].node_id
     recovery(run, lambda: (service.kill_node(victim), time.time())[1])
     wait_for(lambda: victim not in _nodes(service), GIVE_UP_S, "the keeper's notice")
-    os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+    service.refill()
 
     def added() -> float:
         wait_for(lambda: len(_nodes(service)) == 3, GIVE_UP_S, "the new node")

@@ -23,6 +23,8 @@ from everstep import Client
 
 T = TypeVar("T")
 
+ASK_S = 0.2
+"""Between two questions to a service, which answers with the CPU that ranks need."""
 NO_CORDON = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "0"}
 """What is broken on purpose, again and again, is not the nodes' fault."""
 
@@ -33,13 +35,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str) -> T:
-    """The first truthy value of ``fact``; fails with ``what`` when none came in time."""
+def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str, *, every_s: float = 0.05) -> T:
+    """The first truthy value of ``fact``, asked every so often; fails with ``what`` when none came in time."""
     deadline = time.monotonic() + timeout_s
     while not (value := fact()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
     return value
 
 
@@ -47,6 +49,7 @@ class ServiceProcess:
     """``python -m service.serve`` on a home directory of its own; a context manager that leaves nothing behind."""
 
     def __init__(self, *, nodes: int = 2, cpus_per_node: int = 1, args: tuple[str, ...] = (), env: dict[str, str] | None = None):
+        self.num_nodes = nodes
         self.home = Path(tempfile.mkdtemp(prefix="es-"))
         self.port = free_port()
         self.args = ("--nodes", str(nodes), "--cpus-per-node", str(cpus_per_node), *args)
@@ -133,6 +136,23 @@ class ServiceProcess:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+
+    def refill(self) -> None:
+        """Ask the keeper for a node in the place of each that died."""
+        os.kill(self.cluster()["keeper_pid"], signal.SIGUSR1)
+
+    def whole(self) -> bool:
+        """Whether the cluster has all its nodes beside the head."""
+        nodes = [node for node in self.cluster()["nodes"] if not node["is_head"]]
+        return len(nodes) == self.num_nodes and all(psutil.pid_exists(node["raylet_pid"]) for node in nodes)
+
+    def mend(self) -> None:
+        """Start what was killed: the service, and a node in the place of each that died. Waits until all are there."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        if not self.whole():
+            self.refill()
+            wait_for(self.whole, 60, "a whole cluster")
 
     def processes(self) -> list[psutil.Process]:
         """Every live process that belongs to this home, by its environment."""

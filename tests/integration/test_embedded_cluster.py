@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import stat
@@ -107,6 +108,7 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
 
 
 def test_a_lost_head_ends_the_cluster_and_remnants_are_cleared(settings: Settings) -> None:
+    settings = dataclasses.replace(settings, nodes=1)  # three clusters are started
     cluster = EmbeddedCluster(settings)
     first = cluster.ensure_running()
     kill(first.gcs_pid)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import psutil
 import pytest
 
 from service.embedded.processes import members
-from tests.service_process import ServiceProcess, free_port, wait_for
+from tests.service_process import ASK_S, ServiceProcess, free_port, wait_for
 
 SPEC = {
     "name": "digits",
@@ -31,10 +30,17 @@ SPEC = {
 }
 
 
-@pytest.fixture
-def one_node() -> Iterator[ServiceProcess]:
+@pytest.fixture(scope="module")
+def one_node_service() -> Iterator[ServiceProcess]:
     with ServiceProcess(nodes=1) as process:
         yield process
+
+
+@pytest.fixture
+def one_node(one_node_service: ServiceProcess) -> Iterator[ServiceProcess]:
+    """Killed and stopped as tests like; it is there again for the next one."""
+    yield one_node_service
+    one_node_service.mend()
 
 
 def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,8 +57,11 @@ def home() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def succeeded(service: ServiceProcess, run_id: str) -> bool:
-    return bool(api(service, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED")
+def wait_for_success(service: ServiceProcess, run_id: str) -> None:
+    def succeeded() -> bool:
+        return bool(api(service, "GET", f"/v1/runs/{run_id}")["status"] == "SUCCEEDED")
+
+    wait_for(succeeded, 180, f"the end of {run_id}", every_s=ASK_S)
 
 
 def ray_jobs(service: ServiceProcess) -> dict[str, str]:
@@ -73,8 +82,9 @@ def api(service: ServiceProcess, method: str, path: str, **kwargs: Any) -> Any:
 
 
 def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_node: ServiceProcess) -> None:
+    jobs_before = ray_jobs(one_node).keys()
     run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5, 120, "step 5")
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5, 120, "step 5", every_s=ASK_S)
     cluster = one_node.cluster()
     one_node.kill()
     size = len(journal(one_node, run_id))
@@ -82,10 +92,10 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_no
 
     one_node.start()
     assert one_node.cluster()["address"] == cluster["address"]
-    wait_for(partial(succeeded, one_node, run_id), 180, "the run's end")
+    wait_for_success(one_node, run_id)
     run = api(one_node, "GET", f"/v1/runs/{run_id}")
     assert (run["submission"], run["restarts"], run["step"]) == (1, 0, run["total_steps"])
-    assert list(ray_jobs(one_node)) == [f"{run_id}-s001"]
+    assert ray_jobs(one_node).keys() - jobs_before == {f"{run_id}-s001"}
     events = api(one_node, "GET", f"/v1/runs/{run_id}/events?limit=1000")["items"]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
     [series] = api(one_node, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")["series"].values()
@@ -93,6 +103,7 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_no
 
 
 def test_a_kill_between_row_and_job_makes_one_job(one_node: ServiceProcess) -> None:
+    jobs_before = ray_jobs(one_node).keys()
     expected = []
     for point in ("after_claim", "after_submit"):
         one_node.kill()
@@ -103,9 +114,9 @@ def test_a_kill_between_row_and_job_makes_one_job(one_node: ServiceProcess) -> N
 
     one_node.start()
     for run_id in expected:
-        wait_for(partial(succeeded, one_node, run_id), 180, f"the end of {run_id}")
+        wait_for_success(one_node, run_id)
         assert api(one_node, "GET", f"/v1/runs/{run_id}")["submission"] == 1
-    assert sorted(ray_jobs(one_node)) == sorted(f"{run_id}-s001" for run_id in expected)
+    assert ray_jobs(one_node).keys() - jobs_before == {f"{run_id}-s001" for run_id in expected}
 
 
 def _answers(service: ServiceProcess) -> bool:
@@ -117,7 +128,7 @@ def _answers(service: ServiceProcess) -> bool:
 
 def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(one_node: ServiceProcess) -> None:
     run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"], 120, "a checkpoint")
+    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"], 120, "a checkpoint", every_s=ASK_S)
     temp_dir = one_node.cluster()["temp_dir"]
     token = one_node.token
     assert len(list(members(temp_dir))) > 5
@@ -141,7 +152,7 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
 
     one_node.start()
     assert one_node.token == token
-    wait_for(partial(succeeded, one_node, run_id), 180, "the run's end")
+    wait_for_success(one_node, run_id)
     run = api(one_node, "GET", f"/v1/runs/{run_id}")
     assert run["submission"] == 2
     assert run["step"] == run["total_steps"]
