@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo serve test test-unit chaos gpu check format bench sbom audit lock clean
+.PHONY: help install demo serve test test-unit chaos soak gpu check format bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -33,6 +33,9 @@ test-unit: $(STAMP)  ## Unit tests only
 
 chaos: $(STAMP)  ## The long fault-injection suites
 	$(BIN)/python -m pytest tests -m chaos $(ARGS)
+
+soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
