@@ -37,6 +37,9 @@ chaos: $(STAMP)  ## The long fault-injection suites
 hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network namespaces, needs root), with a network that fails
 	$(BIN)/python -m pytest tests/hosts -m chaos $(ARGS)
 
+soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
+
 gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 

@@ -1,0 +1,106 @@
+"""Holds what the service says of a run that is over against the invariants I1 to I8 (docs/architecture.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+
+from everstep.runs import RunHandle
+from everstep.wire import Failure, RunStatus, Verdict
+
+ROUNDING_S = 0.01
+
+
+@dataclass
+class Expected:
+    """What may be said of a run, from what was asked for it and done to it."""
+
+    statuses: frozenset[RunStatus]
+    total_steps: int
+    samples: int
+    """In an epoch."""
+    epochs: int
+    corrupted: set[int] = field(default_factory=set)
+    """Steps whose checkpoints were damaged on purpose."""
+    forked: bool = False
+    """Began at a step of another run: earlier steps are that one's."""
+
+
+def violations(run: RunHandle, expected: Expected) -> Iterator[str]:
+    """Every sentence is one violation, beginning with the invariant's name."""
+    run.refresh()
+    if not run.status.terminal:
+        why = run.run.reason.message if run.run.reason else "no reason"
+        last = ", ".join(f"{event.kind} of s{event.submission}" for event in list(run.events())[-6:])
+        yield f"I1: {run.id} is {run.status} ({why}) and does not end; its last events: {last}"
+        return
+    if run.status not in expected.statuses:
+        why = f": {run.run.reason.message}" if run.run.reason else ""
+        yield f"I5: {run.id} is {run.status}, and may only be {', '.join(sorted(expected.statuses))}{why}"
+    yield from _history(run)
+    yield from _failures(run)
+    yield from _time(run)
+    if run.status == RunStatus.SUCCEEDED:
+        yield from _result(run, expected)
+
+
+def _history(run: RunHandle) -> Iterator[str]:
+    events = list(run.events())
+    seqs = [event.seq for event in events]
+    if seqs != list(range(1, len(seqs) + 1)):
+        yield f"I1: the events of {run.id} have gaps or repetitions"
+    ends = [event for event in events if event.kind == "finished" and event.data["outcome"] in ("succeeded", "failed")]
+    if len(ends) > 1:
+        yield f"I1: {run.id} ended {len(ends)} times"
+    submissions = [event.submission for event in events if event.kind == "submission_started"]
+    if submissions != sorted(set(submissions)):
+        yield f"I1: the submissions of {run.id} are {submissions}"
+
+
+def _failures(run: RunHandle) -> Iterator[str]:
+    for failure in run.failures():
+        if not failure.evidence or (failure.first_rank is None and failure.verdict not in _OF_NO_RANK):
+            yield f"I7: a {failure.verdict} of {run.id} at step {failure.step} comes without its rank or evidence"
+
+
+_OF_NO_RANK = (Verdict.CONTROL_PLANE, Verdict.PREEMPTION, Verdict.STORAGE)
+
+
+def _time(run: RunHandle) -> Iterator[str]:
+    goodput = run.goodput()
+    spent = sum(goodput.buckets.model_dump().values())
+    if abs(spent - goodput.wall_s) > ROUNDING_S:
+        yield f"I6: the buckets of {run.id} have {spent:.3f} s of {goodput.wall_s:.3f} s"
+
+
+def _result(run: RunHandle, expected: Expected) -> Iterator[str]:
+    latest = run.run.latest_checkpoint
+    if run.step != expected.total_steps or latest is None or latest.step != expected.total_steps:
+        yield f"I5: {run.id} SUCCEEDED at step {run.step} of {expected.total_steps}, checkpoint {latest and latest.step}"
+    if latest is not None and latest.step not in expected.corrupted and run.verify_checkpoint(latest.step).state != "committed":
+        yield f"I2: the last checkpoint of {run.id} does not verify"
+    counted = [(e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
+    whole = (expected.samples, expected.samples, 0, 0)
+    if not expected.forked and counted != [whole] * expected.epochs:
+        yield f"I3: samples of {run.id}: {[found for found in counted if found != whole] or len(counted)}"
+    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
+    if steps != list(range(steps[0] if steps and expected.forked else 1, expected.total_steps + 1)):
+        yield f"I3: {run.id} has {len(steps)} steps in its history of {expected.total_steps}"
+
+
+def strangers(url: str, stranger: str, run_id: str) -> Iterator[str]:
+    """What somebody without a token, and somebody of another project, is told."""
+    for path in (f"/v1/runs/{run_id}", f"/v1/runs/{run_id}/events", f"/v1/runs/{run_id}/logs", "/v1/runs", "/v1/cluster"):
+        if (status := httpx.get(url + path, timeout=30).status_code) != 401:
+            yield f"I8: GET {path} without a token is answered with {status}"
+        answer = httpx.get(url + path, headers={"Authorization": f"Bearer {stranger}"}, timeout=30)
+        if run_id in answer.text and answer.status_code != 404:
+            yield f"I8: GET {path} tells another project's token of {run_id}"
+
+
+def of_fault(failures: list[Failure], at: float, within_s: float) -> Failure | None:
+    """The failure that a fault at ``at`` (unix seconds) most likely was."""
+    near = [failure for failure in failures if -2.0 <= failure.at.timestamp() - at <= within_s]
+    return min(near, key=lambda failure: failure.at, default=None)

@@ -1,0 +1,83 @@
+"""The soak's checker finds what it is there to find: each history here breaks one invariant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep import Client
+from everstep.events import EventKind
+from everstep.wire import RunStatus
+from tests.chaos.history_checker import Expected, strangers, violations
+from tests.unit.api_service import ApiService
+
+FAILURE: dict[str, Any] = {
+    "verdict": "worker_lost",
+    "first_rank": 1,
+    "node_id": "node-2",
+    "step": 2,
+    "exception": None,
+    "evidence": {"exit": "signal 9"},
+    "action": "restarted",
+    "budget": "system_failures",
+    "steps_lost": 0,
+    "detect_s": 0.2,
+    "recovery_s": 1.0,
+    "world_size_before": 2,
+    "world_size_after": 2,
+}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+async def found(api: ApiService, run_id: str, *allowed: RunStatus) -> list[str]:
+    """The invariants that are broken, by name."""
+    expected = Expected(frozenset(allowed), total_steps=30, samples=100, epochs=3)
+
+    def check() -> list[str]:
+        with Client(api.url, api.token("admin")) as client:
+            return [words[:2] for words in violations(client.runs.get(run_id), expected)]
+
+    return await asyncio.to_thread(check)
+
+
+async def ended(api: ApiService, outcome: str, *failures: dict[str, Any]) -> str:
+    run_id, journal = await api.running()
+    reason = None if outcome == "succeeded" else {"code": "user_error", "message": "broken"}
+    events = [journal.steps(2), *(journal.event(EventKind.FAILURE, **failure) for failure in failures)]
+    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2)])
+    return run_id
+
+
+async def test_a_history_in_which_nothing_is_wrong(api: ApiService) -> None:
+    assert await found(api, await ended(api, "failed", FAILURE), RunStatus.FAILED) == []
+
+
+async def test_a_run_that_does_not_end_or_ends_as_it_may_not(api: ApiService) -> None:
+    run_id, _ = await api.running()
+    assert await found(api, run_id, RunStatus.SUCCEEDED) == ["I1"]
+    assert await found(api, await ended(api, "failed"), RunStatus.SUCCEEDED) == ["I5"]
+
+
+async def test_a_success_without_its_last_checkpoint_steps_and_samples(api: ApiService) -> None:
+    assert await found(api, await ended(api, "succeeded"), RunStatus.SUCCEEDED) == ["I5", "I3", "I3"]
+
+
+async def test_a_failure_that_names_nobody(api: ApiService) -> None:
+    nameless = FAILURE | {"first_rank": None, "verdict": "unknown"}
+    assert await found(api, await ended(api, "failed", nameless), RunStatus.FAILED) == ["I7"]
+
+
+async def test_what_strangers_are_told(api: ApiService) -> None:
+    run_id = await api.create()
+    elsewhere, own = api.token("submitter", "elsewhere"), api.token("submitter", "default")
+    assert await asyncio.to_thread(lambda: list(strangers(api.url, elsewhere, run_id))) == []
+    assert await asyncio.to_thread(lambda: list(strangers(api.url, own, run_id))), "somebody of the project is no stranger"
