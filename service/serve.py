@@ -30,6 +30,7 @@ from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
+from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
@@ -37,6 +38,7 @@ from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
+from service.notify import Notifier
 from service.ray_jobs import RayEndpoint, RayError, RayJobs
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
@@ -52,6 +54,7 @@ from service.settings import (
     cordon_settings,
     existing_ray_token,
     home_directory,
+    notify_rule,
     request_limits,
     scrub_settings,
 )
@@ -140,6 +143,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         scrub_interval_s=scrub_interval_s,
         rate_per_s=rate_per_s,
         max_upload_bytes=max_upload_bytes,
+        notify=notify_rule(),
     )
 
 
@@ -229,6 +233,7 @@ async def serve(
             public_url=settings.public_url or url,
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
+            notify=settings.notify,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         server = ApiServer(create_app(context), lambda: announce(settings, url, view))
@@ -253,6 +258,7 @@ def made_reconciler(settings: Settings, database: Database, storage: Storage, ra
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
+        notifier=Notifier(NotificationStore(mine), settings.notify),
     )
 
 

@@ -27,6 +27,7 @@ from service.db.tokens import TokenStore
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
+from service.notify import NOBODY, NotifyRule
 from service.rate_limit import RateLimit
 from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.time_book import TimeBook
@@ -66,6 +67,7 @@ class ApiContext:
         public_url: str | None = None,
         rate_per_s: float = DEFAULT_RATE_PER_S,
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
+        notify: NotifyRule = NOBODY,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -77,6 +79,7 @@ class ApiContext:
         self.public_url = public_url
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
         self.max_upload_bytes = max_upload_bytes
+        self.notify = notify
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)

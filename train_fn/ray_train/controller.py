@@ -37,7 +37,7 @@ from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
-from train_fn.recovery.marks import MarksReader
+from train_fn.recovery.marks import MarksReader, WorkersLimit
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,12 @@ class EverstepController(TrainController):  # type: ignore[misc]
         marks = MarksReader(engine.job.run_dir.storage)
         self._look_at_nodes = functools.partial(look_at_nodes, self._settings.probe_timeout_s, marks)
         self._sizes = LiveScalingPolicy(
-            train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
+            train_run_context.scaling_config,
+            self._settings,
+            self._journal,
+            self._look_at_nodes,
+            self._placement.held,
+            WorkersLimit(engine.job.run_dir, engine.job.workers_limit).value,
         )
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
