@@ -7,8 +7,8 @@ import sys
 
 NAMES = ("main_job", "throughput", "recovery", "faults", "checkpoint")
 """Run when none is named."""
-ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling"}
-"""Need a GPU, cores, or figures to start from; the module of each."""
+ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling", "api": "api", "reconciler": "reconciler"}
+"""Need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""
 
 
 def main() -> None:
