@@ -94,13 +94,22 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
 
 
 def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
-    """What is another one whenever a growing log is, cheaply; None where there is no such log (yet), or it does not grow."""
+    """What is another one whenever a growing log is, cheaply; None where there is no such log (yet), or it does not grow.
+
+    The file is opened for it: on NFS only that is sure to see what others have written, and a stat may be a minute old.
+    """
     if not files.can_append:
         return None
     try:
-        found = Path(files.path(f"{stem}.jsonl")).stat()
+        fd = os.open(files.path(f"{stem}.jsonl"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -173,8 +173,7 @@ def plane() -> Iterator[Plane]:
         ray.nodes.append(ray.node("n2", {"CPU": 100_000.0}))
         made = Plane(shared, server, stack.enter_context(server.database()), ray)
         for replica in made.replicas:
-            stack.callback(replica.process.wait, 20)
-            stack.callback(lambda replica=replica: replica.process.kill())
+            stack.callback(replica.kill)
         made.wait_until_ready()
         yield made
 
