@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
@@ -17,7 +18,7 @@ from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
-from service.auth import Caller, ControlledRun, SeenRun, SeenRunOfPath, VisibleRun
+from service.auth import Caller, ControlledRun, Principal, SeenRun, SeenRunOfPath, VisibleRun
 from service.db.rows import RunRow
 from service.db.runs import IdempotencyKey, RunFilter
 from service.problems import ProblemError, invalid_request
@@ -47,6 +48,12 @@ async def create_run(
     ] = None,
 ) -> Response:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
+    made, is_new = await submitted(context, caller, raw, idempotency_key)
+    return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made.id}"})
+
+
+async def submitted(context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None) -> tuple[Run, bool]:
+    """The run that a spec asks for, and whether it is new."""
     caller.require("submitter")
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
@@ -54,15 +61,14 @@ async def create_run(
     if spec.notify is not None and not context.notify.allows(spec.notify.url):
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
-        raise InvalidSpec([FieldError(("notify", "url"), msg)])
+        raise InvalidSpec((FieldError(("notify", "url"), msg),))
     if spec.code is not None:
         await check_code(context, spec.code)
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)
     (run, transitions), is_new = await context.database_call(_made, context, spec, caller.token_id, idempotency)
-    answer = run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url)
-    return as_json(answer, 201 if is_new else 200, {"Location": f"/v1/runs/{run.id}"})
+    return run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
 def _made(context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None) -> tuple[SeenRun, bool]:
@@ -95,19 +101,19 @@ async def list_runs(
     cursor: Cursor = None,
 ) -> Response:
     """Newest first; those of the token's project."""
-    if caller.project is not None and project not in (None, caller.project):
-        return as_json(Page[Run](items=(), next_cursor=None))
-    where = RunFilter(
-        project=caller.project or project,
-        statuses=_statuses(status or ()),
-        name=name,
-        search=search,
-        tags=tuple(_tag(text) for text in tag or ()),
-    )
+    wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
+    return as_json(await found_runs(context, caller, wanted, limit, cursor))
+
+
+async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None) -> Page[Run]:
+    """A page of those of the runs that the caller may see."""
+    if caller.project is not None and wanted.project not in (None, caller.project):
+        return Page[Run](items=(), next_cursor=None)
+    where = replace(wanted, project=caller.project or wanted.project)
     found, transitions = await context.database_call(context.runs.page, where, limit + 1, parse_run_cursor(cursor))
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
     items = [run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in found[:limit]]
-    return as_json(Page[Run](items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None))
+    return Page[Run](items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None)
 
 
 def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
@@ -118,7 +124,8 @@ def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
     return tuple(RunStatus(name) for name in names)
 
 
-def _tag(text: str) -> tuple[str, str | None]:
+def parse_tag(text: str) -> tuple[str, str | None]:
+    """``key=value`` or ``key`` as a filter has it."""
     key, separator, value = text.partition("=")
     if not separator:
         key, separator, value = text.partition(":")
