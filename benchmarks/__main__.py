@@ -8,13 +8,15 @@ import sys
 NAMES = ("main_job", "throughput", "recovery", "faults", "goodput", "steady", "checkpoint")
 """Run when none is named."""
 ON_REQUEST = {
+    "api": "api",
     "control_plane": "scale.control_plane",
     "gpu": "gpu.step_costs",
     "loader": "loader",
+    "reconciler": "reconciler",
     "scale": "scale.sweep",
     "scaling": "scaling",
 }
-"""Need a GPU, cores, or figures to start from; the module of each."""
+"""Need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""
 
 
 def main() -> None:

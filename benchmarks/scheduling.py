@@ -26,7 +26,7 @@ QUOTAS: Final = {"busy": Quotas(max_workers=96)}
 LOAD: Final = 0.9
 MEAN_S: Final = 600.0
 PAUSE_S: Final = 15.0
-"""A preempted run needs so long for its checkpoint."""
+"""A run that pauses or shrinks needs so long for its checkpoint."""
 SIZES: Final = (1, 1, 1, 1, 2, 2, 2, 4, 4, 8, 16, 48)
 PLOT: Final = Path(__file__).parents[1] / "docs" / "scheduling.svg"
 
@@ -57,6 +57,7 @@ class Simulation:
         self.samples: list[tuple[float, float, int]] = []
         self.busy_s = 0.0
         self.paused: Counter[str] = Counter()
+        self.shrunk: Counter[str] = Counter()
 
     def run(self) -> None:
         """Until every run has ended. Asserts at every event that neither the cluster nor a quota is exceeded."""
@@ -73,7 +74,10 @@ class Simulation:
             if kind == "submit":
                 self.submit(name)
             elif name in self.holding and self.work[name].submission == submission:
-                self.leave(name, ended=kind == "end")
+                if kind == "shrunk":
+                    self.resize(name, self.holding[name].shrunk_to or 0)
+                else:
+                    self.leave(name, ended=kind == "end")
             self.schedule()
             self.samples.append((at, self.used() / CAPACITY, len(self.queued)))
 
@@ -98,7 +102,16 @@ class Simulation:
         found, work = self.holding.pop(name), self.work[name]
         if not ended:
             work.left = max(0.0, work.left - (self.now - work.since) * (found.world_size or 0))
-            self.queued[name] = replace(found, status=RunStatus.QUEUED, world_size=None, workers_limit=None, submitted_at=None)
+            queued = replace(found, status=RunStatus.QUEUED, world_size=None, workers_limit=None, submitted_at=None)
+            self.queued[name] = replace(queued, shrunk_to=None, shrunk_by=None, shrunk_at=None)
+
+    def resize(self, name: str, ranks: int) -> None:
+        """Go on with another number of ranks; what ends when is another matter from now on."""
+        found, work = self.holding[name], self.work[name]
+        work.left = max(0.0, work.left - (self.now - work.since) * (found.world_size or 0))
+        work.since, work.submission = self.now, work.submission + 1
+        self.holding[name] = replace(found, world_size=ranks, submission=work.submission)
+        heapq.heappush(self.events, (self.now + work.left / ranks, "end", name, work.submission))
 
     def schedule(self) -> None:
         made = plan(list(self.queued.values()), list(self.holding.values()), NODES, QUOTAS, self.now)
@@ -116,11 +129,19 @@ class Simulation:
                 begun = replace(found, status=RunStatus.RUNNING, world_size=ranks, workers_limit=admission.limit)
                 self.holding[found.id] = replace(begun, submitted_at=self.now, submission=work.submission)
                 heapq.heappush(self.events, (self.now + work.left / ranks, "end", found.id, work.submission))
+        for name in made.grown:
+            found = self.holding[name]
+            more = min(free, (found.workers_limit or found.max_workers) - (found.world_size or 0))
+            free -= more
+            self.holding[name] = replace(found, shrunk_to=None, shrunk_by=None, shrunk_at=None)
+            self.resize(name, (found.world_size or 0) + more)
         for preemption in made.preemptions:
-            self.paused[preemption.run_id] += 1
-            found = self.holding[preemption.run_id]
-            self.holding[found.id] = replace(found, status=RunStatus.STOPPING)
-            heapq.heappush(self.events, (self.now + PAUSE_S, "paused", found.id, self.work[found.id].submission))
+            found, to = self.holding[preemption.run_id], preemption.to
+            (self.paused if to is None else self.shrunk)[found.id] += 1
+            shrinking = replace(found, shrunk_to=to, shrunk_by=preemption.by, shrunk_at=self.now)
+            self.holding[found.id] = replace(found, status=RunStatus.STOPPING) if to is None else shrinking
+            what = "paused" if to is None else "shrunk"
+            heapq.heappush(self.events, (self.now + PAUSE_S, what, found.id, self.work[found.id].submission))
         assert self.used() <= CAPACITY
         granted = (found.workers_limit or found.max_workers for found in self.holding.values() if found.project == "busy")
         assert sum(granted) <= 96
@@ -134,7 +155,8 @@ class Simulation:
         used = self.busy_s / (self.now * CAPACITY)
         return "\n".join(rows) + (
             f"\n\n{self.now / 3600:.1f} h simulated; {used:.1%} of the cluster used; {sum(self.paused.values())} pauses of "
-            f"{len(self.paused)} runs; {len(self.queued) + len(self.holding)} runs left over."
+            f"{len(self.paused)} runs, {sum(self.shrunk.values())} shrinkings of {len(self.shrunk)}; "
+            f"{len(self.queued) + len(self.holding)} runs left over."
         )
 
     def plot(self) -> str:

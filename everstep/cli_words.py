@@ -205,6 +205,10 @@ def event(item: Event) -> str | None:
             return f"rank {data.get('rank')} was killed for want of memory: {found}"
         case EventKind.STOP_REQUESTED:
             return f"asked to {data.get('stop')}"
+        case EventKind.WORKERS_LIMITED if data.get("by"):
+            return f"makes room for run {data.get('by')} of a higher priority: goes on with {count(data.get('limit') or 0, 'rank')}"
+        case EventKind.WORKERS_LIMITED:
+            return "may grow again"
         case EventKind.DRILL_STARTED:
             return f"drill: {data.get('kind')} of rank {data.get('rank')}"
         case EventKind.DRILL_FAILED:

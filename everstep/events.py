@@ -1,7 +1,7 @@
 """Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
 
 The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
-``run_created``, ``status``, ``stop_requested``, ``drill_requested`` and ``checkpoint_corrupt``.
+``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested`` and ``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ class EventKind(StrEnum):
     """By the service, on every transition. data: from, to, reason {code, message} | null."""
     STOP_REQUESTED = "stop_requested"
     """By the service. data: stop ("cancel" | "pause")."""
+    WORKERS_LIMITED = "workers_limited"
+    """By the service. The run makes room for another one, or need not any more. data: limit (most ranks; null: as many as its spec
+    asks for), by (id of the run that needs the room) | null."""
     DRILL_REQUESTED = "drill_requested"
     """By the service. data: id, kind, rank."""
     SUBMISSION_STARTED = "submission_started"

@@ -16,6 +16,7 @@ from everstep.drill_handle import DrillHandle
 from everstep.drills import Drill, DrillKind
 from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable
 from everstep.follow import Follower, Patience, wait_until
+from everstep.notebook import Display, is_notebook, run_html
 from everstep.spec import RunSpec
 from everstep.transport import Transport
 from everstep.wire import (
@@ -97,6 +98,10 @@ class RunHandle:
     def __repr__(self) -> str:
         return f"<run {self.run.id} {self.run.name!r} {self.run.status} step {self.run.step}/{self.run.total_steps or '?'}>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return run_html(self.run)
+
     @property
     def id(self) -> str:
         return self.run.id
@@ -116,11 +121,19 @@ class RunHandle:
         """Wait until the run has ended; returns itself if it SUCCEEDED.
 
         A service that is away for a while, or a pause, does not end the waiting. Raises RunFailed for FAILED and CANCELLED, with
-        the last failure and its verdict; WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away.
+        the last failure and its verdict; WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away. In a
+        notebook the run, with a bar of its progress, is shown below the cell meanwhile.
         """
+        display = Display() if is_notebook() else None
+
+        def look() -> None:
+            self.refresh()
+            if display is not None:
+                display.show(self.run)
+
         wait_until(
             lambda: self.run.status.terminal,
-            self.refresh,
+            look,
             lambda: f"run {self.id} is still {self.run.status} at step {self.run.step} after {timeout_s:g} s",
             self._transport.timing,
             self._patience,

@@ -258,6 +258,17 @@ class RuntimeEnvSpec(Frozen):
     """Requirements as ``einops>=0.8`` has it, by name and version: no options, paths or URLs."""
 
 
+class NotifySpec(Frozen):
+    """Where to tell of changes of the run's status, by a signed POST of the service."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]+(/[!-~]*)?$", max_length=2048)]
+    """Its origin must be one that the operator allows."""
+    on: list[Literal["RUNNING", "RECOVERING", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED"]] = Field(
+        default=["SUCCEEDED", "FAILED", "CANCELLED"], min_length=1, max_length=6
+    )
+    """Statuses that are told when the run gets into them."""
+
+
 class RunSpec(Frozen):
     """A training request. Only ``name``, and ``task`` or ``code``, are required.
 
@@ -298,6 +309,8 @@ class RunSpec(Frozen):
     """Environment of every rank, set before the process group exists."""
     secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
     """Variables of every rank that are read from files which the operator put on the nodes: variable to name of the file."""
+    notify: NotifySpec | None = None
+    """A webhook; null tells nobody."""
     runtime_env: RuntimeEnvSpec | None = None
     """Packages that ``code`` needs beside those of the nodes; denied unless the operator allows it."""
 

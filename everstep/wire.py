@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 
 def format_time(value: datetime) -> str:
     """RFC 3339 in UTC with milliseconds, for example ``2026-01-02T03:04:05.678Z``."""
-    from datetime import UTC
-
-    return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (value if value.tzinfo is UTC else value.astimezone(UTC)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 Time = Annotated[AwareDatetime, PlainSerializer(format_time, return_type=str, when_used="json")]
@@ -412,8 +410,15 @@ class ProjectGoodput(Answer):
     """Productive share of the time in which a run held resources, that is, of all but ``queued`` and ``paused``; null for none."""
 
 
+MetricPoint = Annotated[
+    tuple[int, float, float | None],
+    WithJsonSchema({"type": "array", "items": {"type": ["number", "null"]}, "minItems": 3, "maxItems": 3}),
+]
+"""Step, unix seconds, value; null was not finite."""
+
+
 class MetricSeries(Answer):
-    series: dict[str, list[tuple[int, float, float | None]]]
+    series: dict[str, list[MetricPoint]]
     """For each name ``[step, unix seconds, value]``; a value that is not finite is null."""
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from service.api.context import Context
+from service.api.context import ApiContext, Context
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
-from service.db.rows import Role, RunRow
+from service.db.rows import Role, RunRow, TokenRow, TransitionRow
 from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
 
@@ -47,13 +47,21 @@ class Principal:
             raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
 
 
-async def principal(
-    request: Request, context: Context, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> Principal:
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
     """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
-    found = None
-    if credentials is not None and credentials.credentials.isascii():
-        found = await context.database_call(context.tokens.find, credentials.credentials)
+    secret = _secret(credentials)
+    found = None if secret is None else await context.database_call(context.tokens.find, secret)
+    return _admitted(request, context, found)
+
+
+def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
+    return credentials.credentials if credentials is not None and credentials.credentials.isascii() else None
+
+
+def _admitted(request: Request, context: ApiContext, found: TokenRow | None) -> Principal:
     if found is None:
         raise ProblemError(
             401,
@@ -77,7 +85,10 @@ async def principal(
 Caller = Annotated[Principal, Depends(principal)]
 
 
-async def visible_run(run_id: str, context: Context, caller: Caller) -> RunRow:
+RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
+
+
+async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
     """The run of the path. One of another project does not exist for this caller: 404."""
     run = await context.database_call(context.runs.get, run_id)
     if run is None or not caller.reaches(run.project):
@@ -86,6 +97,26 @@ async def visible_run(run_id: str, context: Context, caller: Caller) -> RunRow:
 
 
 VisibleRun = Annotated[RunRow, Depends(visible_run)]
+
+
+async def seen_run(run_id: RunPath, request: Request, context: Context, credentials: Credentials) -> SeenRun:
+    """What ``principal`` and ``visible_run`` find, with the run's transitions, in one look at the database instead of three."""
+    secret = _secret(credentials)
+
+    def look() -> tuple[TokenRow | None, tuple[RunRow, list[TransitionRow]] | None]:
+        with context.database.read():
+            token = None if secret is None else context.tokens.find(secret)
+            return token, None if token is None else context.runs.look(run_id)
+
+    token, found = await context.database_call(look)
+    caller = _admitted(request, context, token)
+    if found is None or not caller.reaches(found[0].project):
+        raise not_found(f"run {run_id} does not exist")
+    return found
+
+
+SeenRun = tuple[RunRow, list[TransitionRow]]
+SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
 
 
 async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
@@ -97,7 +128,7 @@ async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
 ControlledRun = Annotated[RunRow, Depends(controlled_run)]
 
 
-def ensure_local_token(tokens: TokenStore, path: Path, token_id: str = LOCAL_TOKEN_ID) -> None:
+def ensure_local_token(tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID) -> None:
     """See that ``path`` holds a valid admin token, readable by its owner only.
 
     A missing file, or one that does not hold a valid token, is made again; the token that it held, of id ``token_id``, is then

@@ -105,6 +105,8 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
         case HTTPException(status_code=413):
             return ProblemError(413, "body_too_large", str(exc.detail))
+        case HTTPException(status_code=400):
+            return ProblemError(400, "malformed_json", str(exc.detail))
         case HTTPException():
             code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
             return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)

@@ -31,6 +31,7 @@ from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
+from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError, EmbeddedCluster
@@ -38,6 +39,7 @@ from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.home import HomeError, HomeLock, published_url
 from service.logs import configure_logging
+from service.notify import Notifier
 from service.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
@@ -55,6 +57,7 @@ from service.settings import (
     existing_ray_token,
     home_directory,
     metrics_token,
+    notify_rule,
     request_limits,
     scrub_settings,
     storage_roots,
@@ -160,6 +163,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         metrics_token=metrics_token(),
         tls_cert=tls_cert,
         tls_key=tls_key,
+        notify=notify_rule(),
     )
 
 
@@ -267,6 +271,7 @@ async def serve(
             max_upload_bytes=settings.max_upload_bytes,
             storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
+            notify=settings.notify,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         if settings.metrics_token:
@@ -293,6 +298,7 @@ def made_reconciler(settings: Settings, database: Database, storage: Storage, ra
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
+        notifier=Notifier(NotificationStore(mine), settings.notify),
     )
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
+
+from service.notify import NOBODY, NotifyRule, origin_of
+
 DEFAULT_HOME = Path("~/.everstep")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -59,6 +63,8 @@ class Settings:
     """CPUs that each worker node of the embedded cluster offers."""
     public_url: str = ""
     """Base URL by which browsers reach the service, where that is not the one it listens on; empty is that one."""
+    notify: NotifyRule = NOBODY
+    """Where webhooks may go."""
     drills: bool = False
     """Whether failure drills may be run through the API."""
     allow_pip: bool = False
@@ -250,6 +256,22 @@ def _secret_of(environ: Mapping[str, str], name: str) -> str:
         return Path(path).expanduser().read_text().strip() if path else ""
     except OSError as exc:
         raise SettingsError(f"{name} {path} cannot be read: {exc.strerror}") from exc
+
+
+def notify_rule(environ: Mapping[str, str] = os.environ) -> NotifyRule:
+    """Where webhooks may go, from EVERSTEP_NOTIFY_ORIGINS (by commas) and EVERSTEP_NOTIFY_SECRET; nowhere by default.
+
+    Raises SettingsError for what is not an origin, and for origins without a secret of at least 16 characters.
+    """
+    given = [text.strip() for text in environ.get("EVERSTEP_NOTIFY_ORIGINS", "").split(",") if text.strip()]
+    try:
+        origins = frozenset(origin_of(text) for text in given)
+    except httpx.InvalidURL as exc:
+        raise SettingsError(f"EVERSTEP_NOTIFY_ORIGINS: {exc}; give https://HOST[:PORT], several by commas") from exc
+    secret = environ.get("EVERSTEP_NOTIFY_SECRET", "")
+    if origins and len(secret) < 16:
+        raise SettingsError("EVERSTEP_NOTIFY_SECRET must have at least 16 characters where EVERSTEP_NOTIFY_ORIGINS is set")
+    return NotifyRule(origins, secret)
 
 
 def existing_ray_token(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -93,6 +93,26 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
     return _read_appended(files, stem, cursor, limit) if files.can_append else _read_segments(files, stem, cursor, limit)
 
 
+def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
+    """What is another one whenever a growing log is, cheaply; None where there is no such log (yet), or it does not grow.
+
+    The file is opened for it: on NFS only that is sure to see what others have written, and a stat may be a minute old.
+    """
+    if not files.can_append:
+        return None
+    try:
+        fd = os.open(files.path(f"{stem}.jsonl"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
     """Complete lines at the end of a log, in about its last ``num_bytes``, oldest first; none where there is no such log."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.events import EventKind
-from storage.append_log import LogCursor, LogLine, LogWriter, open_log, read_log
+from storage.append_log import LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
 from storage.errors import CorruptFile, StorageError
 from storage.run_dir import RunDir
 
@@ -148,6 +148,11 @@ def _recover(log: LogWriter) -> tuple[_Written, int]:
             break
         num_bytes += len(line)
     return state, num_bytes
+
+
+def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | None:
+    """What is another one whenever a submission's journal has more to read; None where that cannot be told without reading."""
+    return log_stamp(run_dir.files, run_dir.journal_stem(submission))
 
 
 def read_journal(run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000) -> tuple[list[JournalEvent], str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Final
+
+from fastapi import Response
+from pydantic import BaseModel
 
 from everstep.wire import Best, Event, ForkedFrom, LatestCheckpoint, Links, Reason, ReasonCode, Run, RunStatus, Transition
 from service.db.rows import EventRow, RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 from service.projections.protection import protection
+
+_STATUSES: Final = {status.value: status for status in RunStatus}
 
 
 def to_time(seconds: float) -> datetime:
@@ -21,6 +27,11 @@ def maybe_time(seconds: float | None) -> datetime | None:
 
 def event_answer(row: EventRow) -> Event:
     return Event(seq=row.seq, at=to_time(row.at), kind=row.kind, submission=row.submission, attempt=row.attempt, data=row.data)
+
+
+def as_json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer written once: what a handler returns as a model is made into dicts first, which costs more than the rest of it."""
+    return Response(answer.model_dump_json(by_alias=True), status, headers, media_type="application/json")
 
 
 def run_answer(
@@ -61,7 +72,7 @@ def run_answer(
         restarts=run.restarts,
         steps_lost=run.steps_lost,
         protection=protection(run),
-        goodput=TimeLedger.load(run.time_ledger).close(_end(run, now)).goodput,
+        goodput=TimeLedger.load(run.time_ledger).share(_end(run, now)),
         links=_links(run, dashboard_url, public_url),
         transitions=tuple(_transition(row) for row in transitions),
         guarantee=run.guarantee,
@@ -84,8 +95,8 @@ def _transition(row: TransitionRow) -> Transition:
     if row.reason_code is not None:
         reason = Reason(code=ReasonCode(row.reason_code), message=row.reason_message or "")
     return Transition(
-        from_status=None if row.from_status is None else RunStatus(row.from_status),
-        to_status=RunStatus(row.to_status),
+        from_status=None if row.from_status is None else _STATUSES[row.from_status],
+        to_status=_STATUSES[row.to_status],
         at=to_time(row.at),
         reason=reason,
     )

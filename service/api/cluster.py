@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import structlog
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.catalog import Catalog, catalog
@@ -60,20 +60,26 @@ async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
     return await _with_marks_and_runs(context, caller, await context.cluster_view.cluster())
 
 
+Order = Annotated[NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk fails"}}})]
+Drain = Annotated[
+    DrainOrder | None, Body(openapi_examples={"deadline": {"value": {"reason": "maintenance at noon", "deadline_s": 300}}})
+]
+
+
 @router.post("/cluster/nodes/{node_id}/cordon", summary="Cordon a node", responses=problem_answers(403, 404, 409, 422))
-async def cordon_node(node_id: NodeId, context: Context, caller: Caller, order: NodeOrder | None = None) -> Node:
+async def cordon_node(node_id: NodeId, context: Context, caller: Caller, order: Order = None) -> Node:
     """No new rank goes there; ranks that are there stay until their run restarts for another reason."""
     return await _say(context, caller, node_id, "cordoned", order or NodeOrder())
 
 
 @router.post("/cluster/nodes/{node_id}/uncordon", summary="Open a node again", responses=problem_answers(403, 404, 422))
-async def uncordon_node(node_id: NodeId, context: Context, caller: Caller, order: NodeOrder | None = None) -> Node:
+async def uncordon_node(node_id: NodeId, context: Context, caller: Caller, order: Order = None) -> Node:
     """Ends a cordon or a drain. Failures up to now no longer count against the node."""
     return await _say(context, caller, node_id, "open", order or NodeOrder())
 
 
 @router.post("/cluster/nodes/{node_id}/drain", summary="Drain a node", responses=problem_answers(403, 404, 409, 422))
-async def drain_node(node_id: NodeId, context: Context, caller: Caller, order: DrainOrder | None = None) -> Node:
+async def drain_node(node_id: NodeId, context: Context, caller: Caller, order: Drain = None) -> Node:
     """Ranks save, leave at once and move to other nodes without losing a step. The node is `DRAINED` once they have left."""
     order = order or DrainOrder()
     return await _say(context, caller, node_id, "draining", order, order.deadline_s)

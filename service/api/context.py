@@ -28,6 +28,7 @@ from service.deployment_checks import DeploymentChecks
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
+from service.notify import NOBODY, NotifyRule
 from service.rate_limit import RateLimit
 from service.ray_jobs import RayJobs
 from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
@@ -72,6 +73,7 @@ class ApiContext:
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
         storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
+        notify: NotifyRule = NOBODY,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -85,6 +87,7 @@ class ApiContext:
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
         self.max_upload_bytes = max_upload_bytes
         self.storage_roots = storage_roots
+        self.notify = notify
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)

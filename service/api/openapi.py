@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -91,6 +92,53 @@ def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
         schema["components"]["schemas"].pop(name, None)
 
 
+_RUN: Final = {"run_id": "$response.body#/id"}
+_LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ...]], ...]] = (
+    (
+        "/v1/runs",
+        "201",
+        _RUN,
+        (
+            ("get", "/v1/runs/{run_id}"),
+            ("get", "/v1/runs/{run_id}/spec"),
+            ("get", "/v1/runs/{run_id}/events"),
+            ("get", "/v1/runs/{run_id}/goodput"),
+            ("post", "/v1/runs/{run_id}/cancel"),
+            ("post", "/v1/runs/{run_id}/pause"),
+            ("delete", "/v1/runs/{run_id}"),
+        ),
+    ),
+    ("/v1/runs/{run_id}/pause", "202", _RUN, (("post", "/v1/runs/{run_id}/resume"), ("post", "/v1/runs/{run_id}/cancel"))),
+    ("/v1/runs/{run_id}/cancel", "202", _RUN, (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume"))),
+    (
+        "/v1/projects",
+        "201",
+        {"project": "$response.body#/name"},
+        (("get", "/v1/projects/{project}"), ("delete", "/v1/projects/{project}")),
+    ),
+    ("/v1/tokens", "201", {"token_id": "$response.body#/id"}, (("delete", "/v1/tokens/{token_id}"),)),
+)
+"""What can be done with what a POST answered: route, status, where the parameter is in the answer, and the routes that take it."""
+
+
+def _add_parameter_problems(schema: dict[str, Any]) -> None:
+    """Wherever there is a parameter, it can be one that cannot be: 422; and a body, one that cannot be read: 400, 413."""
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            wrong = [422] * bool(operation.get("parameters")) + [400, 413] * bool(operation.get("requestBody"))
+            for status in wrong:
+                operation["responses"].setdefault(str(status), problem_answers(status)[status])
+
+
+def _add_links(schema: dict[str, Any]) -> None:
+    paths = schema["paths"]
+    for path, status, parameters, targets in _LINKS:
+        links = paths[path]["post"]["responses"][status].setdefault("links", {})
+        for method, target in targets:
+            operation = paths[target][method]
+            links[operation["summary"]] = {"operationId": operation["operationId"], "parameters": dict(parameters)}
+
+
 def install(app: FastAPI) -> None:
     """Make ``app.openapi`` complete."""
 
@@ -107,6 +155,8 @@ def install(app: FastAPI) -> None:
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
             _drop_default_validation_errors(schema)
+            _add_parameter_problems(schema)
+            _add_links(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 

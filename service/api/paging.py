@@ -20,7 +20,12 @@ Cursor = Annotated[str | None, Query(max_length=200, description="`next_cursor` 
 
 def run_cursor(run: RunRow) -> str:
     """Cursor behind this run in a list of runs, newest first."""
-    return base64.urlsafe_b64encode(json.dumps([run.created_at, run.id]).encode()).decode().rstrip("=")
+    return encode_run_cursor(run.created_at, run.id)
+
+
+def encode_run_cursor(created_at: float, run_id: str) -> str:
+    """Cursor behind a run that was created at that moment, in unix seconds."""
+    return base64.urlsafe_b64encode(json.dumps([created_at, run_id]).encode()).decode().rstrip("=")
 
 
 def parse_run_cursor(cursor: str | None) -> tuple[float, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
@@ -10,14 +11,14 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
-from service.api.answers import run_answer
+from service.api.answers import as_json, run_answer
 from service.api.code import check_code
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
-from service.auth import Caller, ControlledRun, VisibleRun
+from service.auth import Caller, ControlledRun, Principal, SeenRun, SeenRunOfPath, VisibleRun
 from service.db.rows import RunRow
 from service.db.runs import IdempotencyKey, RunFilter
 from service.problems import ProblemError, invalid_request
@@ -35,6 +36,7 @@ router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
     "",
     status_code=201,
     summary="Submit a run",
+    response_model=Run,
     responses={
         200: {"model": Run, "description": "This Idempotency-Key made this run before."},
         **problem_answers(400, 403, 409, 413, 415, 422),
@@ -42,7 +44,6 @@ router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
     openapi_extra=SPEC_BODY,
 )
 async def create_run(
-    response: Response,
     context: Context,
     caller: Caller,
     raw: Annotated[Any, Depends(read_json)],
@@ -50,24 +51,37 @@ async def create_run(
         str | None,
         Header(description="1 to 255 printable ASCII characters. The same key and body give the same run again with 200."),
     ] = None,
-) -> Run:
+) -> Response:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
+    made, is_new = await submitted(context, caller, raw, idempotency_key)
+    return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made.id}"})
+
+
+async def submitted(context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None) -> tuple[Run, bool]:
+    """The run that a spec asks for, and whether it is new."""
     caller.require("submitter")
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
     if spec.runtime_env is not None and not context.allow_pip:
         raise InvalidSpec((FieldError(("runtime_env",), PIP_DENIED),))
+    if spec.notify is not None and not context.notify.allows(spec.notify.url):
+        allowed = ", ".join(sorted(context.notify.origins)) or "none"
+        msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
+        raise InvalidSpec((FieldError(("notify", "url"), msg),))
     if spec.code is not None:
         await check_code(context, spec.code)
     context.storage_roots.check_data(spec)
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)
-    run, is_new = await context.database_call(context.runs.create, spec, caller.token_id, idempotency)
-    response.status_code = 201 if is_new else 200
-    response.headers["Location"] = f"/v1/runs/{run.id}"
-    return (await run_answers(context, [run]))[0]
+    (run, transitions), is_new = await context.database_call(_made, context, spec, caller.token_id, idempotency)
+    return run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
+
+
+def _made(context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None) -> tuple[SeenRun, bool]:
+    run, is_new = context.runs.create(spec, token_id, idempotency)
+    return (run, context.runs.transitions([run.id])[run.id]), is_new
 
 
 def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey | None:
@@ -78,7 +92,7 @@ def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey
     return IdempotencyKey(caller.token_id, key, content_sha256(raw))
 
 
-@router.get("", summary="List runs", responses=problem_answers(422))
+@router.get("", summary="List runs", response_model=Page[Run], responses=problem_answers(422))
 async def list_runs(
     context: Context,
     caller: Caller,
@@ -93,20 +107,21 @@ async def list_runs(
     tag: Annotated[list[str] | None, Query(description="`key=value` or `key`; runs with every one of these tags only.")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
-) -> Page[Run]:
+) -> Response:
     """Newest first; those of the token's project."""
-    if caller.project is not None and project not in (None, caller.project):
-        return Page(items=(), next_cursor=None)
-    where = RunFilter(
-        project=caller.project or project,
-        statuses=_statuses(status or ()),
-        name=name,
-        search=search,
-        tags=tuple(_tag(text) for text in tag or ()),
-    )
-    found = await context.database_call(context.runs.find, where, limit + 1, parse_run_cursor(cursor))
-    items = await run_answers(context, found[:limit])
-    return Page(items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None)
+    wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
+    return as_json(await found_runs(context, caller, wanted, limit, cursor))
+
+
+async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None) -> Page[Run]:
+    """A page of those of the runs that the caller may see."""
+    if caller.project is not None and wanted.project not in (None, caller.project):
+        return Page[Run](items=(), next_cursor=None)
+    where = replace(wanted, project=caller.project or wanted.project)
+    found, transitions = await context.database_call(context.runs.page, where, limit + 1, parse_run_cursor(cursor))
+    now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
+    items = [run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in found[:limit]]
+    return Page[Run](items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None)
 
 
 def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
@@ -117,16 +132,19 @@ def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
     return tuple(RunStatus(name) for name in names)
 
 
-def _tag(text: str) -> tuple[str, str | None]:
+def parse_tag(text: str) -> tuple[str, str | None]:
+    """``key=value`` or ``key`` as a filter has it."""
     key, separator, value = text.partition("=")
     if not separator:
         key, separator, value = text.partition(":")
     return key, value if separator else None
 
 
-@router.get("/{run_id}", summary="One run", responses=problem_answers(404))
-async def get_run(run: VisibleRun, context: Context) -> Run:
-    return (await run_answers(context, [run]))[0]
+@router.get("/{run_id}", summary="One run", response_model=Run, responses=problem_answers(404))
+async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
+    """Where it is in its life, how far it came, and what it is protected against."""
+    run, transitions = seen
+    return as_json(run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url))
 
 
 @router.get("/{run_id}/spec", summary="The spec as resolved", responses=problem_answers(404))

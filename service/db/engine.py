@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from alembic import command
 from alembic.config import Config
+from pydantic_core import from_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
@@ -68,10 +69,12 @@ class Database:
             max_overflow=POOL_SIZE,
             pool_pre_ping=not self.is_sqlite,
             json_serializer=_dumps,
+            json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
         # SQLite has one writer at a time. Waiting on a lock is fair and wakes at once; its own busy handler sleeps and races.
         self._writer: threading.Lock | None = threading.Lock() if self.is_sqlite else None
+        self._reading = threading.local()
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -93,14 +96,22 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one snapshot and writes nothing."""
+        """A transaction that sees one snapshot and writes nothing. A read within a read, in the same thread, is part of it."""
+        begun: Connection | None = getattr(self._reading, "connection", None)
+        if begun is not None:
+            yield begun
+            return
         with _mapped_errors(), self._engine.connect() as connection:
             if self.is_sqlite:
                 connection = connection.execution_options(everstep_begin="BEGIN")
             else:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
-                yield connection
+                self._reading.connection = connection
+                try:
+                    yield connection
+                finally:
+                    self._reading.connection = None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
-from sqlalchemy import RowMapping
+from sqlalchemy import RowMapping, Select, Table, select
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from storage.node_marks import NodeMark
@@ -13,6 +13,9 @@ from storage.node_marks import NodeMark
 Stop = Literal["cancel", "pause"]
 Role = Literal["viewer", "submitter", "admin"]
 MarkWord = Literal["cordoned", "draining", "open"]
+
+
+_STATUSES: Final = {status.value: status for status in RunStatus}
 
 
 class Row:
@@ -25,6 +28,11 @@ class Row:
     def of(cls, mapping: RowMapping) -> Self:
         """The row in a query's result; columns that it does not have are left out."""
         return cls(**{name: mapping[name] for name in cls.__dataclass_fields__})
+
+    @classmethod
+    def select(cls, table: Table) -> Select[Any]:
+        """A query whose rows are this class's arguments in their order: ``cls(*row)``."""
+        return select(*(table.c[name] for name in cls.__dataclass_fields__))
 
     def columns(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -49,6 +57,7 @@ class RunRow(Row):
     preempted_by: str | None
     submission: int
     workers_limit: int | None
+    shrunk: dict[str, Any] | None
     ray_job_id: str | None
     submitted_at: float | None
     attempt: int
@@ -79,7 +88,7 @@ class RunRow(Row):
     row_version: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "status", RunStatus(self.status))
+        object.__setattr__(self, "status", _STATUSES[self.status])
 
     @property
     def reason(self) -> Reason | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, and_, delete, exists, func, insert, or_, select
+from sqlalchemy import Connection, Select, and_, bindparam, delete, exists, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from everstep.events import EventKind
@@ -27,6 +28,27 @@ from service.states import LIVE, SUBMITTED, TransitionConflict
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
+_BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
+_LIVE: Final = RunRow.select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+_LIVE_HEADS: Final = (
+    select(runs.c.id, runs.c.row_version).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+)
+_BY_IDS: Final = RunRow.select(runs).where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_SAY: Final = (
+    update(runs)
+    .where(runs.c.id == bindparam("run_id"), runs.c.status == bindparam("expected"))
+    .values(
+        reason_code=bindparam("code"),
+        reason_message=bindparam("message"),
+        updated_at=bindparam("now"),
+        row_version=runs.c.row_version + 1,
+    )
+)
+_TRANSITIONS: Final = (
+    TransitionRow.select(transitions)
+    .where(transitions.c.run_id.in_(bindparam("ids", expanding=True)))
+    .order_by(transitions.c.run_id, transitions.c.seq)
+)
 _RUN_TEXTS: Final = (runs.c.id, runs.c.name)
 _TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
 
@@ -139,13 +161,31 @@ class RunStore:
             created_at, run_id = before
             query = query.where(or_(runs.c.created_at < created_at, and_(runs.c.created_at == created_at, runs.c.id < run_id)))
         with self._database.read() as connection:
-            return [RunRow.of(row) for row in connection.execute(query).mappings()]
+            return [RunRow(*row) for row in connection.execute(query)]
 
-    def live(self) -> list[RunRow]:
-        """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
-        query = select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+    def page(
+        self, where: RunFilter, limit: int, before: tuple[float, str] | None = None
+    ) -> tuple[list[RunRow], dict[str, list[TransitionRow]]]:
+        """What ``find`` finds, with the ``transitions`` of each run, at one moment."""
+        with self._database.read():
+            found = self.find(where, limit, before)
+            return found, self.transitions([run.id for run in found])
+
+    def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
+        """Every run that the reconciler has work with, oldest first: neither ended nor paused.
+
+        Rows in ``known``, by id, that have not changed since are given back as they are, which costs next to nothing.
+        """
         with self._database.read() as connection:
-            return [RunRow.of(row) for row in connection.execute(query).mappings()]
+            if not known:
+                return [RunRow(*row) for row in connection.execute(_LIVE)]
+            heads = connection.execute(_LIVE_HEADS).all()
+            changed = [run_id for run_id, version in heads if run_id not in known or known[run_id].row_version != version]
+            fresh: dict[str, RunRow] = {}
+            for start in range(0, len(changed), _CHUNK_IDS):
+                found = connection.execute(_BY_IDS, {"ids": changed[start : start + _CHUNK_IDS]})
+                fresh |= {row[0]: RunRow(*row) for row in found}
+            return [fresh.get(run_id) or known[run_id] for run_id, _ in heads]
 
     def heads(self) -> dict[str, tuple[str, str]]:
         """(project, status) of every run, by id."""
@@ -166,11 +206,16 @@ class RunStore:
     def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
         """Changes of status of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
-        query = select(transitions).where(transitions.c.run_id.in_(list(run_ids))).order_by(transitions.c.run_id, transitions.c.seq)
         with self._database.read() as connection:
-            for row in connection.execute(query).mappings():
-                found[row["run_id"]].append(TransitionRow.of(row))
+            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}):
+                found[row[0]].append(TransitionRow(*row))
         return found
+
+    def look(self, run_id: str) -> tuple[RunRow, list[TransitionRow]] | None:
+        """A run with the changes of its status, oldest first, at one moment; None where there is no such run."""
+        with self._database.read():
+            run = self.get(run_id)
+            return None if run is None else (run, self.transitions([run_id])[run_id])
 
     def count_by_status(self, where: RunFilter = RunFilter()) -> dict[RunStatus, int]:
         """How many of these runs, by default of all, are in each status; zero where none is."""
@@ -255,19 +300,44 @@ class RunStore:
             writer.change_status(RunStatus.STOPPING, preempted(by))
             return writer.save()
 
-    def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> RunRow:
-        """Say why a run waits in its status, or clear it. Writes nothing where it says so already.
+    def shrink(self, run_id: str, submission: int, to: int, by: str) -> RunRow:
+        """Let a run use at most ``to`` ranks until ``unshrink``, for run ``by`` of a higher priority.
 
-        Raises TransitionConflict where the run is no longer ``expected``.
+        Raises TransitionConflict where it is stopping, has another submission, or nothing of it is on the cluster.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
-            _expect(writer.run, {expected}, None, "its reason cannot be set")
-            if writer.run.reason == reason:
-                return writer.run
-            code, message = (reason.code.value, reason.message) if reason else (None, None)
-            writer.set({"reason_code": code, "reason_message": message})
+            _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be shrunk")
+            writer.set({"shrunk": {"to": to, "by": by, "at": self._clock()}})
+            writer.append(EventKind.WORKERS_LIMITED, self._clock(), {"limit": to, "by": by})
             return writer.save()
+
+    def unshrink(self, run_id: str, submission: int) -> RunRow:
+        """Let a run have what it was started with again. Raises TransitionConflict as ``shrink``."""
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot grow again")
+            if writer.run.shrunk is None:
+                return writer.run
+            writer.set({"shrunk": None})
+            writer.append(EventKind.WORKERS_LIMITED, self._clock(), {"limit": writer.run.workers_limit, "by": None})
+            return writer.save()
+
+    def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> None:
+        """Say why a run waits in its status, or clear it; nothing where it is no longer in it."""
+        self.set_reasons([(run_id, expected, reason)])
+
+    def set_reasons(self, said: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
+        """The same for many runs, as (run id, expected status, reason). Words alone: nothing of it belongs to the history."""
+        for start in range(0, len(said), _CHUNK_IDS):
+            now = self._clock()
+            values = [
+                {"run_id": run_id, "expected": expected.value, "now": now}
+                | ({"code": None, "message": None} if reason is None else {"code": reason.code.value, "message": reason.message})
+                for run_id, expected, reason in said[start : start + _CHUNK_IDS]
+            ]
+            with self._database.write() as connection:
+                connection.execute(_SAY, values)
 
     # ---------------------------------------------------------------- what users ask for
 
@@ -322,8 +392,8 @@ def _expect(run: RunRow, allowed: Collection[RunStatus], submission: int | None,
 
 
 def _get(connection: Connection, run_id: str) -> RunRow | None:
-    row = connection.execute(select(runs).where(runs.c.id == run_id)).mappings().one_or_none()
-    return RunRow.of(row) if row is not None else None
+    row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
+    return RunRow(*row) if row is not None else None
 
 
 def _known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
@@ -346,7 +416,7 @@ def _known_run(connection: Connection, idempotency: IdempotencyKey | None) -> Ru
 
 
 def _filtered(where: RunFilter) -> Select[Any]:
-    query = select(runs)
+    query = RunRow.select(runs)
     if where.project is not None:
         query = query.where(runs.c.project == where.project)
     if where.statuses:
@@ -384,6 +454,7 @@ def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> R
         preempted_by=None,
         submission=0,
         workers_limit=None,
+        shrunk=None,
         ray_job_id=None,
         submitted_at=None,
         attempt=0,

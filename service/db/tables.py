@@ -53,6 +53,7 @@ runs = Table(
     Column("preempted_by", RUN_ID),  # run that it is paused for; it queues again by itself
     Column("submission", Integer, nullable=False),  # newest claimed; 0 before the first
     Column("workers_limit", Integer),  # most ranks that the newest submission may use; null: scaling.max_workers
+    Column("shrunk", JSON(none_as_null=True)),  # while it makes room for a run: {to (most ranks), by, at}
     Column("ray_job_id", String(128)),  # of the newest submission, once Ray took it
     Column("submitted_at", Double),
     Column("attempt", Integer, nullable=False),
@@ -193,6 +194,19 @@ audit_log = Table(
     Column("target", String(64)),  # what was made or acted upon
     Column("status", Integer, nullable=False),  # of the answer
     Index(None, "token_id", "seq"),
+)
+
+notifications = Table(
+    "notifications",
+    metadata,
+    Column("run_id", RUN_ID, primary_key=True),  # not a foreign key: what happened is told though the run is deleted
+    Column("seq", Integer, primary_key=True),  # of the status event
+    Column("url", String(2048), nullable=False),
+    Column("body", Text, nullable=False),  # the very bytes that are sent
+    Column("created_at", Double, nullable=False),
+    Column("next_at", Double, nullable=False),
+    Column("num_tries", Integer, nullable=False),
+    Index(None, "next_at"),
 )
 
 leases = Table(

@@ -20,6 +20,7 @@ from service.db.tables import tokens
 
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32
+_BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
 
 
 def new_secret() -> str:
@@ -108,10 +109,10 @@ class TokenStore:
         """Whose token this is; None where it is unknown, expired or revoked."""
         digest = sha256_of(secret)
         with self._database.read() as connection:
-            found = connection.execute(select(tokens).where(tokens.c.sha256 == digest)).mappings().one_or_none()
+            found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         if found is None:
             return None
-        row = TokenRow.of(found)
+        row = TokenRow(*found)
         # The index finds by hash, which tells an attacker nothing; the comparison that grants access takes constant time.
         if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
             return None

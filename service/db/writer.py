@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.events import EventKind
 from everstep.wire import Reason, RunStatus
+from service.db.notifications import notification_of
 from service.db.rows import EventRow, MetricPoint, RunRow
-from service.db.tables import events, metrics, runs, transitions
+from service.db.tables import events, metrics, notifications, runs, transitions
 from service.projections.changes import NO_WORKERS, preempted
 from service.projections.goodput import TimeLedger
 from service.states import TransitionConflict, check_legal
@@ -21,6 +22,8 @@ from service.states import TransitionConflict, check_legal
 logger = structlog.get_logger(__name__)
 
 _INSERT_CHUNK_ROWS = 500
+_LOCKED = RunRow.select(runs).where(runs.c.id == bindparam("run_id")).with_for_update()
+_INSERT_RUN, _INSERT_EVENTS, _INSERT_TRANSITIONS = insert(runs), insert(events), insert(transitions)
 
 
 class RunWriter:
@@ -30,7 +33,8 @@ class RunWriter:
     """
 
     def __init__(self, connection: Connection, run: RunRow, now: float, *, new: bool = False) -> None:
-        self.run = run
+        self.run = replace(run)
+        """This writer's own copy, which ``set`` changes in place: a copy for each event of a journal would cost the most."""
         self.now = now
         self._connection = connection
         self._found = None if new else run
@@ -38,18 +42,19 @@ class RunWriter:
         self._events: list[dict[str, Any]] = []
         self._transitions: list[dict[str, Any]] = []
         self._points: dict[tuple[str, int], MetricPoint] = {}
+        self._notices: list[dict[str, Any]] = []
 
     @classmethod
     def lock(cls, connection: Connection, run_id: str, now: float) -> RunWriter:
         """Read the row for update. Raises TransitionConflict where the run is gone."""
-        row = connection.execute(select(runs).where(runs.c.id == run_id).with_for_update()).mappings().one_or_none()
+        row = connection.execute(_LOCKED, {"run_id": run_id}).one_or_none()
         if row is None:
             raise TransitionConflict(run_id, None, "it was deleted")
-        return cls(connection, RunRow.of(row), now)
+        return cls(connection, RunRow(*row), now)
 
     def set(self, columns: Mapping[str, Any]) -> None:
-        if columns:
-            self.run = replace(self.run, **columns)
+        for name, value in columns.items():
+            object.__setattr__(self.run, name, value)
 
     def append(self, kind: str, at: float, data: dict[str, Any], *, submission: int | None = None, attempt: int = 0) -> EventRow:
         """Add an event with the next public ``seq``. ``submission`` None is the run's newest."""
@@ -87,16 +92,17 @@ class RunWriter:
         if to == RunStatus.PAUSED and preempted_by is not None:
             reason = preempted(preempted_by)
         columns: dict[str, Any] = {
-            "status": to,
+            "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,
             # PostgreSQL stores no NUL in texts, and what user code raised may hold one.
             "reason_message": reason.message.replace("\0", "\N{REPLACEMENT CHARACTER}") if reason else None,
         }
         moment = min(self.now, max(self.now if at is None else at, self._ledger.at_us / 1e6))
         if to.terminal:
-            columns |= {"finished_at": moment, "preempted_by": None, **NO_WORKERS}
+            columns |= {"finished_at": moment, "preempted_by": None, "shrunk": None, **NO_WORKERS}
         if to == RunStatus.PAUSED:
-            columns |= {"stop_requested": None, "stop_requested_at": None, "preempted_by": None, **NO_WORKERS}
+            columns |= {"stop_requested": None, "stop_requested_at": None, "preempted_by": None}
+            columns |= {"shrunk": None, **NO_WORKERS}
         self.set(columns)
         self._record_status(before, moment)
         if to == RunStatus.PAUSED and preempted_by is not None:
@@ -109,6 +115,9 @@ class RunWriter:
         event = self.append(
             EventKind.STATUS, at, {"from": before.value if before else None, "to": run.status.value, "reason": reason}
         )
+        notice = notification_of(run, event.seq, at)
+        if notice is not None:
+            self._notices.append(notice.columns())
         self._transitions.append(
             {
                 "run_id": run.id,
@@ -127,7 +136,7 @@ class RunWriter:
         self.set(changed)
         columns = self.run.columns() | {"status": self.run.status.value}
         if self._found is None:
-            self._connection.execute(insert(runs), columns)
+            self._connection.execute(_INSERT_RUN, columns)
         else:
             found = self._found
             # A spec is long and never changes: write only what is another object than it was.
@@ -137,12 +146,14 @@ class RunWriter:
                 raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
         self._found = self.run
         if self._events:
-            self._connection.execute(insert(events), self._events)
+            self._connection.execute(_INSERT_EVENTS, self._events)
         if self._transitions:
-            self._connection.execute(insert(transitions), self._transitions)
+            self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
             self._upsert_points()
-        self._events, self._transitions, self._points = [], [], {}
+        if self._notices:
+            self._connection.execute(insert(notifications), self._notices)
+        self._events, self._transitions, self._points, self._notices = [], [], {}, []
         return self.run
 
     def _upsert_points(self) -> None:

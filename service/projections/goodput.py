@@ -104,6 +104,14 @@ class TimeLedger:
             wall_s=wall_us / 1e6, buckets=GoodputBuckets(**{name: us / 1e6 for name, us in spent.items()}), goodput=share
         )
 
+    def share(self, end: float) -> float | None:
+        """The share of wall time that trained, as ``close(end)`` says."""
+        wall_us = max(to_us(end), self.at_us) - self.created_us
+        if not self.trained or not wall_us:
+            return None
+        spent = self.spent_us.get("productive", 0)
+        return (spent + (wall_us - sum(self.spent_us.values()) if self.bucket == "productive" else 0)) / wall_us
+
     def _advance(self, to: int) -> None:
         """Book the time up to ``to``; an event from a clock that is behind books nothing."""
         if to > self.at_us:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -74,6 +75,16 @@ def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> l
         placed.append(chosen)
     remove(free, needs, placed)
     return placed
+
+
+def leaving(placed: Sequence[int], kept: int, strategy: str) -> list[int]:
+    """Nodes of the ranks that go where ``kept`` of them stay, as the run's driver chooses: those that stay are spread or packed."""
+    counts, stay = Counter(placed), Counter[int]()
+    together = 1 if strategy in ("PACK", "STRICT_PACK") else -1
+    for _ in range(min(kept, len(placed))):
+        open_nodes = [index for index in counts if stay[index] < counts[index]]
+        stay[max(open_nodes, key=lambda index: (together * stay[index], counts[index], -index))] += 1
+    return sorted((counts - stay).elements())
 
 
 def remove(free: Free, needs: Mapping[str, float], placed: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ Rules, in this order for every run:
   and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
 - A job that ended without a ``finished`` event in its journal is replaced by the next submission: Ray's word alone ends no run.
-- Queued runs start, and running ones are paused for them, as schedule.py plans.
+- Queued runs start, and running ones shrink or pause for them and grow again, as schedule.py plans.
 """
 
 from __future__ import annotations
@@ -55,6 +55,33 @@ class Preempt:
 
 
 @dataclass(frozen=True)
+class Shrink:
+    """Let a run go on with ``limit`` ranks, to make room for ``by``, which has a higher priority."""
+
+    run_id: str
+    submission: int
+    limit: int
+    by: str
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Let a run that was shrunk have as many ranks again as it was started with."""
+
+    run_id: str
+    submission: int
+
+
+@dataclass(frozen=True)
+class DeliverLimit:
+    """Tell a submission's driver how many ranks its run may use while it makes room."""
+
+    run_id: str
+    submission: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class SubmitClaimed:
     """Submit a submission that was claimed before, under the same id."""
 
@@ -98,7 +125,7 @@ class SayReason:
     reason: Reason | None
 
 
-Decision = Start | Preempt | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
+Decision = Start | Preempt | Shrink | Grow | DeliverLimit | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
 
 
 def submission_id(run_id: str, submission: int) -> str:
@@ -119,6 +146,8 @@ def decide(facts: Facts) -> tuple[Decision, ...]:
             decisions.extend(_stopping(run, facts))
         elif not run.status.terminal and run.status != RunStatus.PAUSED:
             decisions.extend(_submitted(run, facts))
+            if run.shrunk_to is not None and not run.shrink_delivered:
+                decisions.append(DeliverLimit(run.id, run.submission, run.shrunk_to))
     decisions.extend(_queued(queued, facts))
     decisions.extend(EndJob(stray.submission_id) for stray in facts.strays if stray.seen_for_s >= STRAY_GRACE_S)
     return tuple(decisions)
@@ -223,7 +252,7 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 
 def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
-    if not queued:
+    if not queued and all(run.shrunk_to is None for run in facts.runs):
         return
     if facts.nodes is None:
         if facts.ray_problem:
@@ -233,8 +262,11 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
     holding = [run for run in facts.runs if run.status not in (RunStatus.QUEUED, RunStatus.PAUSED) and not run.status.terminal]
     by_id = {run.id: run for run in (*queued, *holding)}
     planned = plan(queued, holding, facts.nodes, facts.quotas, facts.now)
-    for preemption in planned.preemptions:
-        yield Preempt(preemption.run_id, by_id[preemption.run_id].submission, preemption.by)
+    for run_id, by, to in ((one.run_id, one.by, one.to) for one in planned.preemptions):
+        submission = by_id[run_id].submission
+        yield Preempt(run_id, submission, by) if to is None else Shrink(run_id, submission, to, by)
+    for run_id in planned.grown:
+        yield Grow(run_id, by_id[run_id].submission)
     for admission in planned.admissions:
         run = by_id[admission.run_id]
         if admission.reason is None:

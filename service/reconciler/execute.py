@@ -19,15 +19,18 @@ from service.ray_jobs import JobNotFound, RayError, RayJobs
 from service.reconciler.decide import (
     ChangeStatus,
     Decision,
+    DeliverLimit,
     DeliverStop,
     EndJob,
+    Grow,
     Preempt,
     SayReason,
+    Shrink,
     Start,
     SubmitClaimed,
     submission_id,
 )
-from service.reconciler.facts import Stop
+from service.reconciler.facts import Delivered, Stop
 from service.states import TransitionConflict
 from storage.errors import StorageError
 from storage.filesystem import Storage
@@ -72,6 +75,8 @@ class Executor:
         """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
         """Stops that drivers were told of by this process. Telling again is harmless, so that it need not outlive it."""
+        self.limits: set[tuple[str, int, int]] = set()
+        """The same for runs that shrink: run, submission, and most ranks."""
 
     async def execute(self, decisions: Iterable[Decision]) -> None:
         """Carry out decisions: those of one run in order, those of different runs side by side.
@@ -82,11 +87,17 @@ class Executor:
         Raises DatabaseError: nothing can be done without the database.
         """
         by_run: dict[str, list[Decision]] = {}
+        said: list[tuple[str, RunStatus, Reason | None]] = []
         for decision in decisions:
+            if isinstance(decision, SayReason):
+                said.append((decision.run_id, decision.expected, decision.reason))
+                continue
             by_run.setdefault(_run_id(decision), []).append(decision)
         for run_id, due in by_run.items():
             if run_id not in self._acting:
                 self._acting[run_id] = asyncio.create_task(self._execute_for(run_id, due), name=f"execute-{run_id}")
+        if said:
+            await asyncio.to_thread(self._runs.set_reasons, said)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
@@ -94,6 +105,10 @@ class Executor:
             del self._acting[run_id]
         for task in ended.values():
             task.result()
+
+    def told(self) -> Delivered:
+        """What drivers know of this process."""
+        return Delivered(self.delivered, self.limits)
 
     async def close(self) -> None:
         """Stop what is still being carried out, wherever it is: the next process finds what was done."""
@@ -120,6 +135,14 @@ class Executor:
             case Preempt(run_id, submission, by):
                 await asyncio.to_thread(self._runs.preempt, run_id, submission, by)
                 log.info("a run is paused for another one", run_id=run_id, by=by)
+            case Shrink(run_id, submission, limit, by):
+                await asyncio.to_thread(self._runs.shrink, run_id, submission, limit, by)
+                log.info("a run shrinks for another one", run_id=run_id, workers=limit, by=by)
+                await self._deliver_limit(run_id, submission, limit)
+            case DeliverLimit(run_id, submission, limit):
+                await self._deliver_limit(run_id, submission, limit)
+            case Grow(run_id, submission):
+                await self._grow(run_id, submission)
             case SubmitClaimed(run_id, submission):
                 await self._submit(await self._run(run_id, submission))
             case DeliverStop(run_id, submission, stop):
@@ -138,8 +161,6 @@ class Executor:
                     submission=decision.submission,
                 )
                 log.info("run changed", run_id=decision.run_id, status=decision.to.value, reason=decision.reason.message)
-            case SayReason(run_id, expected, reason):
-                await asyncio.to_thread(self._runs.set_reason, run_id, expected, reason)
 
     async def _start(self, run_id: str, after: int, limit: int | None) -> None:
         """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
@@ -166,6 +187,18 @@ class Executor:
         if run.status == RunStatus.QUEUED:
             run_dir.write_workers_limit(limit)
         run_dir.write_spec(spec)
+
+    async def _deliver_limit(self, run_id: str, submission: int, limit: int) -> None:
+        await asyncio.to_thread(self._storage.run_dir(run_id).write_workers_limit, limit)
+        self.limits.add((run_id, submission, limit))
+
+    async def _grow(self, run_id: str, submission: int) -> None:
+        """The file first: a crash between the two leaves a row that says "shrunk", and it is looked at again."""
+        run = await self._run(run_id, submission)
+        await asyncio.to_thread(self._storage.run_dir(run_id).write_workers_limit, run.workers_limit)
+        self.limits = {told for told in self.limits if told[0] != run_id}
+        await asyncio.to_thread(self._runs.unshrink, run_id, submission)
+        log.info("a run that was shrunk may grow again", run_id=run_id)
 
     async def _submit(self, run: RunRow) -> None:
         metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}

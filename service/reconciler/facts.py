@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from everstep.team import Quotas
 from everstep.wire import Reason, RunStatus
@@ -68,6 +68,13 @@ class RunFacts:
     max_workers: int = 1
     workers_limit: int | None = None
     """Most ranks that the newest submission was started with; None: ``max_workers``."""
+    shrunk_to: int | None = None
+    """Most ranks that it may use while it makes room for ``shrunk_by``; None where it makes room for nobody."""
+    shrunk_by: str | None = None
+    shrunk_at: float | None = None
+    """When it was asked to, unix seconds."""
+    shrink_delivered: bool = False
+    """Whether the newest submission's driver was told of ``shrunk_to``, as far as this process knows."""
     world_size: int | None = None
     node_ids: tuple[str, ...] = ()
     """The node of each rank that runs now."""
@@ -110,3 +117,14 @@ class Facts:
     strays: tuple[StrayJob, ...] = ()
     quotas: Mapping[str, Quotas] = field(default_factory=dict)
     """Of projects that have any, by name."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What drivers were told by this process: (run, submission, stop) and (run, submission, most ranks)."""
+
+    stops: Collection[tuple[str, int, Stop]] = ()
+    limits: Collection[tuple[str, int, int]] = ()
+
+
+NOTHING_DELIVERED: Final = Delivered()

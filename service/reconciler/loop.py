@@ -19,6 +19,7 @@ from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
+from service.notify import Notifier
 from service.ray_jobs import RayJobs
 from service.reconciler.background import Background
 from service.reconciler.decide import Decision, decide
@@ -37,6 +38,7 @@ INTERVAL_S: Final = 0.5
 TROUBLE_INTERVAL_S: Final = 2.0
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
+NOTIFY_INTERVAL_S: Final = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +57,7 @@ class Reconciler:
         scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
         figures: Where what happens to runs is counted; None keeps counters of its own.
+        notifier: Tells webhooks; None tells nobody.
         leadership: Who reconciles where several replicas share a database; None where this process is the only one.
         clock: Unix seconds.
     """
@@ -73,20 +76,23 @@ class Reconciler:
         entrypoint: Entrypoint | None = None,
         figures: RunFigures | None = None,
         leadership: Leadership | None = None,
+        notifier: Notifier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         figures = figures or RunFigures(clock)
         self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures)
         tail = JournalTail(storage, events, figures)
-        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.delivered, clock)
+        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.told, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
         self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
-        self._beside = (
+        self._beside = [
             Background(KEPT_STEPS_INTERVAL_S, self._publish_kept_steps),
             Background(SCRUB_INTERVAL_S, self._scrubber.work),
-        )
+        ]
+        if notifier is not None:
+            self._beside.append(Background(NOTIFY_INTERVAL_S, notifier.work))
         self._clock = clock
         self._wake = asyncio.Event()
         self.last_tick_at: float | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import RunStatus
@@ -15,7 +15,7 @@ from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.reconciler.decide import submission_id
-from service.reconciler.facts import Facts, JobFact, NodeFacts, RunFacts, Stop, StrayJob, TailFact
+from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
 from service.reconciler.tail import JournalTail
 from service.states import SUBMITTED, TransitionConflict
 from storage.run_dir import CheckpointName
@@ -24,6 +24,8 @@ ASK_INTERVAL_S: Final = 1.0
 """Between two questions to Ray while runs are live and nothing about them has changed."""
 IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
+MANY_JOBS: Final = 64
+"""From so many jobs on Ray is asked for the list of all, and not for one after the other."""
 PATIENCE_S: Final = 0.5
 """How long a look waits for Ray's answer; one that comes later is taken by a later look."""
 
@@ -39,7 +41,7 @@ class RayAnswer:
 
     jobs: Mapping[JobKey, JobFact]
     nodes: tuple[NodeFacts, ...] | None
-    """Live nodes, where a run waits for them."""
+    """Live nodes, where a run waits for them, or may grow again."""
     problem: str | None
     """Why an answer is missing; None where none is."""
     strays: tuple[str, ...] | None = None
@@ -47,7 +49,7 @@ class RayAnswer:
 
 
 class Observer:
-    """Gathers Facts. Remembers only when it last asked what: losing that costs a question.
+    """Gathers Facts. What it remembers it could ask for again: losing it costs a question.
 
     The order matters: rows, then Ray, then journals. A journal that was read to its end after Ray said that the job is over holds
     everything that the driver wrote.
@@ -60,7 +62,7 @@ class Observer:
         projects: ProjectStore,
         tail: JournalTail,
         ray: RayJobs,
-        delivered: Collection[tuple[str, int, Stop]],
+        delivered: Callable[[], Delivered],
         clock: Callable[[], float],
     ) -> None:
         self._runs = runs
@@ -73,6 +75,8 @@ class Observer:
         self._asked_about: object = None
         self._asked_at = float("-inf")
         self._swept_at = float("-inf")
+        self._known: dict[str, RunRow] = {}
+        """Live rows of the last look: those that have not changed need not be read again."""
         self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
         self.ray_problem: str | None = "not asked yet"
@@ -80,7 +84,8 @@ class Observer:
 
     async def look(self) -> Facts:
         """One look. Raises DatabaseError where the database is away."""
-        rows = await asyncio.to_thread(self._runs.live)
+        rows = await asyncio.to_thread(self._runs.live, self._known)
+        self._known = {row.id: row for row in rows}
         answer = await self._ray_answer(rows)
         jobs = answer.jobs if answer else {}
         observed = await asyncio.to_thread(self._read_journals, rows, jobs)
@@ -127,12 +132,15 @@ class Observer:
     async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
         """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now and then about strays."""
         submitted = [row for row in rows if row.status in SUBMITTED]
-        found = await asyncio.gather(*(self._job(row) for row in submitted))
+        if len(submitted) > MANY_JOBS:
+            found = await self._listed(submitted)
+        else:
+            found = await asyncio.gather(*(self._job(row) for row in submitted))
         jobs = {_key(row): fact for row, (fact, _) in zip(submitted, found, strict=True)}
         problem = next((problem for _, problem in found if problem), None)
         nodes, strays = None, None
         try:
-            if any(row.status == RunStatus.QUEUED for row in rows):
+            if any(row.status == RunStatus.QUEUED or row.shrunk is not None for row in rows):
                 nodes = await self._nodes()
             elif not submitted:
                 await self._ray.version()
@@ -161,9 +169,19 @@ class Observer:
             return JobFact.UNKNOWN, str(exc)
         return JobFact.ENDED if job.status.ended else JobFact.ALIVE, None
 
+    async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
+        """The same for many jobs, by one question."""
+        try:
+            ended = {job.submission_id: job.status.ended for job in await self._ray.jobs()}
+        except RayError as exc:
+            return [(JobFact.UNKNOWN, str(exc))] * len(rows)
+        facts = {None: JobFact.MISSING, True: JobFact.ENDED, False: JobFact.ALIVE}
+        return [(facts[ended.get(submission_id(row.id, row.submission))], None) for row in rows]
+
     def _read_journals(self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact]) -> tuple[RunFacts, ...]:
         """Facts of every run that is still live after its journal was read."""
-        observed = []
+        observed, delivered = [], self._delivered()
+        self._tail.keep(self._known)
         for row in rows:
             tail, job = TailFact.BEHIND, jobs.get(_key(row), JobFact.UNKNOWN)
             if row.status in SUBMITTED:
@@ -176,7 +194,7 @@ class Observer:
                     continue
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
-            observed.append(replace(facts_of(row, self._delivered), job=job, tail=tail))
+            observed.append(facts_of(row, delivered, job, tail))
         return tuple(observed)
 
     def _is_sweep_due(self, busy: bool) -> bool:
@@ -200,9 +218,12 @@ class Observer:
         return strays
 
 
-def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFacts:
-    """What a row says, with nothing known about its job and its journal."""
+def facts_of(
+    row: RunRow, delivered: Delivered = NOTHING_DELIVERED, job: JobFact = JobFact.UNKNOWN, tail: TailFact = TailFact.BEHIND
+) -> RunFacts:
+    """What a row says, with what is known about its job and its journal."""
     scaling, deadline_s = row.spec["scaling"], row.spec["recovery"]["deadline_s"]
+    shrunk = row.shrunk or {}
     return RunFacts(
         id=row.id,
         status=row.status,
@@ -212,16 +233,22 @@ def facts_of(row: RunRow, delivered: Collection[tuple[str, int, Stop]]) -> RunFa
         reason=row.reason,
         stop=row.stop_requested,
         stop_at=row.stop_requested_at,
-        stop_delivered=row.stop_requested is not None and (row.id, row.submission, row.stop_requested) in delivered,
+        stop_delivered=row.stop_requested is not None and (row.id, row.submission, row.stop_requested) in delivered.stops,
         submission=row.submission,
         job_recorded=row.ray_job_id is not None,
         submitted_at=row.submitted_at,
         fruitless=row.submission - _last_fruitful(row),
+        job=job,
+        tail=tail,
         deadline_at=None if deadline_s is None else row.created_at + deadline_s,
         steps_done=row.total_steps is not None and row.step >= row.total_steps,
         min_workers=scaling["min_workers"],
         max_workers=scaling["max_workers"],
         workers_limit=row.workers_limit,
+        shrunk_to=shrunk.get("to"),
+        shrunk_by=shrunk.get("by"),
+        shrunk_at=shrunk.get("at"),
+        shrink_delivered=row.shrunk is not None and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
         world_size=row.world_size,
         node_ids=tuple(worker["node_id"] for worker in row.workers),
         worker=scaling["resources_per_worker"],

@@ -4,14 +4,16 @@
 - A run starts when its ``min_workers`` fit, its project's quotas allow it, and no run before it would be delayed.
 - The first run that does not fit is reserved for: a later one starts beside it only on what it does not need.
 - A run that its project's quota holds back holds back later runs of that project, and of no other.
-- Where pausing runs of lower priority makes room for the first that does not fit, the lowest and youngest are paused.
+- Where it makes room for the first that does not fit, runs of lower priority shrink to their least size; where that is too little,
+  the lowest and youngest are paused (preemption.py).
+- A run that was shrunk may grow again once nobody waits whom it would be in the way of.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,8 +22,6 @@ from everstep.wire import Reason, ReasonCode, RunStatus
 from service.reconciler.capacity import (
     Free,
     amounts,
-    combined,
-    fits,
     has_gpus,
     most_workers,
     needs_of,
@@ -31,6 +31,7 @@ from service.reconciler.capacity import (
     take,
 )
 from service.reconciler.facts import NodeFacts, RunFacts
+from service.reconciler.preemption import Holding, Preemption, choose
 
 PATIENCE_S: Final = 600.0
 """A run that has waited for so long goes by its age, whatever its project uses: fairness must not starve anybody."""
@@ -56,19 +57,13 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Preemption:
-    """A run that is to be paused for another one."""
-
-    run_id: str
-    by: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """What to do with the queue; ``admissions`` has every queued run once, in the order in which they were looked at."""
 
     admissions: tuple[Admission, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
+    grown: tuple[str, ...] = ()
+    """Shrunk runs that need make room no longer."""
 
 
 def plan(
@@ -87,10 +82,10 @@ def plan(
         quotas: Of projects that have any, by name.
         now: Unix seconds.
     """
-    queue = _Queue(holding, nodes, quotas or {})
+    queue = _Queue(holding, nodes, quotas or {}, now)
     for run in _in_order(queued, queue.used, now):
         queue.consider(run)
-    return Plan(tuple(queue.admissions), queue.preemptions())
+    return Plan(tuple(queue.admissions), queue.preemptions(), queue.grown())
 
 
 @dataclass
@@ -124,8 +119,9 @@ def _in_order(queued: Sequence[RunFacts], used: Mapping[str, _Used], now: float)
 
 @dataclass
 class _Placed:
-    """A run's ranks on usable nodes, by index."""
+    """The ranks of a run that starts on usable nodes, by index."""
 
+    run_id: str
     needs: dict[str, float]
     nodes: list[int] = field(default_factory=list)
 
@@ -133,22 +129,22 @@ class _Placed:
 class _Queue:
     """The cluster while the queue is gone through: what is free shrinks with every run that starts."""
 
-    def __init__(self, holding: Sequence[RunFacts], nodes: Sequence[NodeFacts], quotas: Mapping[str, Quotas]) -> None:
+    def __init__(self, holding: Sequence[RunFacts], nodes: Sequence[NodeFacts], quotas: Mapping[str, Quotas], now: float) -> None:
+        self._now = now
         self._nodes = nodes
         self._usable = [node for node in nodes if node.mark is None]
         self._index = {node.node_id: index for index, node in enumerate(self._usable)}
         self._cordoned = {node.node_id for node in nodes if node.mark == "cordoned"}
         self._gpus = has_gpus(nodes)
         self._quotas = quotas
-        self._holding = holding
         self._free: Free = [dict(node.resources) for node in self._usable]
-        self._placed: dict[str, _Placed] = {}
+        self._held: list[Holding] = []
         self._started: list[_Placed] = []
         self._blocker: RunFacts | None = None
         self._beside: Free = []
         """What the blocker will find once everything that began before it was submitted has ended."""
         self._coming: Free = []
-        """What is free, with what runs that are stopping give back."""
+        """What is free, with what runs that stop or shrink give back."""
         self._victims: tuple[Preemption, ...] = ()
         self._held_projects: dict[str, str] = {}
         """By project: its first run that a quota holds back."""
@@ -168,11 +164,13 @@ class _Queue:
         used = self.used[run.project]
         used.workers += most_workers(run)
         used.running += 1
-        placed = self._placed[run.id] = _Placed(needs_of(run, self._gpus))
-        count = (run.world_size or most_workers(run)) - sum(node_id in self._cordoned for node_id in run.node_ids)
-        placed.nodes = [self._index[node_id] for node_id in run.node_ids if node_id in self._index][: max(0, count)]
-        remove(self._free, placed.needs, placed.nodes)
-        placed.nodes += take(self._free, placed.needs, count - len(placed.nodes), run.placement_strategy)
+        needs = needs_of(run, self._gpus)
+        most = most_workers(run) if run.shrunk_to is None else min(most_workers(run), run.shrunk_to)
+        count = (run.world_size or most) - sum(node_id in self._cordoned for node_id in run.node_ids)
+        placed = [self._index[node_id] for node_id in run.node_ids if node_id in self._index][: max(0, count)]
+        remove(self._free, needs, placed)
+        placed += take(self._free, needs, count - len(placed), run.placement_strategy)
+        self._held.append(Holding.of(run, needs, placed, self._now))
 
     def _room(self, kind: str, run: RunFacts, needs: dict[str, float]) -> int:
         """Ranks of this shape on the empty cluster: on ``all`` of its nodes, or on those that are ``open``. Looked up once."""
@@ -239,7 +237,7 @@ class _Queue:
         return run.max_workers if quota is None else min(run.max_workers, quota - self.used[run.project].workers)
 
     def _start(self, run: RunFacts, needs: dict[str, float], placed: list[int], most: int) -> None:
-        self._started.append(_Placed(needs, placed))
+        self._started.append(_Placed(run.id, needs, placed))
         self._refused.clear()
         used = self.used[run.project]
         used.workers += most
@@ -257,21 +255,19 @@ class _Queue:
         """From here on nothing starts that could keep this run waiting for ever.
 
         Whatever began before it was submitted ends some day. What began later, or begins now, may not: beside all of that, it fits.
-        What is being freed for it, by runs that are stopping, is kept for it alone.
+        What is being freed for it, by runs that stop or shrink, is kept for it alone.
         """
         self._blocker = run
         self._beside = [dict(node.resources) for node in self._usable]
-        for other in self._holding:
-            later = other.submitted_at is None or other.submitted_at > run.created_at
-            if later and other.status != RunStatus.STOPPING:
-                remove(self._beside, self._placed[other.id].needs, self._placed[other.id].nodes)
+        for other in self._held:
+            if other.run.submitted_at is None or other.run.submitted_at > run.created_at:
+                remove(self._beside, other.needs, other.staying)
         for started in self._started:
             remove(self._beside, started.needs, started.nodes)
         self._coming = [dict(node) for node in self._free]
-        for other in self._holding:
-            if other.status == RunStatus.STOPPING:
-                restore(self._coming, self._placed[other.id].needs, self._placed[other.id].nodes)
-        self._victims = self._choose_victims(run)
+        for other in self._held:
+            restore(self._coming, other.needs, other.leaving)
+        self._victims = choose(run, needs_of(run, self._gpus), self._coming, self._held, self._now)
 
     def _backfill(self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int) -> None:
         """Start a run behind the blocker where the blocker would not notice."""
@@ -305,41 +301,22 @@ class _Queue:
     # ---------------------------------------------------------------- preemption
 
     def preemptions(self) -> tuple[Preemption, ...]:
-        """Runs to pause for the first one that does not fit."""
+        """Runs that make room for the first one that does not fit."""
         return self._victims
 
-    def _choose_victims(self, blocker: RunFacts) -> tuple[Preemption, ...]:
-        """Runs to pause: none where what is stopping already makes room, or where no pausing would."""
-        needs, free = needs_of(blocker, self._gpus), [dict(node) for node in self._coming]
-        slots = [fits(node, needs) for node in free]
-
-        def enough() -> bool:
-            return combined(slots, blocker.placement_strategy) >= blocker.min_workers
-
-        def without(run: RunFacts, change: Callable[[Free, Mapping[str, float], Sequence[int]], None] = restore) -> None:
-            """As if the run were paused; with ``remove``, as if it were not."""
-            placed = self._placed[run.id]
-            change(free, placed.needs, placed.nodes)
-            for index in set(placed.nodes):
-                slots[index] = fits(free[index], needs)
-
-        chosen: list[RunFacts] = []
-        lower = [run for run in self._holding if run.priority < blocker.priority and run.status != RunStatus.STOPPING]
-        for run in sorted(lower, key=lambda run: (run.priority, -run.created_at, run.id)):
-            if enough():
-                break
-            without(run)
-            chosen.append(run)
-        if not enough():
-            return ()
-        spared: set[str] = set()
-        for run in reversed(chosen):  # those of the highest priority first: perhaps a later choice made them needless
-            without(run, remove)
-            if enough():
-                spared.add(run.id)
-            else:
-                without(run)
-        return tuple(Preemption(run.id, blocker.id) for run in chosen if run.id not in spared)
+    def grown(self) -> tuple[str, ...]:
+        """Shrunk runs that may grow again: there is room, and nobody waits for it whom they were to let pass."""
+        starting = {placed.run_id for placed in self._started}
+        starting |= {held.run.id for held in self._held if held.run.world_size is None}
+        found = []
+        for held in self._held:
+            run = held.run
+            if run.shrunk_to is None or run.shrunk_by in starting or run.status == RunStatus.STOPPING:
+                continue
+            in_the_way = self._blocker is not None and self._blocker.priority >= run.priority
+            if not in_the_way and room(self._free, held.needs, run.placement_strategy) > 0:
+                found.append(run.id)
+        return tuple(found)
 
 
 def _shape(needs: Mapping[str, float], run: RunFacts) -> _Shape:

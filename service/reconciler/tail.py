@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import structlog
 
 from service.db.events import EventStore, JournalGap
@@ -10,7 +12,7 @@ from service.figures import RunFigures
 from service.reconciler.facts import TailFact
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
-from storage.journal import read_journal
+from storage.journal import journal_stamp, read_journal
 
 BATCH_EVENTS = 1000
 MAX_BATCHES = 20
@@ -25,6 +27,12 @@ class JournalTail:
         self._storage = storage
         self._events = events
         self._figures = figures or RunFigures()
+        self._drained: dict[str, tuple[int, str | None, object]] = {}
+        """By run: submission, cursor and stamp of a journal that was read to its end. Losing it costs a look at the file."""
+
+    def keep(self, run_ids: Collection[str]) -> None:
+        """Forget the journals of all other runs."""
+        self._drained = {run_id: known for run_id, known in self._drained.items() if run_id in run_ids}
 
     def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
         """Apply what the newest submission's journal holds now.
@@ -36,8 +44,20 @@ class JournalTail:
             TransitionConflict: The run is gone.
             DatabaseError: Nothing of the batch was applied; the next call does it again.
         """
+        cursor = run.journal_cursor if run.journal_submission == run.submission else None
+        stamp = journal_stamp(self._storage.run_dir(run.id), run.submission)
+        known = (run.submission, cursor, stamp)
+        if stamp is not None and self._drained.get(run.id) == known:
+            return run, TailFact.DRAINED
+        found, fact = self._drain_from(run, cursor)
+        if fact == TailFact.DRAINED and found.journal_submission == found.submission == run.submission:
+            # The stamp is from before the look: what came since makes another one.
+            self._drained[run.id] = (found.submission, found.journal_cursor, stamp)
+        return found, fact
+
+    def _drain_from(self, run: RunRow, cursor: str | None) -> tuple[RunRow, TailFact]:
         try:
-            return self._drain(run, run.journal_cursor if run.journal_submission == run.submission else None)
+            return self._drain(run, cursor)
         except JournalGap as exc:
             # The cursor and the count disagree: from the beginning, where what is known already is passed over.
             log.warning("reading a journal again from its beginning", run_id=run.id, problem=str(exc))

@@ -11,7 +11,7 @@ from fastapi.responses import RedirectResponse
 
 from everstep.errors import FieldError, InvalidSpec
 from service.api.context import Context
-from service.api.runs import create_run
+from service.api.runs import submitted
 from service.api.spec_body import check_depth, content_sha256
 from service.problems import ProblemError
 from service.web.rendering import PageRoute
@@ -45,7 +45,7 @@ async def post_fork(request: Request, run: WebRun, context: Context, caller: Web
     text, key = form.get("spec", ""), form.get("key", "")
     try:
         raw = _parsed(text)
-        made = await create_run(Response(), context, caller, raw, f"fork-{key[:64]}-{content_sha256(raw)}")
+        made, _ = await submitted(context, caller, raw, f"fork-{key[:64]}-{content_sha256(raw)}")
     except InvalidSpec as exc:
         page = await run_page(request, "fork.html", context, caller, run, text=text, key=key, faults=exc.errors, step="")
         page.status_code = 422

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from everstep.wire import RunStatus
 from service.api.context import Context
-from service.api.runs import list_runs
+from service.api.runs import found_runs, parse_tag
 from service.db.runs import RunFilter
 from service.web.rendering import PageRoute, page
 from service.web.session import WebCaller
@@ -32,23 +32,11 @@ async def get_runs(
     cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> Response:
     search = search.strip()
-    found = await list_runs(
-        context,
-        caller,
-        project=project or None,
-        status=list(STATUS_GROUPS.get(status, (RunStatus(status),) if status in set(RunStatus) else ())),
-        name=None,
-        search=search or None,
-        tag=[tag] if tag else None,
-        limit=_PAGE_RUNS,
-        cursor=cursor or None,
-    )
-    key, separator, value = tag.partition("=")
-    where = RunFilter(
-        project=caller.project or project or None,
-        search=search or None,
-        tags=((key, value if separator else None),) if tag else (),
-    )
+    tags = (parse_tag(tag),) if tag else ()
+    statuses = STATUS_GROUPS.get(status, (RunStatus(status),) if status in set(RunStatus) else ())
+    wanted = RunFilter(project=project or None, statuses=tuple(statuses), search=search or None, tags=tags)
+    found = await found_runs(context, caller, wanted, _PAGE_RUNS, cursor or None)
+    where = RunFilter(project=caller.project or project or None, search=search or None, tags=tags)
     counts = await context.database_call(context.runs.count_by_status, where)
     given = {"search": search, "status": status, "project": project, "tag": tag}
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,10 +33,25 @@ def binaries() -> Path | None:
 class PostgresServer:
     """One server; each test takes a migrated database of its own from it."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, port: int, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._port = port
-        self.process = process
+        self._start = start
+        self.process = start()
         self._count = 0
+
+    def crash(self) -> None:
+        """End it at once, as a crash does: it will have to recover when it is started again."""
+        self.process.send_signal(signal.SIGQUIT)
+        self.process.wait(20)
+
+    def restart(self) -> None:
+        self.process = self._start()
+
+    def drop_connections(self) -> None:
+        """Cut every client off, whatever it is in the middle of."""
+        self._command(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'everstep'"
+        )
 
     def url(self, database: str) -> str:
         return f"postgresql+psycopg://everstep@127.0.0.1:{self._port}/{database}"
@@ -69,8 +84,8 @@ class PostgresServer:
 
 
 @contextmanager
-def running(programs: Path) -> Iterator[PostgresServer]:
-    """A server while the block lasts."""
+def running(programs: Path, *, durable: bool = False) -> Iterator[PostgresServer]:
+    """A server while the block lasts; ``durable`` is as PostgreSQL comes, else what tests need not wait for is turned off."""
     directory = Path(tempfile.mkdtemp(prefix="everstep-pg-"))
     data = directory / "data"
     # PostgreSQL refuses to run as root.
@@ -89,19 +104,28 @@ def running(programs: Path) -> Iterator[PostgresServer]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        options = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "shared_buffers": "32MB"}
+        options = {} if durable else {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
+        options["shared_buffers"] = "128MB" if durable else "32MB"
         command = [str(programs / "postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(directory)]
         command += [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
-        with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, **identity)  # type: ignore[call-overload]
+        log_path = directory / "log"
+
+        def start() -> subprocess.Popen[bytes]:
+            with log_path.open("wb") as log:
+                process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, **identity)  # type: ignore[call-overload]
+            try:
+                _wait_until_up(port, process, log_path)
+            except BaseException:
+                process.kill()
+                raise
+            return process  # type: ignore[no-any-return]
+
+        server = PostgresServer(port, start)
         try:
-            _wait_until_up(port, process, directory / "log")
-            server = PostgresServer(port, process)
             server.prepare()
             yield server
         finally:
-            process.send_signal(signal.SIGQUIT)
-            process.wait(20)
+            server.crash()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

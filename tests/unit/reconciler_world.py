@@ -35,19 +35,24 @@ class World:
         self.database = Database(database_url or f"sqlite:///{home / 'everstep.db'}")
         self.database.migrate()
         self.leadership = Leadership(LeaseStore(self.database)) if database_url else None
-        mine = self.database.guarded(self.leadership.check) if self.leadership else self.database
         self.storage = open_storage(str(home / "storage"))
         self.now = time.time()
         self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
         self.marks = NodeMarkStore(self.database, self.clock)
         self.projects = ProjectStore(self.database, self.clock)
+        self._ray = ray
+        self.restart()
+
+    def restart(self) -> None:
+        """Reconcile as a process that begins anew."""
+        mine = self.database.guarded(self.leadership.check) if self.leadership else self.database
         self.reconciler = Reconciler(
             RunStore(mine, self.clock),
             EventStore(mine, self.clock),
             NodeMarkStore(mine, self.clock),
             ProjectStore(mine, self.clock),
             self.storage,
-            ray,
+            self._ray,
             leadership=self.leadership,
             clock=self.clock,
         )

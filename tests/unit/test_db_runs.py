@@ -198,17 +198,22 @@ def test_claims_follow_the_run(runs: RunStore) -> None:
         runs.claim_submission(run.id, 3)
 
 
-def test_a_reason_is_written_once(runs: RunStore) -> None:
-    run = create(runs)
-    first = runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
-    again = runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
-    assert first.reason == again.reason == WAITING
-    assert again.row_version == first.row_version
-    assert runs.set_reason(run.id, RunStatus.QUEUED, None).reason is None
+def test_reasons_are_said_in_one_go_where_runs_are_as_they_were(runs: RunStore) -> None:
+    run, other = create(runs), create(runs)
+    before = {row.id: row for row in runs.live()}
+    runs.set_reasons(
+        [(run.id, RunStatus.QUEUED, WAITING), (other.id, RunStatus.RUNNING, WAITING), ("run_gone", RunStatus.QUEUED, None)]
+    )
+    found = {row.id: row for row in runs.live(before)}
+    assert {name: row.reason for name, row in found.items()} == {run.id: WAITING, other.id: None}
+    assert list(found.values()) == runs.live()
+    assert found[other.id] is before[other.id], "what has not changed is not read again"
+    runs.set_reason(run.id, RunStatus.QUEUED, None)
+    assert {row.reason for row in runs.live(before)} == {None}
     runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
     assert runs.claim_submission(run.id, 0).reason is None, "what it waited for is over"
-    with pytest.raises(TransitionConflict):
-        runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
+    runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
+    assert {row.reason for row in runs.live(before)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,34 @@ async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeR
     assert ray.submissions == [f"{low.id}-s001", f"{urgent.id}-s001", f"{low.id}-s002"]
 
 
+async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(here: World, ray: FakeRay) -> None:
+    ray.nodes.append(ray.node("n2", {"CPU": 1.0}))
+    low = here.create(scaling={"min_workers": 1, "max_workers": 3}, priority=-1)
+    await here.reconciler.tick()
+    run_dir, started = here.storage.run_dir(low.id), EventKind.ATTEMPT_STARTED
+    here.write(low.id, 1, (started, {"world_size": 3, "workers": []}))
+    urgent = here.create(scaling={"min_workers": 2, "max_workers": 2})
+    await here.reconciler.tick()
+    found = here.get(low.id)
+    assert (found.status, found.stop_requested) == (RunStatus.STARTING, None)
+    assert found.shrunk == {"to": 1, "by": urgent.id, "at": here.now} and run_dir.workers_limit() == 1
+    run_dir.write_workers_limit(None)
+    here.restart()
+    await here.reconciler.tick()
+    assert run_dir.workers_limit() == 1, "a process that took over tells again"
+    here.write(low.id, 1, (EventKind.ATTEMPT_ENDED, {"cause": "resized", "last_step": 5}), first=2)
+    here.write(low.id, 1, (started, {"world_size": 1, "workers": []}), first=3)
+    for _ in range(2):
+        await here.reconciler.tick()
+    assert here.get(urgent.id).status == RunStatus.STARTING and here.get(low.id).shrunk is not None
+    here.write(urgent.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 1}))
+    for _ in range(2):
+        await here.reconciler.tick()
+    assert here.get(low.id).shrunk is None and run_dir.workers_limit() is None
+    told = [(event.data["limit"], event.data["by"]) for event in here.events.of_kinds(low.id, {EventKind.WORKERS_LIMITED})]
+    assert told == [(1, urgent.id), (None, None)]
+
+
 async def test_one_replica_reconciles_and_one_that_stood_still_does_no_harm(
     tmp_path: Path, ray: FakeRay, postgresql: PostgresServer
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -57,9 +58,11 @@ class Cluster:
         return SimpleNamespace(workers=workers, num_workers=len(workers), start_time=0.0)
 
 
-def policy_on(cluster: Cluster, workers: tuple[int, int], told: Told) -> LiveScalingPolicy:
+def policy_on(
+    cluster: Cluster, workers: tuple[int, int], told: Told, limit: Callable[[], int | None] = lambda: None
+) -> LiveScalingPolicy:
     config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
-    return LiveScalingPolicy(config, SETTINGS, told, cluster.look, cluster.held)  # type: ignore[arg-type]
+    return LiveScalingPolicy(config, SETTINGS, told, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -123,3 +126,18 @@ def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> Non
     assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision) and policy.waiting
     [(kind, data)] = told.events
     assert (kind, data["code"], data["missing"]) == (EventKind.WAITING, "waiting_for_capacity", {"CPU": 1.0})
+
+
+def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_once_it_may(told: Told) -> None:
+    cluster, limit = Cluster.of("abcd", ranks="abc"), 1
+    policy = policy_on(cluster, (2, 3), told, lambda: limit or None)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 2, "never fewer than it needs"
+    assert policy.make_decision_for_running_worker_group(cluster.group, LEFT).num_workers == 2
+    cluster.ranks = ("a", "b")
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted is None, "it does not grow"
+    limit = 0
+    for _ in range(2):
+        policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 3

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from everstep.team import Quotas
 from everstep.wire import ReasonCode, RunStatus
-from service.reconciler.decide import Preempt, Start, decide
+from service.reconciler.capacity import leaving
+from service.reconciler.decide import Grow, Preempt, Shrink, Start, decide
 from service.reconciler.facts import Facts, NodeFacts, RunFacts
+from service.reconciler.preemption import SHRINK_GRACE_S
 from service.reconciler.schedule import PATIENCE_S, Plan, plan
 
 
@@ -100,7 +102,7 @@ def test_the_lowest_and_youngest_make_room_and_no_more_than_needed() -> None:
         running("equal", 1, priority=5),
     ]
     made = plan([sized("urgent", 1, priority=5)], holding, cpus(5))
-    assert [(one.run_id, one.by) for one in made.preemptions] == [("low-young", "urgent")]
+    assert [(one.run_id, one.by, one.to) for one in made.preemptions] == [("low-young", "urgent", None)]
     two = plan([sized("urgent", 2, priority=5)], holding, cpus(5))
     assert {one.run_id for one in two.preemptions} == {"low-young", "low-old"}
     packed = sized("urgent", 2, priority=5, placement_strategy="STRICT_PACK")
@@ -117,6 +119,55 @@ def test_the_lowest_and_youngest_make_room_and_no_more_than_needed() -> None:
     assert plan([sized("urgent", 1, priority=5)], stopping, cpus(5)).preemptions == (), "room is on its way"
 
 
+def elastic(name: str, ranks: int, least: int, **values: Any) -> RunFacts:
+    return running(name, ranks, **{"min_workers": least, "priority": -1} | values)
+
+
+def test_elastic_runs_shrink_before_anybody_is_paused() -> None:
+    young, old = elastic("young", 3, 1, at=2.0), elastic("old", 3, 2, at=1.0)
+    rigid = running("rigid", 2, at=3.0, priority=-1)
+    holding = [young, old, rigid]
+
+    def room_for(ranks: int) -> list[tuple[str, int | None]]:
+        return [(one.run_id, one.to) for one in plan([sized("urgent", ranks)], holding, cpus(8)).preemptions]
+
+    assert room_for(1) == [("young", 1)] and room_for(2) == [("young", 1)], "no more than needed, the youngest first"
+    assert room_for(3) == [("young", 1), ("old", 2)]
+    assert room_for(4) == [("young", 1), ("rigid", None)], "the youngest is paused, and old need not shrink"
+    assert room_for(8) == [("rigid", None), ("young", None), ("old", None)] and room_for(9) == []
+
+
+def test_what_shrinks_is_on_its_way_and_what_does_not_in_time_is_paused() -> None:
+    urgent, small = sized("urgent", 2, at=9.0), sized("small", 1, at=10.0, priority=-2)
+    low = elastic("low", 4, 1, shrunk_to=1, shrunk_by="urgent", shrunk_at=10.0)
+    waiting = plan([urgent, small], [low], cpus(4), now=11.0)
+    assert (waiting.preemptions, waiting.grown, started(waiting)) == ((), (), []), "wait for it"
+    done = plan([urgent, small], [replace(low, world_size=1)], cpus(4), now=12.0)
+    assert started(done) == ["urgent", "small"] and done.grown == (), "urgent's ranks are not there yet"
+    late = plan([urgent], [low], cpus(4), now=10.0 + SHRINK_GRACE_S + 1)
+    assert [(one.run_id, one.to) for one in late.preemptions] == [("low", None)]
+
+
+def test_a_run_that_was_shrunk_may_grow_once_nobody_waits_for_the_room() -> None:
+    low = elastic("low", 1, 1, max_workers=4, shrunk_to=1, shrunk_by="urgent", shrunk_at=0.0)
+    urgent = running("urgent", 2)
+    assert plan([], [low, urgent], cpus(4)).grown == ("low",)
+    assert plan([], [low, replace(urgent, world_size=None)], cpus(4)).grown == (), "urgent is still taking what it was given"
+    assert plan([], [low, urgent], cpus(3)).grown == (), "there is no room"
+    assert plan([sized("next", 2)], [low, urgent], cpus(4)).grown == (), "next would shrink it again"
+    assert plan([sized("lower", 2, priority=-2)], [low, urgent], cpus(4)).grown == ("low",)
+
+
+def test_ranks_that_stay_are_spread_or_packed_as_drivers_choose_them() -> None:
+    assert leaving((0, 0, 1), 2, "SPREAD") == [0] and leaving((0, 0, 1), 2, "PACK") == [1]
+    assert leaving((0, 1), 3, "SPREAD") == [] and leaving((), 1, "SPREAD") == []
+    low = elastic("low", 4, 2, node_ids=("n0", "n0", "n1", "n1"), placement_strategy="PACK")
+    packed = sized("urgent", 2, placement_strategy="STRICT_PACK")
+    assert [(one.run_id, one.to) for one in plan([packed], [low], cpus(2, 2)).preemptions] == [("low", 2)]
+    spread = replace(low, placement_strategy="SPREAD")
+    assert [(one.run_id, one.to) for one in plan([packed], [spread], cpus(2, 2)).preemptions] == [("low", None)]
+
+
 def test_what_is_freed_for_a_run_is_not_taken_by_those_that_made_room() -> None:
     urgent, back = sized("urgent", 2, at=9.0, priority=1), sized("back", 1)
     leaving = replace(running("leaving", 1), status=RunStatus.STOPPING)
@@ -130,6 +181,10 @@ def test_decide_carries_the_plan() -> None:
     low = running("low", 2, priority=-1)
     facts = Facts(1.0, (low, sized("urgent", 2, priority=1)), cpus(2))
     assert Preempt("low", 1, "urgent") in decide(facts)
+    wide = replace(low, min_workers=1, world_size=3)
+    assert Shrink("low", 1, 1, "urgent") in decide(Facts(1.0, (wide, sized("urgent", 2, priority=1)), cpus(3)))
+    alone = replace(wide, world_size=1, shrunk_to=1, shrunk_by="gone", shrunk_at=0.0)
+    assert decide(Facts(1.0, (alone,), cpus(3)))[-1] == Grow("low", 1)
     quotas = {"default": Quotas(max_workers=1)}
     assert decide(Facts(1.0, (sized("a", 1, 2),), cpus(2), quotas=quotas)) == (Start("a", 0, 1),)
 
@@ -163,6 +218,7 @@ class Life:
         self.holding: dict[str, RunFacts] = {}
         self.left: dict[str, int] = {}
         self.ended: list[str] = []
+        self.num_shrunk = self.num_grown = 0
 
     def submit(self, name: str, values: dict[str, Any]) -> None:
         self.left[name] = values["lasts"]
@@ -174,8 +230,12 @@ class Life:
         for name, found in list(self.holding.items()):
             if found.status == RunStatus.STOPPING:
                 del self.holding[name]
-                self.queued[name] = replace(found, status=RunStatus.QUEUED, world_size=None, workers_limit=None, submitted_at=None)
+                left = {"shrunk_to": None, "shrunk_by": None, "shrunk_at": None, "workers_limit": None, "submitted_at": None}
+                self.queued[name] = replace(found, status=RunStatus.QUEUED, world_size=None, **left)
                 continue
+            if found.shrunk_to is not None and (found.world_size or 0) > found.shrunk_to:
+                self.holding[name] = replace(found, world_size=found.shrunk_to)
+                self.num_shrunk += 1
             self.left[name] -= 1
             if self.left[name] == 0:
                 del self.holding[name]
@@ -203,7 +263,17 @@ class Life:
         for preemption in made.preemptions:
             victim, by = self.holding[preemption.run_id], self.queued[preemption.by]
             assert victim.priority < by.priority and victim.status == RunStatus.RUNNING
-            self.holding[victim.id] = replace(victim, status=RunStatus.STOPPING)
+            if preemption.to is None:
+                self.holding[victim.id] = replace(victim, status=RunStatus.STOPPING)
+            else:
+                assert (victim.world_size or 0) > preemption.to == victim.min_workers, "only who has more than the least shrinks"
+                self.holding[victim.id] = replace(victim, shrunk_to=preemption.to, shrunk_by=by.id, shrunk_at=self.now)
+        for name in made.grown:
+            found = self.holding[name]
+            ranks = min(free + (found.world_size or 0), found.workers_limit or found.max_workers)
+            free -= ranks - (found.world_size or 0)
+            self.holding[name] = replace(found, shrunk_to=None, shrunk_by=None, shrunk_at=None, world_size=ranks)
+            self.num_grown += 1
         self.check_limits()
         self.now += 1.0
         return made
@@ -218,7 +288,7 @@ class Life:
 
     def check_work_conserving(self, made: Plan) -> None:
         """Where nobody starts although CPUs are free, everybody is too large, at a quota, or would delay somebody."""
-        if started(made) or made.preemptions or any(found.status == RunStatus.STOPPING for found in self.holding.values()):
+        if started(made) or made.preemptions or any(self.gives_back(found) for found in self.holding.values()):
             return
         free = self.capacity - sum(found.world_size or 0 for found in self.holding.values())
         first: RunFacts | None = None
@@ -234,6 +304,10 @@ class Life:
                 began = first.created_at
                 later = sum(one.world_size or 0 for one in self.holding.values() if (one.submitted_at or 0.0) > began)
                 assert self.capacity - later - found.min_workers < first.min_workers, f"{found.id} would delay nobody"
+
+    @staticmethod
+    def gives_back(found: RunFacts) -> bool:
+        return found.status == RunStatus.STOPPING or (found.shrunk_to is not None and (found.world_size or 0) > found.shrunk_to)
 
     def can_ever_start(self, found: RunFacts) -> bool:
         quota = self.quotas.get(found.project, Quotas())
@@ -261,6 +335,17 @@ def test_nothing_is_exceeded_and_everybody_gets_a_turn(
         life.tick()
     left = [found for found in (*life.queued.values(), *life.holding.values()) if life.can_ever_start(found)]
     assert left == [], "these starve"
+
+
+def test_a_life_of_elastic_runs_shrinks_them_and_lets_them_grow() -> None:
+    life = Life(cpus(4.0), {})
+    life.submit("low", {"min_workers": 1, "more": 3, "project": "a", "priority": 0, "lasts": 20})
+    life.tick()
+    assert life.holding["low"].world_size == 4
+    life.submit("urgent", {"min_workers": 3, "more": 0, "project": "b", "priority": 1, "lasts": 3})
+    for _ in range(12):
+        life.tick()
+    assert (life.num_shrunk, life.num_grown, life.holding["low"].world_size, life.ended) == (1, 1, 4, ["urgent"])
 
 
 @pytest.mark.parametrize("lasts", [1, 3])

@@ -40,6 +40,7 @@ from train_fn.recovery.apart import Apart
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
+from train_fn.recovery.marks import WorkersLimit
 from train_fn.recovery.sizing import NodeView
 from train_fn.silent_peers import watch_peers
 from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
@@ -110,7 +111,12 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._look = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
         self._apart = Apart(self._settings.apart_s)
         self._sizes = LiveScalingPolicy(
-            train_run_context.scaling_config, self._settings, self._journal, self._look_at_nodes, self._placement.held
+            train_run_context.scaling_config,
+            self._settings,
+            self._journal,
+            self._look_at_nodes,
+            self._placement.held,
+            WorkersLimit(engine.job.run_dir, engine.job.workers_limit).value,
         )
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)

@@ -39,13 +39,16 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         journal: ActorJournalClient,
         look: Look,
         held: Callable[[Collection[str]], Mapping[str, int]],
+        limit: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on each, which count as free."""
+        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on each, which count as free;
+        ``limit`` is the most ranks that the run may use now, None for as many as it asks for."""
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
         self._look_at_nodes = look
         self._held = held
+        self._limit = limit
         self._not_before = 0.0
         self._waiting_since: float | None = None
         self._waiting_told = float("-inf")
@@ -100,10 +103,15 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             held,
             config._resources_per_worker_not_none,
             min_workers=config.min_workers,
-            max_workers=config.max_workers,
+            max_workers=self._most_workers(),
             strategy=config.placement_strategy,
         )
         return _Look(nodes, fit)
+
+    def _most_workers(self) -> int:
+        """Ranks that the run may have now; never fewer than it needs."""
+        least, most, limit = self.scaling_config.min_workers, self.scaling_config.max_workers, self._limit()
+        return int(most if limit is None else max(least, min(most, limit)))
 
     def _tell_waiting(self, fit: Fit) -> None:
         now = time.monotonic()
@@ -124,7 +132,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> ScalingDecision:
         """Only notes in ``wanted`` that the group should change; the controller asks its ranks to save and leave first.
 
-        A smaller count while ranks run is left to the failure path, which sees why.
+        A smaller count while ranks run is left to the failure path, which sees why, unless the service has limited the run.
         """
         if worker_group_status.finished:
             return self._resize_after_yield()
@@ -138,6 +146,9 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self.draining = self._draining(look.nodes, worker_group_state)
         if self.draining:
             self.wanted = look.fit.num_workers
+        elif worker_group_state.num_workers > self._most_workers():
+            # Another run needs the room: at once, but the ranks save first, as always.
+            self.wanted = self._most_workers()
         elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
         elif look.fit.num_workers <= worker_group_state.num_workers:
@@ -194,4 +205,4 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         threading.Thread(target=request, name="autoscaler-requests", daemon=True).start()
 
     def _get_num_workers_for_resource_request(self) -> int:
-        return int(self.scaling_config.max_workers)
+        return self._most_workers()

@@ -34,7 +34,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             run_rank,
             train_loop_config={"job": job},
             torch_config=TorchConfig(backend="nccl" if job.use_gpu else "gloo", timeout_s=settings.collective_timeout_s),
-            scaling_config=_scaling_config(job.spec.scaling, job.use_gpu, job.max_workers),
+            scaling_config=_scaling_config(job.spec.scaling, job.use_gpu),
             run_config=ray.train.RunConfig(
                 name=job.run_dir.run_id,
                 storage_path=job.run_dir.parent_uri,
@@ -90,9 +90,10 @@ def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
     )
 
 
-def _scaling_config(spec: ScalingSpec, use_gpu: bool, max_workers: int) -> ray.train.ScalingConfig:
+def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
+    """As the spec asks; how many ranks the service allows within that is for the scaling policy to know at any time."""
     return ray.train.ScalingConfig(
-        num_workers=(spec.min_workers, max_workers),
+        num_workers=(spec.min_workers, spec.max_workers),
         use_gpu=use_gpu,
         resources_per_worker=worker_resources(spec, use_gpu),
         placement_strategy=spec.placement_strategy,

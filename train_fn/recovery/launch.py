@@ -28,11 +28,11 @@ class RankJob:
     train: str
     """``module:function`` of the training loop."""
     workers_limit: int | None = None
-    """Most ranks that the service lets the run use; None for ``scaling.max_workers``."""
+    """Most ranks that the service let the run use when it started; None for ``scaling.max_workers``."""
 
     @property
     def max_workers(self) -> int:
-        """Most ranks that the run may have now."""
+        """Most ranks that the run may begin with."""
         scaling = self.spec.scaling
         return (
             scaling.max_workers

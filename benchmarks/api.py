@@ -1,0 +1,222 @@
+"""How fast the control plane answers: ``python -m benchmarks api [--database sqlite|postgresql] [--only get,list,post,sse]``.
+
+The service is a process of its own, with its reconciler; beside it a stand-in for Ray's dashboard, of a cluster too small for what
+is submitted, so that runs queue. 16 clients ask again as soon as they have their answer, over kept connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from benchmarks import report
+from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
+from benchmarks.http_loop import Connection, closed_loop, percentile
+from everstep.events import EventKind
+from service.api.paging import encode_run_cursor
+from service.db.engine import Database
+from storage.filesystem import open_storage
+from storage.journal import JournalEvent, JournalWriter
+from tests.service_process import free_port, wait_for
+from tests.unit import postgres_server
+from tests.unit.fake_ray import FakeRay, serving
+
+CLIENTS: Final = 16
+FOLLOWERS: Final = 500
+
+
+class Service:
+    """``python -m service.serve`` on a database and a stand-in for Ray."""
+
+    def __init__(self, home: Path, database_url: str, ray: FakeRay) -> None:
+        self.home, self.port = home, free_port()
+        command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray.url]
+        command += ["--database", database_url, "--storage", str(home / "storage")]
+        env = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, "EVERSTEP_RATE_PER_S": "0"}
+        with (home / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        wait_for(self._is_ready, 60, "the service's /readyz")
+        self.usage = psutil.Process(self.process.pid)
+
+    def _is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError((self.home / "serve.log").read_text()[-3000:])
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/readyz", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Service, Seeded]]:
+    """A service on a new database of ``num_runs`` runs."""
+    home = Path(tempfile.mkdtemp(prefix="es-api-"))
+    programs = postgres_server.binaries()
+    if kind == "postgresql" and programs is None:
+        sys.exit("PostgreSQL is not installed: apt-get install -y postgresql")
+    server = postgres_server.running(programs, durable=True) if kind == "postgresql" and programs else nullcontext()
+    try:
+        with ExitStack() as stack:
+            postgresql, ray = stack.enter_context(server), stack.enter_context(serving(FakeRay()))
+            url = stack.enter_context(postgresql.database()) if postgresql else f"sqlite:///{home / 'everstep.db'}"
+            database = Database(url)
+            database.migrate()
+            began = time.perf_counter()
+            found = seed(database, num_runs)
+            database.close()
+            print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
+            service = Service(home, url, ray)
+            stack.callback(service.stop)
+            yield service, found
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def get_one(found: Seeded) -> Callable[[], tuple[str, str, bytes]]:
+    chance = random.Random(2)
+    return lambda: ("GET", f"/v1/runs/{chance.choice(found.ids)}", b"")
+
+
+def get_list(found: Seeded) -> Callable[[], tuple[str, str, bytes]]:
+    """Every filter in turn, at any page: the cursor is that of a run at random."""
+    chance = random.Random(3)
+    filters: list[Callable[[], str]] = [
+        lambda: "",
+        lambda: f"project={chance.choice(PROJECTS)}",
+        lambda: f"status={chance.choice(('SUCCEEDED', 'FAILED', 'CANCELLED'))}",
+        lambda: "status=PAUSED,FAILED",
+        lambda: f"name=digits-{chance.randrange(2000)}",
+        lambda: f"tag=team%3D{chance.choice(TEAMS)}",
+        lambda: f"tag=sweep%3D{chance.randrange(500)}",
+        lambda: f"project={chance.choice(PROJECTS)}&status=SUCCEEDED&tag=team%3Dvision",
+    ]
+
+    def ask() -> tuple[str, str, bytes]:
+        index = chance.randrange(len(found.ids))
+        cursor = encode_run_cursor(found.created_at[index], found.ids[index])
+        return "GET", f"/v1/runs?{chance.choice(filters)()}&cursor={cursor}", b""
+
+    return ask
+
+
+def post() -> Callable[[], tuple[str, str, bytes]]:
+    numbers = itertools.count()
+    return lambda: ("POST", "/v1/runs", json.dumps(SPEC | {"name": f"posted-{next(numbers)}"}).encode())
+
+
+async def measured(service: Service, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
+    """Requests a second and latencies in milliseconds of a closed loop; what the service used meanwhile."""
+    await closed_loop(service.port, service.headers, CLIENTS, ask, 1.0, status)
+    before, began = sum(service.usage.cpu_times()[:2]), time.perf_counter()
+    latencies = await closed_loop(service.port, service.headers, CLIENTS, ask, seconds, status)
+    took = time.perf_counter() - began
+    found = {f"p{share}_ms": round(percentile(latencies, share / 100) * 1000, 2) for share in (50, 99)}
+    found["longest_ms"] = round(max(latencies) * 1000, 1)
+    found["cores"] = round((sum(service.usage.cpu_times()[:2]) - before) / took, 2)
+    return {"per_s": round(len(latencies) / took, 1), **found}
+
+
+# ---------------------------------------------------------------- followers
+
+
+async def followers(service: Service, seconds: float) -> dict[str, float]:
+    """Many followers of one run whose driver tells something ten times a second: how late the latest of them hears of it."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.port}", headers=service.headers) as http:
+        answer = await http.post("/v1/runs", json=SPEC | {"name": "followed", "priority": 9})
+        run_id = answer.json()["id"]
+        while (await http.get(f"/v1/runs/{run_id}")).json()["status"] == "QUEUED":  # noqa: ASYNC110  it is another process
+            await asyncio.sleep(0.1)
+    late: list[float] = []
+    heard: list[int] = []
+    connections = [await Connection.open(service.port, service.headers) for _ in range(FOLLOWERS)]
+    tasks = [asyncio.create_task(_follow(each, run_id, late, heard)) for each in connections]
+    await asyncio.sleep(2.0)
+    before, began = sum(service.usage.cpu_times()[:2]), time.perf_counter()
+    run_dir = open_storage(str(service.home / "storage")).run_dir(run_id)
+    told = 0
+    with JournalWriter(run_dir, 1) as journal:
+        while time.perf_counter() - began < seconds:
+            told += 1
+            points = [{"step": told, "at": time.time(), "values": {"loss": 0.5}}]
+            event = JournalEvent(
+                kind=EventKind.METRICS, at=time.time(), submission=1, attempt=1, data={"points": points}, source="x", source_n=told
+            )
+            await asyncio.to_thread(journal.append, [event])
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(2.0)
+    cores = (sum(service.usage.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(heard) == told * FOLLOWERS, f"{len(heard)} of {told * FOLLOWERS} events were heard"
+    rss_mb = service.usage.memory_info().rss / 1e6
+    longest = {"longest_s": round(max(late), 3), "p99_s": round(percentile(late, 0.99), 3)}
+    return {**longest, "events": told, "cores": round(cores, 2), "rss_mb": round(rss_mb, 1)}
+
+
+async def _follow(connection: Connection, run_id: str, late: list[float], heard: list[int]) -> None:
+    async for line in connection.stream(f"/v1/runs/{run_id}/events"):
+        if line.startswith(b"data: ") and b'"kind":"metrics"' in line:
+            event = json.loads(line[6:])
+            heard.append(event["seq"])
+            late.append(time.time() - event["data"]["points"][0]["at"])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks api")
+    parser.add_argument("--database", choices=("sqlite", "postgresql", "both"), default="both")
+    parser.add_argument("--runs", type=int, default=50_000)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="get,list,post,sse")
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    for kind in ("sqlite", "postgresql") if options.database == "both" else (options.database,):
+        with seeded_service(kind, options.runs) as (service, found):
+            asks = {"get": (get_one(found), 200), "list": (get_list(found), 200), "post": (post(), 201)}
+            for name in options.only.split(","):
+                tries = []
+                for _ in range(options.repeats):
+                    if name == "sse":
+                        tries.append(asyncio.run(followers(service, options.seconds)))
+                    else:
+                        tries.append(asyncio.run(measured(service, asks[name][0], options.seconds, asks[name][1])))
+                    print(kind, name, tries[-1], flush=True)
+                results[f"{kind}_{name}"] = {key: report.summary([each[key] for each in tries]) for key in tries[0]}
+    report.write("api", results)
+
+
+if __name__ == "__main__":
+    main()

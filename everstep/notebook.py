@@ -1,0 +1,63 @@
+"""A run as a notebook shows it: a small table that is alive while somebody waits for the run."""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from typing import Any
+
+from everstep.wire import Run
+
+_CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
+
+
+def run_html(run: Run) -> str:
+    """The run in HTML. Everything that a user or their code wrote is escaped."""
+    name, page = escape(run.name), run.links.dashboard or ""
+    title = f'<a href="{escape(page, quote=True)}">{name}</a>' if page.startswith(("http://", "https://")) else name
+    rows = [("run", f"{title} <code>{escape(run.id)}</code>"), ("status", _status(run)), ("steps", _progress(run))]
+    if run.world_size is not None:
+        rows.append(("ranks", str(run.world_size)))
+    if run.metrics:
+        shown = ", ".join(f"{escape(metric)} {value:.5g}" for metric, value in sorted(run.metrics.items())[:8])
+        rows.append(("metrics", shown))
+    if run.restarts:
+        rows.append(("restarts", f"{run.restarts}, {run.steps_lost} steps lost"))
+    cells = "".join(f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{told}</td></tr>' for what, told in rows)
+    return f"<table>{cells}</table>"
+
+
+def _status(run: Run) -> str:
+    return f"<b>{run.status.value}</b>" + (f" {escape(run.reason.message)}" if run.reason else "")
+
+
+def _progress(run: Run) -> str:
+    if not run.total_steps:
+        return str(run.step)
+    return f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of {run.total_steps}'
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; imports nothing to find out."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class Display:
+    """Output of a notebook's cell that is replaced whenever what it shows is another."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._shown = ""
+
+    def show(self, run: Run) -> None:
+        html = run_html(run)
+        if html == self._shown:
+            return
+        self._shown = html
+        from IPython.display import HTML, display
+
+        if self._handle is None:
+            self._handle = display(HTML(html), display_id=True)
+        else:
+            self._handle.update(HTML(html))

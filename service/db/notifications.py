@@ -1,0 +1,73 @@
+"""What webhooks are still to be told: written in the transaction of what it tells of, and kept until it was taken."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import delete, select, update
+
+from service.db.engine import Database
+from service.db.rows import Row, RunRow
+from service.db.tables import notifications
+
+_DUE: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Notification(Row):
+    """One POST that is due. Times are unix seconds."""
+
+    run_id: str
+    seq: int
+    url: str
+    body: str
+    created_at: float
+    next_at: float
+    num_tries: int
+
+
+def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
+    """What to tell of the status that a run has just got into; None where its spec asks for nothing."""
+    asked: dict[str, Any] | None = run.spec.get("notify")
+    if not asked or run.status.value not in asked["on"]:
+        return None
+    reason = None if run.reason_code is None else {"code": run.reason_code, "message": run.reason_message}
+    told = {"run_id": run.id, "name": run.name, "project": run.project, "status": run.status.value, "reason": reason}
+    body = json.dumps({**told, "step": run.step, "seq": seq, "at": at})
+    return Notification(run.id, seq, asked["url"], body, at, at, 0)
+
+
+class NotificationStore:
+    """The notifications that are due. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def due(self) -> list[Notification]:
+        """Those whose time has come, the longest due first."""
+        query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
+        with self._database.read() as connection:
+            return [Notification(*row) for row in connection.execute(query.order_by(notifications.c.next_at).limit(_DUE))]
+
+    def forget(self, told: Notification) -> None:
+        """It was taken, or is given up."""
+        with self._database.write() as connection:
+            connection.execute(delete(notifications).where(*_key(told)))
+
+    def postpone(self, told: Notification, until: float) -> None:
+        """Try again at ``until``."""
+        with self._database.write() as connection:
+            connection.execute(update(notifications).where(*_key(told)).values(next_at=until, num_tries=told.num_tries + 1))
+
+    def count(self) -> int:
+        with self._database.read() as connection:
+            return len(connection.execute(select(notifications.c.seq)).all())
+
+
+def _key(told: Notification) -> tuple[Any, Any]:
+    return notifications.c.run_id == told.run_id, notifications.c.seq == told.seq

@@ -1,0 +1,121 @@
+"""Webhooks: to origins that the operator allows, signed, tried again for a day, and never in anybody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+import structlog
+
+from service.db.notifications import Notification, NotificationStore
+
+TIMEOUT_S: Final = 5.0
+FIRST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 3600.0
+GIVE_UP_S: Final = 24 * 3600.0
+SIGNATURE_HEADER: Final = "Everstep-Signature"
+DELIVERY_HEADER: Final = "Everstep-Delivery"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class NotifyRule:
+    """Which origins webhooks may have, and the key that signs what they are told."""
+
+    origins: frozenset[str] = frozenset()
+    """``https://hooks.example.org``, with a port where it is not the scheme's own."""
+    secret: str = ""
+
+    def allows(self, url: str) -> bool:
+        """Whether this service would ever call ``url``. One that hides its host behind a user name has no allowed origin."""
+        try:
+            return origin_of(url) in self.origins
+        except httpx.InvalidURL:
+            return False
+
+
+NOBODY: Final = NotifyRule()
+
+
+def origin_of(url: str) -> str:
+    """Scheme, host and port as they are compared. Raises httpx.InvalidURL."""
+    parsed = httpx.URL(url)
+    if parsed.userinfo or parsed.scheme not in ("http", "https") or not parsed.host:
+        raise httpx.InvalidURL(f"{url!r} has no origin that can be allowed")
+    return f"{parsed.scheme}://{parsed.host.lower()}" + (f":{parsed.port}" if parsed.port is not None else "")
+
+
+def signature(secret: str, at: int, body: bytes) -> str:
+    """``t=UNIX_SECONDS,v1=HEX``: the HMAC-SHA256 of ``UNIX_SECONDS.BODY``. The time keeps an old one from being sent again."""
+    digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
+    return f"t={at},v1={digest}"
+
+
+class Notifier:
+    """Sends what is due.
+
+    Args:
+        store: Where notifications wait.
+        rule: What is allowed now: a notification whose origin is no longer allowed is given up.
+        clock: Unix seconds.
+        transport: httpx's transport; tests put in their own.
+    """
+
+    def __init__(
+        self,
+        store: NotificationStore,
+        rule: NotifyRule,
+        clock: Callable[[], float] = time.time,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._store = store
+        self._rule = rule
+        self._clock = clock
+        self._transport = transport
+
+    async def work(self) -> None:
+        """Send what is due now, side by side, and note what became of each. Raises DatabaseError."""
+        due = await asyncio.to_thread(self._store.due)
+        if not due:
+            return
+        # No redirects: they would lead anywhere. No proxy or credentials of the environment either.
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport) as http:
+            await asyncio.gather(*(self._tell(http, each) for each in due))
+
+    async def _tell(self, http: httpx.AsyncClient, told: Notification) -> None:
+        if not self._rule.allows(told.url):
+            log.warning("a webhook is given up: its origin is not allowed", run_id=told.run_id, url=told.url)
+            await asyncio.to_thread(self._store.forget, told)
+            return
+        problem = await self._problem(http, told)
+        now = self._clock()
+        if problem is None:
+            await asyncio.to_thread(self._store.forget, told)
+        elif now - told.created_at >= GIVE_UP_S:
+            log.warning("a webhook is given up", run_id=told.run_id, url=told.url, problem=problem)
+            await asyncio.to_thread(self._store.forget, told)
+        else:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(told.num_tries, 16))
+            log.info("a webhook is tried again", run_id=told.run_id, url=told.url, problem=problem, in_s=pause_s)
+            await asyncio.to_thread(self._store.postpone, told, now + pause_s)
+
+    async def _problem(self, http: httpx.AsyncClient, told: Notification) -> str | None:
+        """Why it was not taken; None where it was. Answers are read no further than their status."""
+        body = told.body.encode()
+        headers = {
+            "Content-Type": "application/json",
+            SIGNATURE_HEADER: signature(self._rule.secret, int(self._clock()), body),
+            DELIVERY_HEADER: f"{told.run_id}/{told.seq}",
+        }
+        try:
+            async with asyncio.timeout(2 * TIMEOUT_S), http.stream("POST", told.url, content=body, headers=headers) as answer:
+                return None if answer.is_success else f"it answered {answer.status_code}"
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
+            return f"{type(exc).__name__}: {exc}"

@@ -1,0 +1,226 @@
+"""Replicas and their database are killed under load: what was acknowledged is there, nothing runs twice, nobody gets a bad answer.
+
+The history that is checked is what clients saw: every call with its answer. Ray is a stand-in that counts what it is asked to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service_process import free_port, wait_for
+from tests.unit import postgres_server
+from tests.unit.api_service import spec
+from tests.unit.fake_ray import FakeRay, serving
+from tests.unit.postgres_server import PostgresServer
+
+CLIENTS = 4
+
+
+class Replica:
+    """One of several services that share a database, a storage and a cluster."""
+
+    def __init__(self, shared: Path, number: int, database_url: str, ray: FakeRay) -> None:
+        self.port, home = free_port(), shared / f"home-{number}"
+        self._command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray.url]
+        self._command += ["--database", database_url, "--storage", str(shared / "storage")]
+        self._env = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, "EVERSTEP_RATE_PER_S": "0"}
+        self.home = home
+        home.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        with (self.home / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+
+    def is_ready(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/readyz", timeout=2, trust_env=False).status_code == 200
+        return False
+
+    def is_listening(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=2, trust_env=False).is_success
+        return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+
+@dataclass
+class History:
+    """What clients were told."""
+
+    created: dict[str, str] = field(default_factory=dict)
+    """Run by the name, and key, that it was asked for with."""
+    cancelled: set[str] = field(default_factory=set)
+    bad: list[str] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+
+
+class Plane:
+    """Two replicas, the database behind them, and the clients in front."""
+
+    def __init__(self, shared: Path, server: PostgresServer, url: str, ray: FakeRay) -> None:
+        self.server, self.ray = server, ray
+        self.replicas = [Replica(shared, number, url, ray) for number in range(2)]
+        self.history = History()
+        self._stopping = threading.Event()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def wait_until_ready(self, timeout_s: float = 60) -> None:
+        for replica in self.replicas:
+            wait_for(replica.is_ready, timeout_s, "a replica's /readyz")
+
+    def clients(self, http: httpx.Client) -> Iterator[threading.Thread]:
+        for number in range(CLIENTS):
+            thread = threading.Thread(target=self._client, args=(http, random.Random(number)))
+            thread.start()
+            yield thread
+
+    def stop_clients(self, threads: list[threading.Thread]) -> None:
+        self._stopping.set()
+        for thread in threads:
+            thread.join(60)
+
+    def _client(self, http: httpx.Client, chance: random.Random) -> None:
+        while not self._stopping.is_set():
+            name = f"run-{next(self._numbers)}"
+            while not self._stopping.is_set():
+                answer = self.call(http, chance, "POST", "/v1/runs", json=spec(name=name), headers={"Idempotency-Key": name})
+                if answer is not None and answer.status_code in (200, 201):
+                    with self._lock:
+                        self.history.created[name] = answer.json()["id"]
+                    if chance.random() < 0.2:
+                        cancelled = self.call(http, chance, "POST", f"/v1/runs/{answer.json()['id']}/cancel")
+                        if cancelled is not None and cancelled.status_code == 202:
+                            self.history.cancelled.add(answer.json()["id"])
+                    break
+                time.sleep(0.05)
+
+    def call(self, http: httpx.Client, chance: random.Random, method: str, path: str, **more: object) -> httpx.Response | None:
+        """The answer of either replica; None where none came, and nothing is known."""
+        url = f"http://127.0.0.1:{chance.choice(self.replicas).port}{path}"
+        try:
+            answer = http.request(method, url, **more)  # type: ignore[arg-type]
+        except httpx.HTTPError as exc:
+            self.history.statuses[type(exc).__name__] += 1
+            return None
+        self.history.statuses[str(answer.status_code)] += 1
+        expected = answer.is_success or answer.status_code == 409
+        if not expected and not (answer.status_code == 503 and answer.headers.get("Retry-After")):
+            self.history.bad.append(f"{method} {path}: {answer.status_code} {answer.text[:300]}")
+        return answer
+
+    # ---------------------------------------------------------------- what is done to them
+
+    def kill_a_replica(self, chance: random.Random) -> None:
+        replica = chance.choice(self.replicas)
+        replica.kill()
+        time.sleep(chance.random())
+        replica.start()
+
+    def stop_a_replica(self, chance: random.Random) -> None:
+        """Stand still for longer than the lease lasts, and wake up."""
+        replica = chance.choice(self.replicas)
+        replica.process.send_signal(signal.SIGSTOP)
+        time.sleep(7)
+        replica.process.send_signal(signal.SIGCONT)
+
+    def cut_the_connections(self, _chance: random.Random) -> None:
+        self.server.drop_connections()
+
+    def crash_the_database(self, _chance: random.Random) -> None:
+        self.server.crash()
+        # A replica that stands still, or has just begun, need not say so.
+        up = [replica for replica in self.replicas if replica.process.poll() is None]
+        told = [
+            httpx.get(f"http://127.0.0.1:{each.port}/readyz", timeout=10, trust_env=False) for each in up if each.is_listening()
+        ]
+        time.sleep(1)
+        self.server.restart()
+        assert all(answer.status_code == 503 and answer.json()["database"] == "down" for answer in told), "it says which is away"
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    programs = postgres_server.binaries()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install -y postgresql")
+    shared = Path(tempfile.mkdtemp(prefix="es-plane-"))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, shared, ignore_errors=True)
+        server = stack.enter_context(postgres_server.running(programs, durable=True))
+        ray = stack.enter_context(serving(FakeRay()))
+        ray.nodes.append(ray.node("n2", {"CPU": 100_000.0}))
+        made = Plane(shared, server, stack.enter_context(server.database()), ray)
+        for replica in made.replicas:
+            stack.callback(replica.kill)
+        made.wait_until_ready()
+        yield made
+
+
+FAULTS = (Plane.kill_a_replica, Plane.cut_the_connections, Plane.crash_the_database, Plane.stop_a_replica)
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])])
+def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(plane: Plane, rounds: int) -> None:
+    chance = random.Random(rounds)
+    token = (plane.replicas[0].home / "token").read_text().strip()
+    with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False) as http:
+        threads = list(plane.clients(http))
+        try:
+            for _ in range(rounds):
+                for fault in FAULTS:
+                    time.sleep(1 + chance.random())
+                    fault(plane, chance)
+        finally:
+            plane.stop_clients(threads)
+        plane.wait_until_ready()
+        check(plane, http)
+
+
+def check(plane: Plane, http: httpx.Client) -> None:
+    """Everything that clients were told is so, on either replica; and Ray was asked to run each run once."""
+    history = plane.history
+    assert history.bad == [] and len(history.created) > 20, (history.bad[:3], history.statuses)
+    base = f"http://127.0.0.1:{plane.replicas[1].port}"
+
+    def found() -> dict[str, dict[str, object]]:
+        runs, cursor = {}, None
+        while True:
+            params = {"limit": "500", **({"cursor": cursor} if cursor else {})}
+            page = http.get(f"{base}/v1/runs", params=params).json()
+            runs |= {run["id"]: run for run in page["items"]}
+            cursor = page["next_cursor"]
+            if cursor is None:
+                return runs
+
+    runs = found()
+    names = Counter(run["name"] for run in runs.values())
+    assert [name for name, count in names.items() if count > 1] == [], "a key made two runs"
+    lost = {name: run_id for name, run_id in history.created.items() if run_id not in runs or runs[run_id]["name"] != name}
+    assert lost == {}, "acknowledged, and gone"
+    assert {runs[run_id]["status"] for run_id in history.cancelled} <= {"CANCELLED", "STOPPING"}
+    wait_for(lambda: not any(run["status"] == "QUEUED" for run in found().values()), 60, "the start of every run")
+    submissions = Counter(job.rpartition("-")[0] for job in plane.ray.jobs)
+    assert [run_id for run_id, count in submissions.items() if count > 1] == [], "two submissions of one run"
+    assert set(submissions) <= runs.keys(), "a job without a run"
