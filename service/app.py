@@ -20,6 +20,7 @@ from service.api import (
     histories,
     logs,
     openapi,
+    profiles,
     prometheus,
     runs,
     series,
@@ -55,7 +56,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
-    for module in (runs, histories, goodput, series, logs, checkpoints, drills, code, cluster, team, health, prometheus):
+    for module in (runs, histories, goodput, series, logs, checkpoints, drills, profiles, code, cluster, team, health, prometheus):
         app.include_router(module.router)
     dashboard.install(app)
     return app

@@ -27,7 +27,7 @@ _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
 _KEPT = "control/kept.json"
-_PROBE = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
 DRIVER_ATTEMPT = 0
 DRIVER_PROBE = "driver"
@@ -75,6 +75,17 @@ class DrillOrder:
     rank: int
     attempt: int
     """Worker group that was meant; another one is not to be hit."""
+
+
+@dataclass(frozen=True)
+class ProfileOrder:
+    """A profile on its way from the service to a rank."""
+
+    id: str
+    rank: int
+    steps: int
+    attempt: int
+    """Worker group that was meant; the same rank of another one is not to be recorded."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,27 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as exc:
             raise CorruptFile(f"{self.files.path(path)} is not a drill: {exc}") from exc
 
+    def order_profile(self, submission: int, order: ProfileOrder) -> None:
+        """Leave a profile for a submission's driver; it takes the place of an earlier one."""
+        self.files.write(self._profile_order_path(submission), json.dumps(asdict(order)).encode())
+
+    def profile_ordered(self, submission: int) -> ProfileOrder | None:
+        """The newest profile that was left for a submission's driver, also one that is done. Raises CorruptFile."""
+        path = self._profile_order_path(submission)
+        try:
+            found = json.loads(self.files.read(path))
+            return ProfileOrder(str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"]))
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} is not an order for a profile: {exc}") from exc
+
+    def trace_path(self, profile_id: str) -> str:
+        """Of a profile's trace, gzipped JSON."""
+        if not _NAME.fullmatch(profile_id):
+            raise InvalidStorage(f"{profile_id!r} cannot name a profile")
+        return self._path(f"profiles/{profile_id}.json.gz")
+
     def write_deadline(self, at: float) -> None:
         """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
         self.files.write(self._path("control/deadline.json"), json.dumps({"at": at}).encode())
@@ -258,8 +290,11 @@ class RunDir:
     def _drill_path(self, submission: int) -> str:
         return self._path(f"control/s{submission:03d}.drill.json")
 
+    def _profile_order_path(self, submission: int) -> str:
+        return self._path(f"control/s{submission:03d}.profile.json")
+
     def _probe_path(self, submission: int, name: str) -> str:
-        if not _PROBE.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise InvalidStorage(f"{name!r} cannot name a node's probe")
         return self._path(f"control/s{submission:03d}.probes/{name}")
 

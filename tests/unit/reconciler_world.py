@@ -49,6 +49,7 @@ class World:
             self.storage,
             ray,
             leadership=self.leadership,
+            public_url="https://everstep.example",
             clock=self.clock,
         )
 
