@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("main_job", "throughput", "recovery", "faults", "checkpoint")
+NAMES = ("main_job", "throughput", "recovery", "faults", "checkpoint", "observe")
 """Run when none is named."""
 ON_REQUEST = {"gpu": "gpu.step_costs", "loader": "loader", "scaling": "scaling"}
 """Need a GPU, cores, or figures to start from; the module of each."""
