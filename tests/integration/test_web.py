@@ -209,7 +209,7 @@ async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button(
             await _drawn_step(page, grown + 30)
             await expect(page.locator("#figures")).to_contain_text(re.compile(r"Restarts\s*1"))
             await page.get_by_text("Profile…").click()
-            await page.get_by_label("Steps").fill("3")
+            await page.get_by_role("spinbutton", name="Steps").fill("3")
             await page.get_by_role("button", name="Profile this rank").click()
             await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(timeout=30_000)
             [profile] = await asyncio.to_thread(run.profiles)
@@ -223,7 +223,8 @@ async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button(
 async def _drawn_step(page: Page, least: int) -> int:
     """The step that the curve of the loss has reached, once it is that far."""
     drawn = page.locator("figure.chart", has_text="loss").first.get_by_role("img")
-    async with asyncio.timeout(90):
+    await drawn.wait_for(timeout=90_000)
+    async with asyncio.timeout(60):
         while True:
             found = re.search(r" at step (\d+)", await drawn.get_attribute("aria-label") or "")
             if found and int(found[1]) >= least:
