@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("main_job", "throughput", "recovery", "faults", "goodput", "steady", "checkpoint")
+NAMES = ("main_job", "throughput", "recovery", "faults", "goodput", "steady", "checkpoint", "observe")
 """Run when none is named."""
 ON_REQUEST = {
     "api": "api",

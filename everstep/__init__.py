@@ -24,6 +24,8 @@ from everstep.errors import (
     WaitTimeout,
 )
 from everstep.follow import Patience
+from everstep.profile_handle import ProfileHandle
+from everstep.profiles import AllReduce, Profile
 from everstep.runs import RunHandle
 from everstep.spec import RunSpec
 from everstep.wire import (
@@ -46,6 +48,7 @@ from everstep.wire import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduce",
     "Attempt",
     "AuthError",
     "Checkpoint",
@@ -67,6 +70,8 @@ __all__ = [
     "Node",
     "NotFound",
     "Patience",
+    "Profile",
+    "ProfileHandle",
     "RateLimited",
     "ReasonCode",
     "Run",

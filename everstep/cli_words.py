@@ -213,6 +213,12 @@ def event(item: Event) -> str | None:
             return f"drill: {data.get('kind')} of rank {data.get('rank')}"
         case EventKind.DRILL_FAILED:
             return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
+        case EventKind.PROFILE_STARTED:
+            return f"profile {data.get('id')}: rank {data.get('rank')} is recorded from step {data.get('step')} on"
+        case EventKind.PROFILE_DONE:
+            return f"profile {data.get('id')}: {count(data.get('steps') or 0, 'step')} of rank {data.get('rank')} are kept"
+        case EventKind.PROFILE_FAILED:
+            return f"profile {data.get('id')} failed: {data.get('problem')}"
         case _:
             return None
 

@@ -1,7 +1,8 @@
 """Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
 
 The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
-``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested`` and ``checkpoint_corrupt``.
+``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested``, ``profile_requested`` and
+``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class EventKind(StrEnum):
     asks for), by (id of the run that needs the room) | null."""
     DRILL_REQUESTED = "drill_requested"
     """By the service. data: id, kind, rank."""
+    PROFILE_REQUESTED = "profile_requested"
+    """By the service. data: id, rank, steps."""
     SUBMISSION_STARTED = "submission_started"
     """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep, ray, torch, python}."""
     WAITING = "waiting"
@@ -47,6 +50,9 @@ class EventKind(StrEnum):
     """Every rank's typical step of late. data: step, step_s, ranks [{rank, node_id, micro_batches, own_s, wait_s, skew}]."""
     STRAGGLER = "straggler"
     """A rank has held its peers up for a while, or does so no more. data: rank, node_id, step, slow, own_s, peers_s, skew."""
+    GPU_USE = "gpu_use"
+    """A rank's GPU of late. data: rank, node_id, name, busy (0 to 1: share of the time in which kernels ran) | null, used_bytes,
+    total_bytes (of the whole GPU), allocated_bytes (the rank's own tensors at most), seconds (that ``busy`` is a mean of)."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
     CHECKPOINT_FAILED = "checkpoint_failed"
@@ -71,6 +77,15 @@ class EventKind(StrEnum):
     """A fault is put in; durable before it is. data: id, kind, rank, node_id | null, pid | null, checkpoint | null."""
     DRILL_FAILED = "drill_failed"
     """A drill could not be carried out. data: id, kind, rank, problem."""
+    PROFILE_ORDERED = "profile_ordered"
+    """The driver has heard of a profile; the journal's replies tell the ranks. data: id, rank, steps."""
+    PROFILE_STARTED = "profile_started"
+    """The rank records its steps. data: id, rank, step (the first one in the trace)."""
+    PROFILE_DONE = "profile_done"
+    """The trace is kept. data: id, rank, steps, step_s, size_bytes, all_reduces [{bucket | null, size_bytes, count, mean_s,
+    max_s}]."""
+    PROFILE_FAILED = "profile_failed"
+    """data: id, rank, problem."""
     ATTEMPT_ENDED = "attempt_ended"
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"

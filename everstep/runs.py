@@ -17,6 +17,8 @@ from everstep.drills import Drill, DrillKind
 from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable
 from everstep.follow import Follower, Patience, wait_until
 from everstep.notebook import Display, is_notebook, run_html
+from everstep.profile_handle import ProfileHandle
+from everstep.profiles import Profile
 from everstep.spec import RunSpec
 from everstep.transport import Transport
 from everstep.wire import (
@@ -310,6 +312,22 @@ class RunHandle:
         """Every drill of this run with its report, oldest first."""
         found = self._transport.pages(f"{self._path}/drills", Drill)
         return [DrillHandle(self._transport, self.id, drill, self._patience) for drill in found]
+
+    def profile(self, *, rank: int = 0, steps: int = 10) -> ProfileHandle:
+        """Have a rank of this run, which trains, record its next steps with torch's profiler; no result changes.
+
+        >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
+        PosixPath('trace.json.gz')
+
+        Raises Conflict for a run that does not train now, InvalidSpec for a rank that it does not have.
+        """
+        response = self._transport.send("POST", f"{self._path}/profiles", body={"rank": rank, "steps": steps}, repeatable=False)
+        return ProfileHandle(self._transport, self.id, self._transport.parse(response, Profile), self._patience)
+
+    def profiles(self) -> list[ProfileHandle]:
+        """Every profile of this run, oldest first."""
+        found = self._transport.pages(f"{self._path}/profiles", Profile)
+        return [ProfileHandle(self._transport, self.id, profile, self._patience) for profile in found]
 
     def delete(self) -> None:
         """Remove a run that has ended, with its checkpoints, logs and history."""

@@ -310,6 +310,22 @@ class Straggler(Answer):
     """When it was as fast as the others again, or its attempt ended; null while it is slow."""
 
 
+class GpuUse(Answer):
+    """A rank's GPU over the last minute."""
+
+    rank: int
+    node_id: str
+    at: Time
+    name: str
+    busy: float | None
+    """Share of the time in which a kernel ran, 0 to 1; null where the driver does not tell."""
+    used_bytes: int
+    """Most of the GPU's memory that was in use, whoever used it."""
+    total_bytes: int
+    allocated_bytes: int
+    """Most that the rank's own tensors took."""
+
+
 class StragglerReport(Answer):
     at: Time | None
     """When the ranks' times were told; null before the first time, and for runs of one rank."""
@@ -320,6 +336,8 @@ class StragglerReport(Answer):
     nodes: tuple[NodeTimes, ...]
     stragglers: tuple[Straggler, ...]
     """Every rank that was ever found slow, oldest first."""
+    gpus: tuple[GpuUse, ...] = ()
+    """Of the ranks that train on GPUs, as told last; by rank."""
 
 
 class Checkpoint(Answer):

@@ -255,9 +255,9 @@ async def serve(
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()
-        reconciler = made_reconciler(settings, database, storage, ray, figures)
-        view = ClusterView(ray, supervisor.note if supervisor else None)
         url = base_url(settings, listener)
+        reconciler = made_reconciler(settings, database, storage, ray, figures, settings.public_url or url)
+        view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(
             database,
             storage,
@@ -283,7 +283,9 @@ async def serve(
     database.close()
 
 
-def made_reconciler(settings: Settings, database: Database, storage: Storage, ray: RayJobs, figures: RunFigures) -> Reconciler:
+def made_reconciler(
+    settings: Settings, database: Database, storage: Storage, ray: RayJobs, figures: RunFigures, public_url: str
+) -> Reconciler:
     """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file is held by the home's lock."""
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
@@ -299,6 +301,7 @@ def made_reconciler(settings: Settings, database: Database, storage: Storage, ra
         figures=figures,
         leadership=leadership,
         notifier=Notifier(NotificationStore(mine), settings.notify),
+        public_url=public_url,
     )
 
 

@@ -28,7 +28,7 @@ _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
 _DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
-_PROBE = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
 DRIVER_ATTEMPT = 0
 DRIVER_PROBE = "driver"
@@ -76,6 +76,17 @@ class DrillOrder:
     rank: int
     attempt: int
     """Worker group that was meant; another one is not to be hit."""
+
+
+@dataclass(frozen=True)
+class ProfileOrder:
+    """A profile on its way from the service to a rank."""
+
+    id: str
+    rank: int
+    steps: int
+    attempt: int
+    """Worker group that was meant; the same rank of another one is not to be recorded."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,24 @@ class RunDir:
 
         return self._read_control(_drill_file(submission), read, "is not a drill")
 
+    def order_profile(self, submission: int, order: ProfileOrder) -> None:
+        """Leave a profile for a submission's driver; it takes the place of an earlier one."""
+        self._write_control(_profile_file(submission), asdict(order))
+
+    def profile_ordered(self, submission: int) -> ProfileOrder | None:
+        """The newest profile that was left for a submission's driver, also one that is done. Raises CorruptFile."""
+
+        def read(found: Any) -> ProfileOrder:
+            return ProfileOrder(str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"]))
+
+        return self._read_control(_profile_file(submission), read, "is not an order for a profile")
+
+    def trace_path(self, profile_id: str) -> str:
+        """Of a profile's trace, gzipped JSON."""
+        if not _NAME.fullmatch(profile_id):
+            raise InvalidStorage(f"{profile_id!r} cannot name a profile")
+        return self._path(f"profiles/{profile_id}.json.gz")
+
     def write_deadline(self, at: float) -> None:
         """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
         self._write_control(_DEADLINE, {"at": at})
@@ -262,7 +291,7 @@ class RunDir:
         return self._path(f"control/holds/{name}" if name else "control/holds")
 
     def _probe_path(self, submission: int, name: str) -> str:
-        if not _PROBE.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise InvalidStorage(f"{name!r} cannot name a node's probe")
         return self._path(f"control/s{submission:03d}.probes/{name}")
 
@@ -277,6 +306,10 @@ def probe_bytes(run_dir: RunDir, submission: int, name: str) -> bytes:
 
 def _stop_file(submission: int) -> str:
     return f"s{submission:03d}.stop.json"
+
+
+def _profile_file(submission: int) -> str:
+    return f"s{submission:03d}.profile.json"
 
 
 def _drill_file(submission: int) -> str:

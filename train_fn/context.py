@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.run_dir import RunDir
+from storage.run_dir import ProfileOrder, RunDir
 
 Stop = Literal["cancel", "pause"]
 
@@ -50,3 +50,5 @@ class WorkerContext:
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]
     """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and metrics; all ranks at one step."""
+    profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
+    """The newest profile that was asked for, as far as this rank has heard; never blocks."""

@@ -28,6 +28,8 @@ from storage.run_dir import DRIVER_PROBE, RunDir, Stop
 from train_fn.drills import Drills, Faults
 from train_fn.errors import Replaced
 from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
+from train_fn.journal_follower import JournalFollower
+from train_fn.profile_orders import ProfileOrders
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.ending import Stopping, ending
 from train_fn.recovery.environment import rank_env, ray_train_env
@@ -42,14 +44,17 @@ EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
 
 STOP_POLL_S = 0.5
-DRILL_POLL_S = 0.5
+ORDER_POLL_S = 0.5
 FENCE_POLL_S = 5.0
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
-TENSORBOARD_S = 15.0
-"""Longest wait for the last points in the run's TensorBoard files. The run's end is told by then, and the service lets a driver
-end by itself for 20 s."""
+LAST_POINTS_S = 15.0
+"""Longest wait for the last points in the run's TensorBoard files, and in MLflow. The run's end is told by then, and the service
+lets a driver end by itself for 20 s."""
+
+MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
+"""Variable of a node's environment that names a tracking server to keep up to date."""
 
 TRAIN = "train_fn.loop:train"
 OWN_FUNCTION = "train_fn.ray_train.own_function:train"
@@ -77,7 +82,7 @@ class Driver:
         self._done = threading.Event()
         self._journal: ActorJournalClient | None = None
         self._stopping = Stopping(None)
-        self._tensorboard: TensorBoardFiles | None = None
+        self._followers: list[JournalFollower] = []
 
     def run(self) -> None:
         """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is durable on return.
@@ -101,9 +106,10 @@ class Driver:
         self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
-        threading.Thread(target=self._watch_drills, name="drills", daemon=True).start()
-        self._tensorboard = TensorBoardFiles(self._run_dir, self._submission)
-        self._tensorboard.start()
+        threading.Thread(target=self._watch_orders, name="orders", daemon=True).start()
+        self._followers = _followers(self._run_dir, self._submission)
+        for follower in self._followers:
+            follower.start()
         job = RankJob(
             spec=spec,
             run_dir=self._run_dir,
@@ -211,8 +217,9 @@ class Driver:
         logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
         if not self._client.close(FINAL_FLUSH_S):
             raise RuntimeError(f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the storage writable?")
-        if self._tensorboard is not None:
-            self._tensorboard.close(TENSORBOARD_S)
+        deadline = time.monotonic() + LAST_POINTS_S
+        for follower in self._followers:
+            follower.close(max(0.1, deadline - time.monotonic()))
 
     @property
     def _client(self) -> ActorJournalClient:
@@ -244,14 +251,26 @@ class Driver:
             if stop is not None:
                 self._client.announce_stop(stop)
 
-    def _watch_drills(self) -> None:
-        """Carry out the drills that an operator orders, beside the watch for stops: they take seconds."""
+    def _watch_orders(self) -> None:
+        """Carry out drills and pass on profiles, beside the watch for stops: drills take seconds."""
+        profiles = ProfileOrders(self._run_dir, self._submission, self._client)
         drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
-        while not self._done.wait(DRILL_POLL_S):
-            try:
-                drills.tick()
-            except Exception as exc:  # a drill that cannot be read must not take the driver along
-                logger.warning("drills could not be looked for, trying again: %s", exc)
+        while not self._done.wait(ORDER_POLL_S):
+            for tick in (profiles.tick, drills.tick):
+                try:
+                    tick()
+                except Exception as exc:  # an order that cannot be read must not take the driver along
+                    logger.warning("orders could not be looked for, trying again: %s", exc)
+
+
+def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
+    """What is made of the journals beside the training."""
+    made: list[JournalFollower] = [TensorBoardFiles(run_dir, submission)]
+    if uri := os.environ.get(MLFLOW_URI, "").strip():
+        from train_fn.mlflow_tracking import MlflowTracking
+
+        made.append(MlflowTracking(run_dir, submission, uri, os.environ))
+    return made
 
 
 def _ray_faults() -> Faults:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.events import EventKind
 from storage.journal import JournalEvent, JournalWriter, read_journal
-from storage.run_dir import RunDir, Stop
+from storage.run_dir import ProfileOrder, RunDir, Stop
 from train_fn.recovery.progress import Progress, ProgressTracker
 
 NAMESPACE = "everstep"
@@ -51,6 +51,8 @@ class Reply:
     """Last ``source_n`` of this source that is durable."""
     stop: Stop | None
     progress: Progress
+    profile: ProfileOrder | None = None
+    """The newest one that the driver passed on."""
 
 
 Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
@@ -64,6 +66,7 @@ class JournalActor:
         self._submission = submission
         self._writer = JournalWriter(run_dir, submission)
         self._stop: Stop | None = None
+        self._profile: ProfileOrder | None = None
         self._progress = ProgressTracker()
         if self._writer.last_n:
             self._read_back(run_dir)
@@ -76,7 +79,7 @@ class JournalActor:
             self._writer.append(lines)
             for line in lines:
                 self._note(line)
-        return Reply(self._writer.last_source_n(source), self._stop, self._progress.progress())
+        return Reply(self._writer.last_source_n(source), self._stop, self._progress.progress(), self._profile)
 
     def _read_back(self, run_dir: RunDir) -> None:
         """After this actor was killed: what its replies tell is learnt again from the journal."""
@@ -101,6 +104,8 @@ class JournalActor:
 
     def _note(self, event: JournalEvent) -> None:
         self._progress.note(event.kind, event.attempt, event.data)
+        if event.kind is EventKind.PROFILE_ORDERED:
+            self._profile = ProfileOrder(event.data["id"], event.data["rank"], event.data["steps"], event.attempt)
 
 
 def start_journal(run_dir: RunDir, submission: int, node_id: str) -> Any:
@@ -181,6 +186,11 @@ class ActorJournalClient:
     @property
     def stop_requested(self) -> Stop | None:
         return self._reply.stop if self._reply else None
+
+    @property
+    def profile_ordered(self) -> ProfileOrder | None:
+        """The newest profile that was asked for, of whatever rank and attempt."""
+        return self._reply.profile if self._reply else None
 
     @property
     def last_step(self) -> int | None:

@@ -18,6 +18,7 @@ from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
 from train_fn.optim import lr_factor, set_lr
+from train_fn.profiler import StepProfiler
 from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica, end_process_group
 from train_fn.reporter import Reporter
@@ -63,6 +64,7 @@ class Attempt:
         self._clock: StepClock | None = None
         self._own_s = 0.0
         self._stragglers: StragglerWatch | None = None
+        self._profiler: StepProfiler | None = None
         self._reported_checkpoint = 0
 
     def begin(self) -> None:
@@ -84,6 +86,7 @@ class Attempt:
         self._reporter.report_again()
         self._clock = StepClock(replica.parameters, ctx.device)
         self._stragglers = self._watch_stragglers(replica)
+        self._profiler = StepProfiler(ctx, replica.bucket_sizes)
         self._loader = Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
@@ -99,11 +102,13 @@ class Attempt:
         """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
         replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
         assert replica is not None and saver is not None and publisher is not None and reporter is not None
+        assert self._profiler is not None
         state, stop = replica.state, None
         is_best = self._close_boundary()
         reporter.start_clock()
         while state.step < replica.total_steps and stop is None:
             self.phase = "step"
+            self._profiler.boundary(state.step)
             totals = self._forward_backward(replica)  # collective: returns on every rank or on none
             values = self._commit(replica, totals)  # the gate is passed; no collective in here
             if state.bookmarks is not None:
@@ -216,7 +221,8 @@ class Attempt:
         """Commit and report the final checkpoint; the run's end leaves nothing on the node."""
         replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
         assert replica is not None and saver is not None and publisher is not None and reporter is not None
-        assert self._loader is not None
+        assert self._loader is not None and self._profiler is not None
+        self._profiler.close()
         publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
         error = None
         try:
@@ -263,6 +269,8 @@ class Attempt:
                 replica.put_back_buffers()
                 problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
                 snapshot_step = step if problem is None else None
+        if self._profiler is not None:
+            self._profiler.give_up()
         if self._reporter is not None:
             self._reporter.close()
         self._replica = self._saver = self._publisher = self._reporter = None

@@ -142,6 +142,14 @@ class Replica:
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
 
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without peers."""
+        if not isinstance(self.wrapped, DistributedDataParallel):
+            return []
+        known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
+        return [int(size) for size in sizes.split(",") if size.strip()]
+
     def keep_buffers(self) -> None:
         """Remember what a forward pass may change, so that a step that fails can be taken back."""
         self._volatile_before = [buffer.clone() for buffer in self._volatile]

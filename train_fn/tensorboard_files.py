@@ -6,95 +6,48 @@ earlier one left undone, and a step that is done again after a failure is not wr
 
 from __future__ import annotations
 
-import logging
 import struct
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.events import EventKind
-from storage.errors import StorageError
 from storage.event_files import EventFile, open_event_file
-from storage.journal import JournalEvent, read_journal
+from storage.journal import JournalEvent
 from storage.run_dir import RunDir
+from train_fn.journal_follower import JournalFollower
 
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
 
-INTERVAL_S = 10.0
-"""How often new points appear; the first time so long after the start, which has better things to do than to import."""
 RESTARTS_TAG = "everstep/restarts"
-_BATCH_EVENTS = 5000
 _FRAME_BYTES = 16
 _MASK32 = 0xFFFFFFFF
 
-logger = logging.getLogger(__name__)
 
-
-class TensorBoardFiles:
+class TensorBoardFiles(JournalFollower):
     """Writes what the journals up to this submission's tell; by itself from ``start`` to ``close``."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
-        self._run_dir = run_dir
-        self._submission = submission
-        self._older: list[int] | None = None
-        self._cursor: str | None = None
+        super().__init__(run_dir, submission, "tensorboard")
         self._points = Points()
         self._file: EventFile | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def begin(self, submission: int) -> None:
+        self._file = None
 
-    def close(self, timeout_s: float) -> None:
-        """Write the rest, for at most so long."""
-        self._closing.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("the TensorBoard files are not complete: storage took longer than %g s", timeout_s)
-
-    def update(self) -> None:
-        """Write what the journals tell by now. Raises StorageError, after which the next call goes on."""
-        if self._older is None:
-            self._older = [submission for submission in self._run_dir.submissions() if submission < self._submission]
-        while self._older:
-            self._follow(self._older[0])
-            self._cursor = self._file = None
-            self._older.pop(0)
-        self._follow(self._submission)
-
-    def _run(self) -> None:
-        closing = False
-        while not closing:
-            closing = self._closing.wait(max(INTERVAL_S, self._run_dir.storage.batch_s))
-            try:
-                self.update()
-            except StorageError as exc:
-                logger.warning("the TensorBoard files could not be written, trying again: %s", exc)
-            except Exception:
-                logger.exception("the TensorBoard files cannot be written; training goes on without them")
-                return
-
-    def _follow(self, submission: int) -> None:
-        """Append what a submission's journal tells behind the cursor."""
-        while True:
-            events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS)
-            if events and self._file is None:
-                name = f"events.out.tfevents.{int(events[0].at):010d}.everstep.s{submission:03d}"
-                header = _framed(_event(events[0].at, 0, file_version="brain.Event:2").SerializeToString())
-                self._file = open_event_file(self._run_dir, name, header)
-            for event in events:
-                for record in self._points.of(event):
-                    data = record.SerializeToString()
-                    assert self._file is not None
-                    if self._file.add(len(data) + _FRAME_BYTES):
-                        self._file.put(_framed(data))
-            self._cursor = cursor
-            if self._file is not None:
-                self._file.flush()
-            if len(events) < _BATCH_EVENTS:
-                return
+    def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
+        if events and self._file is None:
+            name = f"events.out.tfevents.{int(events[0].at):010d}.everstep.s{submission:03d}"
+            header = _framed(_event(events[0].at, 0, file_version="brain.Event:2").SerializeToString())
+            self._file = open_event_file(self._run_dir, name, header)
+        for event in events:
+            for record in self._points.of(event):
+                data = record.SerializeToString()
+                assert self._file is not None
+                if self._file.add(len(data) + _FRAME_BYTES):
+                    self._file.put(_framed(data))
+        if self._file is not None:
+            self._file.flush()
 
 
 class Points:

@@ -23,10 +23,12 @@ import torch
 
 from everstep.events import EventKind
 from storage.errors import StorageUnavailable
+from storage.run_dir import ProfileOrder
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
 from train_fn.context import Stop, WorkerContext
 from train_fn.cpu_threads import set_threads
+from train_fn.gpu_use import GpuWatch
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.nccl import begin_attempt
 from train_fn.rank_error import RankFailure, describe_error
@@ -145,6 +147,10 @@ class RankJournal:
     def stop_requested(self) -> Stop | None:
         return self._client.stop_requested or ("pause" if _yield_asked.is_set() else None)
 
+    @property
+    def profile_ordered(self) -> ProfileOrder | None:
+        return self._client.profile_ordered
+
     def flush(self, timeout_s: float) -> bool:
         return self._client.flush(timeout_s)
 
@@ -227,6 +233,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         device=_device(job.use_gpu),
         journal=journal,
         report_checkpoint=reports.add,
+        profile_ordered=lambda: journal.profile_ordered,
     )
     logger.info(
         "rank %d of %d, attempt %d, on node %s, device %s",
@@ -241,7 +248,8 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
     # What the imports made stays: leaving a broken step collects garbage, and should not look through all of torch for it.
     gc.freeze()
-    stop = train(context)
+    with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
+        stop = train(context)
     if not reports.close(REPORT_S):
         logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
     return stop

@@ -17,12 +17,12 @@ from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
 from service.api.token_use import TokenUse
 from service.db.audit import AuditStore
-from service.db.drills import DrillStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.series import SeriesStore
 from service.db.tokens import TokenStore
 from service.deployment_checks import DeploymentChecks
 from service.figures import RunFigures
@@ -90,9 +90,9 @@ class ApiContext:
         self.notify = notify
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
+        self.series = SeriesStore(database)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
-        self.drills = DrillStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.projects = ProjectStore(database, clock)
         self.audit = AuditStore(database, clock)

@@ -13,10 +13,11 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
 from service.api.spec_body import parse_model, read_json
 from service.auth import Caller, VisibleRun
+from service.db import orders
+from service.db.ids import new_drill_id
 from service.db.rows import EventRow, RunRow
 from service.problems import ProblemError, invalid_request, not_found
 from service.projections import drills
-from service.states import TransitionConflict
 from storage.run_dir import DrillOrder
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
@@ -45,10 +46,12 @@ async def request_drill(request: Request, run: DrillableRun, context: Context) -
     """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
     wanted = parse_model(DrillRequest, await read_json(request))
     if run.world_size is None:
-        raise TransitionConflict(run.id, run.status, "a drill needs a run that trains: one that is RUNNING")
+        raise orders.not_training(run, orders.DRILL)
     if wanted.rank >= run.world_size:
         raise invalid_request("rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1} now, not {wanted.rank}")
-    event = await context.database_call(context.drills.request, run, wanted)
+    now = context.clock()
+    data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
+    event = await context.database_call(orders.record, context.database, run, orders.DRILL, data, now)
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
     await context.storage_call(context.storage.run_dir(run.id).order_drill, run.submission, order)
     return drills.drill(drills.Story(event), ())

@@ -77,8 +77,9 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
     """Each rank's own time in a step and the time that it waits for the others, as told last, by rank and by node; and every rank
     that was found slow for long enough to matter."""
     events = await context.database_call(context.events.of_kinds, run.id, stragglers.KINDS)
-    newest = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
-    return stragglers.stragglers(events, newest)
+    times = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
+    use = await context.database_call(context.events.newest, run.id, EventKind.GPU_USE, stragglers.GPU_EVENTS)
+    return stragglers.stragglers(events, times[0] if times else None, use)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

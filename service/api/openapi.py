@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from everstep.drills import DrillRequest
+from everstep.profiles import ProfileRequest
 from everstep.spec import RunSpec
 from everstep.team import ProjectRequest, TokenRequest
 from everstep.wire import Problem
@@ -63,6 +64,7 @@ def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
 
 
 DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
+PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
 PROJECT_BODY: Final = json_body("ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}})
 TOKEN_BODY: Final = json_body("TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"})
 
@@ -147,7 +149,7 @@ def install(app: FastAPI) -> None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, definitions = models_json_schema(
                 [
-                    *((model, "validation") for model in (RunSpec, DrillRequest, ProjectRequest, TokenRequest)),
+                    *((model, "validation") for model in (RunSpec, DrillRequest, ProfileRequest, ProjectRequest, TokenRequest)),
                     (Problem, "serialization"),
                 ],
                 ref_template=_REF,

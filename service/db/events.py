@@ -11,8 +11,8 @@ from sqlalchemy import Connection, select
 
 from everstep.events import EventKind
 from service.db.engine import Database, DatabaseError
-from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
-from service.db.tables import checkpoint_checks, events, metrics, runs
+from service.db.rows import CheckpointCheck, EventRow, RunRow
+from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
 from service.projections.changes import Changes, project
 from storage.journal import JournalEvent
@@ -26,7 +26,7 @@ class JournalGap(DatabaseError):
 
 
 class EventStore:
-    """Events, metrics and checkpoint checks of runs. ``clock`` gives unix seconds."""
+    """Events and checkpoint checks of runs. ``clock`` gives unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -88,33 +88,17 @@ class EventStore:
         with self._database.read() as connection:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
-    def newest(self, run_id: str, kind: str) -> EventRow | None:
-        """The last event of a kind."""
-        query = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.seq.desc()).limit(1)
+    def newest(self, run_id: str, kind: str, limit: int = 1) -> list[EventRow]:
+        """The last events of a kind, newest first."""
+        query = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.seq.desc()).limit(limit)
         with self._database.read() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        return EventRow.of(row) if row is not None else None
+            return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
     def heads(self, run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
         """(last seq, status) of each of these runs; a run that is gone is left out."""
         query = select(runs.c.id, runs.c.last_seq, runs.c.status).where(runs.c.id.in_(list(run_ids)))
         with self._database.read() as connection:
             return {run_id: (last_seq, status) for run_id, last_seq, status in connection.execute(query)}
-
-    def metric_names(self, run_id: str) -> list[str]:
-        query = select(metrics.c.name).where(metrics.c.run_id == run_id).group_by(metrics.c.name).order_by(metrics.c.name)
-        with self._database.read() as connection:
-            return list(connection.execute(query).scalars())
-
-    def metric_points(self, run_id: str, name: str) -> list[MetricPoint]:
-        """Every point of one metric, by step."""
-        query = (
-            select(metrics.c.step, metrics.c.at, metrics.c.value)
-            .where(metrics.c.run_id == run_id, metrics.c.name == name)
-            .order_by(metrics.c.step)
-        )
-        with self._database.read() as connection:
-            return [MetricPoint(name, step, at, value) for step, at, value in connection.execute(query)]
 
     # ---------------------------------------------------------------- checks of checkpoints
 

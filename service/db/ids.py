@@ -31,6 +31,11 @@ def new_check_id(now: float) -> str:
     return "check_" + _dated(now)
 
 
+def new_profile_id(now: float) -> str:
+    """``prof_`` and 12 characters, as a run's."""
+    return "prof_" + _dated(now)
+
+
 def _dated(now: float) -> str:
     milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
     return _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)

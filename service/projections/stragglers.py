@@ -7,18 +7,21 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from everstep.events import EventKind
-from everstep.wire import NodeTimes, RankTimes, Straggler, StragglerReport
+from everstep.wire import GpuUse, NodeTimes, RankTimes, Straggler, StragglerReport
 from service.db.rows import EventRow
 
+GPU_EVENTS: Final = 512
+"""So many of the newest ``gpu_use`` events are looked through: two of each rank of a large run."""
 KINDS: Final = frozenset({EventKind.STRAGGLER, EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED})
 
 
-def stragglers(events: Iterable[EventRow], newest: EventRow | None) -> StragglerReport:
+def stragglers(events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()) -> StragglerReport:
     """Every rank that was found slow, oldest first, and the ranks' times as they were told last.
 
     Args:
         events: History of the kinds in KINDS.
         newest: The last ``rank_times`` event; None where none was told.
+        gpu_use: The last ``gpu_use`` events, newest first.
     """
     found: list[dict[str, Any]] = []
     open_ones: dict[int, dict[str, Any]] = {}
@@ -32,8 +35,9 @@ def stragglers(events: Iterable[EventRow], newest: EventRow | None) -> Straggler
         else:
             _end([open_ones.pop(event.data["rank"], {})], event.at)
     told = tuple(Straggler.model_validate(each) for each in found)
+    gpus = _gpus(gpu_use)
     if newest is None:
-        return StragglerReport(at=None, attempt=None, step=None, step_s=None, ranks=(), nodes=(), stragglers=told)
+        return StragglerReport(at=None, attempt=None, step=None, step_s=None, ranks=(), nodes=(), stragglers=told, gpus=gpus)
     ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
     return StragglerReport(
         at=_time(newest.at),
@@ -43,6 +47,7 @@ def stragglers(events: Iterable[EventRow], newest: EventRow | None) -> Straggler
         ranks=ranks,
         nodes=_by_node(ranks),
         stragglers=told,
+        gpus=gpus,
     )
 
 
@@ -50,6 +55,17 @@ def _end(open_ones: Iterable[dict[str, Any]], at: float) -> None:
     for each in open_ones:
         if each:
             each["ended_at"] = max(_time(at), each["at"])
+
+
+def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
+    """What each rank of the newest attempt told last."""
+    found: dict[int, GpuUse] = {}
+    attempt = None
+    for event in newest_first:
+        attempt = event.attempt if attempt is None else attempt
+        if event.attempt == attempt and event.data["rank"] not in found:
+            found[event.data["rank"]] = GpuUse.model_validate({**event.data, "at": _time(event.at)})
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def _by_node(ranks: Iterable[RankTimes]) -> tuple[NodeTimes, ...]:

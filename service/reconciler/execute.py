@@ -65,12 +65,22 @@ def crash_point(name: str) -> None:
 class Executor:
     """Acts on decisions through the database, the run directory and Ray."""
 
-    def __init__(self, runs: RunStore, storage: Storage, ray: RayJobs, entrypoint: Entrypoint, figures: RunFigures) -> None:
+    def __init__(
+        self,
+        runs: RunStore,
+        storage: Storage,
+        ray: RayJobs,
+        entrypoint: Entrypoint,
+        figures: RunFigures,
+        public_url: str | None = None,
+    ) -> None:
+        """``public_url``: base URL of the dashboard, to which Ray's is to lead back; None where it is not known."""
         self._runs = runs
         self._storage = storage
         self._ray = ray
         self._entrypoint = entrypoint
         self._figures = figures
+        self._public_url = public_url
         self._acting: dict[str, asyncio.Task[None]] = {}
         """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
@@ -202,6 +212,8 @@ class Executor:
 
     async def _submit(self, run: RunRow) -> None:
         metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}
+        if self._public_url is not None:
+            metadata["everstep"] = f"{self._public_url}/runs/{run.id}"
         job_id = await self._ray.submit(submission_id(run.id, run.submission), self._entrypoint(run.id, run.submission), metadata)
         crash_point("after_submit")
         await asyncio.to_thread(self._runs.record_job, run.id, run.submission, job_id)

@@ -77,10 +77,11 @@ class Reconciler:
         figures: RunFigures | None = None,
         leadership: Leadership | None = None,
         notifier: Notifier | None = None,
+        public_url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         figures = figures or RunFigures(clock)
-        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures)
+        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures, public_url)
         tail = JournalTail(storage, events, figures)
         self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.told, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)

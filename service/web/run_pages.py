@@ -6,19 +6,22 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+from pydantic import ValidationError
 
 from everstep import cli_words
 from everstep.events import EventKind
+from everstep.profiles import MOST_STEPS, ProfileRequest
 from everstep.wire import Failure, Run, RunStatus
-from service.api import checkpoints, histories, runs, sse
+from service.api import checkpoints, histories, profiles, runs, sse
 from service.api.answers import event_answer
 from service.api.context import ApiContext, Context
-from service.api.series import get_metrics
+from service.api.series import thinned
 from service.auth import Principal
 from service.db.rows import RunRow
+from service.problems import invalid_request
 from service.states import is_legal
 from service.web import curves
-from service.web.lanes import ACTIVITY_WORDS, KINDS, lanes
+from service.web.lanes import ACTIVITY_WORDS, KINDS, MOST_RANKS, lanes
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
 from service.web.words import bucket_shares, progress_share
@@ -30,6 +33,7 @@ _CHARTS: Final = 6
 _PAGE_EVENTS: Final = 300
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
+_MOST_PROFILES: Final = 10
 _TOLD: Final = frozenset(EventKind) - {EventKind.METRICS}
 
 
@@ -58,6 +62,7 @@ def _actions(run: Run, caller: Principal) -> list[str]:
 async def get_run(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
     failures = await histories.get_failures(run, context)
     goodput = await histories.get_goodput(run, context)
+    times = await histories.get_stragglers(run, context)
     drawn = lanes(await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock())
     return await run_page(
         request,
@@ -72,6 +77,11 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         lanes=drawn,
         activity_words=ACTIVITY_WORDS,
         workers={worker["rank"]: worker for worker in run.workers},
+        times=times,
+        gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
+        profiles=(await profiles.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
+        most_steps=MOST_STEPS,
+        most_ranks=MOST_RANKS,
         last_seq=run.last_seq,
     )
 
@@ -107,9 +117,7 @@ async def get_curves(
     """Charts, their series and the restarts, and the event behind which the stream goes on."""
     grouped = curves.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
-    series: dict[str, Any] = {}
-    for name in (name for chart in shown for name in chart["names"]):
-        series |= (await get_metrics(run, context, name, max_points)).series
+    series = await thinned(context, run.id, [name for chart in shown for name in chart["names"]], max_points)
     marks = curves.marks(await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS))
     return JSONResponse(
         {
@@ -157,6 +165,21 @@ async def get_archive(run: WebRun, context: Context, step: checkpoints.Which) ->
 async def post_verify(run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm) -> Response:
     checkpoint = await checkpoints.verify_checkpoint(run, context, step)
     return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
+
+
+@router.post("/profiles")
+async def post_profile(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+    try:
+        wanted = ProfileRequest.model_validate({"rank": form.get("rank"), "steps": form.get("steps")})
+    except ValidationError as exc:
+        raise invalid_request("profile", msg=f"give a rank from 0, and 1 to {MOST_STEPS} steps") from exc
+    await profiles.order_profile(run, context, wanted)
+    return RedirectResponse(f"/runs/{run.id}#times-title", 303)
+
+
+@router.get("/profiles/{profile_id}/trace")
+async def get_trace(run: WebRun, context: Context, profile_id: profiles.ProfileId) -> StreamingResponse:
+    return await profiles.get_trace(run, context, profile_id)
 
 
 @router.get("/events")

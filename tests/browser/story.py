@@ -9,6 +9,7 @@ from typing import Any
 
 from everstep.events import EventKind
 from everstep.wire import Node, NodeState, Reason, ReasonCode, RunStatus
+from service.db import orders
 from storage.journal import JournalEvent
 from storage.rank_logs import LogRecord, RankLogWriter
 from tests.unit.api_service import ApiService, Journal
@@ -110,6 +111,39 @@ class Teller:
         self.log(rank, f"{verdict} noticed at step {self.step}", "error")
         self.wait(1.2)
 
+    def observe(self, own_s: dict[str, float], step_s: float) -> None:
+        """Each rank's time in a step, of which the last is slow; its GPU; and a profile of rank 0."""
+        rows, fastest = [], min(own_s.values())
+        for rank, (node_id, seconds) in enumerate(own_s.items()):
+            times = {"micro_batches": 2, "own_s": seconds, "wait_s": step_s - seconds, "skew": seconds / fastest}
+            rows.append({"rank": rank, "node_id": node_id, **times})
+            use = {
+                "busy": 0.97 - 0.9 * (step_s - seconds),
+                "used_bytes": 31_200_000_000,
+                "total_bytes": 85_100_000_000,
+                "allocated_bytes": 27_900_000_000,
+            }
+            told = {"rank": rank, "node_id": node_id, "name": "NVIDIA A100-SXM4-80GB", **use, "seconds": 60.0}
+            self.tell(self.journal.event(EventKind.GPU_USE, **told))
+        slow = {"rank": rank, "node_id": node_id, "own_s": seconds, "peers_s": fastest, "skew": seconds / fastest}
+        self.tell(
+            self.journal.event(EventKind.STRAGGLER, step=self.step, slow=True, **slow),
+            self.journal.event(EventKind.RANK_TIMES, step=self.step, step_s=step_s, ranks=rows),
+        )
+        run = self.api.runs.get(self.run_id)
+        assert run is not None
+        order = {"id": "prof_13bfjjg021c5", "rank": 0, "steps": 10}
+        orders.record(self.api.database, run, orders.PROFILE, order, self.api.clock.now)
+        all_reduces = [
+            {"bucket": bucket, "size_bytes": size, "count": 10, "mean_s": mean_s, "max_s": 2 * mean_s}
+            for bucket, size, mean_s in ((0, 26_214_400, 0.0123), (1, 25_165_824, 0.0086), (2, 4_100_000, 0.0021))
+        ]
+        done = {**order, "step_s": step_s, "size_bytes": 1_300_000, "all_reduces": all_reduces}
+        self.tell(
+            self.journal.event(EventKind.PROFILE_STARTED, id=order["id"], rank=0, step=self.step + 1),
+            self.journal.event(EventKind.PROFILE_DONE, **done),
+        )
+
     def finish(self, outcome: str, reason: dict[str, str] | None = None) -> None:
         self.tell(self.journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=self.step))
 
@@ -191,6 +225,8 @@ async def _now(api: ApiService, wide: dict[str, int]) -> tuple[str, str]:
     life.train(390)
     life.fail("hang", 1, NODES[1], 24.0, after=3, evidence={"stacks": {"rank 1": "all_reduce\n  backward\n  train_step"}})
     life.begin(NODES[0], NODES[1], NODES[3])
+    life.train(480)
+    life.observe({NODES[0]: 0.272, NODES[1]: 0.281, NODES[3]: 0.371}, step_s=0.4)
     life.train(560)
     queued = await api.create(name="wide-sweep", project="speech", priority=5, scaling={"min_workers": 8, "max_workers": 16})
     message = "needs 8 x 1 CPU; run resnet-width-16-cosine holds 3 of 32, 5 fit now"

@@ -19,7 +19,7 @@ from typing import Any
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
+from storage.run_dir import ProfileOrder, RunDir
 from train_fn.context import Stop
 from train_fn.node_dir import shared_memory_root
 
@@ -41,6 +41,8 @@ class Job:
     """(stop, steps done): rank 0 hears of a stop then."""
     one_node: bool = False
     """All ranks on one node instead of one each."""
+    profiled: ProfileOrder | None = None
+    """A profile that every rank has heard of from the start."""
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
 
@@ -171,6 +173,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         device=torch.device("cpu"),
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
+        profile_ordered=lambda: job.profiled,
     )
     _follow_restores(journal)
     try:

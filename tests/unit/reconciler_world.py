@@ -54,6 +54,7 @@ class World:
             self.storage,
             self._ray,
             leadership=self.leadership,
+            public_url="https://everstep.example",
             clock=self.clock,
         )
 

@@ -112,6 +112,6 @@ async def test_what_the_kernel_says_afterwards_changes_the_verdict(api: ApiServi
 def _newest(api: ApiService, run_id: str) -> Any:
     from service.api.answers import event_answer
 
-    row = api.events.newest(run_id, EventKind.EVIDENCE)
+    row = next(iter(api.events.newest(run_id, EventKind.EVIDENCE)), None)
     assert row is not None
     return event_answer(row)

@@ -15,6 +15,7 @@ from service.db.engine import Database
 from service.db.events import EventStore, JournalGap
 from service.db.rows import EventRow, RunRow
 from service.db.runs import RunStore
+from service.db.series import SeriesStore
 from service.states import TransitionConflict
 from storage.journal import JournalEvent
 from tests.unit.api_service import NOON, Journal, ManualClock, spec
@@ -27,6 +28,7 @@ class Stores:
         self.clock = ManualClock()
         self.runs = RunStore(self.database, self.clock)
         self.events = EventStore(self.database, self.clock)
+        self.series = SeriesStore(self.database)
 
     def submitted(self) -> RunRow:
         run, _ = self.runs.create(parse_spec(spec()), "tok_test")
@@ -79,8 +81,8 @@ def test_a_whole_run(stores: Stores) -> None:
     statuses = [row.to_status for row in stores.runs.transitions([run.id])[run.id]]
     assert statuses == ["QUEUED", "STARTING", "RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
     assert (history[-1].kind, history[-1].data["to"]) == ("status", "SUCCEEDED")
-    assert [(point.step, point.value) for point in stores.events.metric_points(run.id, "loss")] == [(n, 0.5) for n in range(1, 6)]
-    assert stores.events.metric_names(run.id) == ["loss", "val_accuracy"]
+    assert [(point.step, point.value) for point in stores.series.points(run.id, "loss")] == [(n, 0.5) for n in range(1, 6)]
+    assert stores.series.names(run.id) == ["loss", "val_accuracy"]
 
 
 def test_a_repeated_batch_changes_nothing(stores: Stores) -> None:
@@ -185,7 +187,7 @@ def test_steps_done_again_replace_their_metrics(stores: Stores) -> None:
     run, journal = stores.submitted(), Journal()
     stores.events.apply_journal(run.id, 1, [*journal.start(), journal.steps(1, 2, loss=1.0)], "a")
     stores.events.apply_journal(run.id, 1, [journal.steps(2, at=NOON + 1, loss=None), journal.steps(3, loss=3.0)], "b")
-    points = stores.events.metric_points(run.id, "loss")
+    points = stores.series.points(run.id, "loss")
     assert [(point.step, point.at, point.value) for point in points] == [(1, NOON, 1.0), (2, NOON + 1, None), (3, NOON + 1, 3.0)]
 
 

@@ -24,6 +24,12 @@ def test_the_operators_timers_stay() -> None:
     assert environment({})["RAY_health_check_period_ms"] == "500"
 
 
+def test_ray_s_dashboard_tracks_trainings_and_shows_the_operators_grafana() -> None:
+    theirs = {"RAY_GRAFANA_HOST": "http://grafana:3000", "RAY_PROMETHEUS_HOST": "http://prometheus:9090"}
+    made = environment(theirs)
+    assert made["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1" and theirs.items() <= made.items()
+
+
 def test_python_is_this_one() -> None:
     assert environment({"PATH": "/usr/bin"})["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert environment({})["PATH"] == str(Path(sys.executable).parent)

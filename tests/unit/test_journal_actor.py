@@ -12,7 +12,7 @@ from everstep.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.journal import read_journal
-from storage.run_dir import RunDir
+from storage.run_dir import ProfileOrder, RunDir
 from train_fn import journal
 from train_fn.context import Stop
 from train_fn.journal import ActorJournalClient, JournalActor, Reply, SourceEvent
@@ -55,6 +55,20 @@ def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
     assert actor.deliver("rank-0.a001", []).stop == "pause"
     actor.deliver("driver", [], "cancel")
     assert actor.deliver("rank-1.a001", []).stop == "cancel"
+
+
+def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_actor_that_comes_back(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    assert actor.deliver("rank-1.a003", []).profile is None
+    actor.deliver("driver", [event(1, EventKind.PROFILE_ORDERED, attempt=3, id="prof_1", rank=1, steps=4)])
+    order = ProfileOrder("prof_1", rank=1, steps=4, attempt=3)
+    assert actor.deliver("rank-1.a003", []).profile == order
+    actor._writer.close()  # as its process ends
+    again = JournalActor(run_dir, 1)
+    client = ActorJournalClient(again.deliver, "rank-1.a003", 3, interval_s=0.005)
+    client.ask(timeout_s=20)
+    assert client.profile_ordered == order
+    assert client.close(timeout_s=20)
 
 
 class Faulty:

@@ -35,6 +35,10 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/drills"): "viewer",
     ("GET", "/v1/runs/{run_id}/drills/{drill_id}"): "viewer",
     ("POST", "/v1/runs/{run_id}/drills"): "admin",
+    ("GET", "/v1/runs/{run_id}/profiles"): "viewer",
+    ("GET", "/v1/runs/{run_id}/profiles/{profile_id}"): "viewer",
+    ("GET", "/v1/runs/{run_id}/profiles/{profile_id}/trace"): "viewer",
+    ("POST", "/v1/runs/{run_id}/profiles"): "submitter",
     ("GET", "/v1/catalog"): "viewer",
     ("GET", "/v1/cluster"): "viewer",
     ("POST", "/v1/cluster/nodes/{node_id}/cordon"): "admin",
@@ -63,6 +67,7 @@ BODIES = {
     "/v1/projects": {"name": "vision"},
     "/v1/tokens": {"name": "t", "role": "admin"},
     "/v1/runs/{run_id}/drills": {"kind": "kill_worker"},
+    "/v1/runs/{run_id}/profiles": {"rank": 0},
 }
 
 
@@ -89,7 +94,7 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
     for (method, route), least in LEAST_ROLE.items():
         for who, client in clients.items():
             run_id = await api.create() if "{run_id}" in route else ""
-            names = {"run_id": run_id, "step": "latest", "drill_id": "drill_x", "node_id": "node-1"}
+            names = {"run_id": run_id, "step": "latest", "drill_id": "drill_x", "profile_id": "prof_x", "node_id": "node-1"}
             path = route.format(**names, project="none", token_id="tok_none", check_id="check_none")
             answer = await client.request(method, path, json=BODIES.get(route) if method == "POST" else None)
             case = (method, route, who, answer.status_code, answer.text[:200])

@@ -41,7 +41,8 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     assert ray.submissions == [job_id]
     job = ray.jobs[job_id]
     assert job["entrypoint"] == f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
-    assert job["metadata"] == {"run_id": run.id, "run_name": "a", "project": "default", "submission": "1"}
+    page = f"https://everstep.example/runs/{run.id}"
+    assert job["metadata"] == {"run_id": run.id, "run_name": "a", "project": "default", "submission": "1", "everstep": page}
     assert not {"runtime_env", "entrypoint_num_cpus", "entrypoint_resources"} & job.keys()
     assert here.storage.run_dir(run.id).read_spec().name == "a"
     row = here.get(run.id)

@@ -15,6 +15,7 @@ from everstep import catalog, spec, wire
 PUBLIC = {
     *("Client", "RunHandle", "RunSpec", "Patience", "Run", "RunStatus", "ReasonCode", "Verdict", "Event", "LogLine", "Failure"),
     *("Attempt", "Checkpoint", "CodeArchive", "Samples", "Goodput", "ClusterInfo", "Node", "Drill", "DrillHandle", "DrillKind"),
+    *("Profile", "ProfileHandle", "AllReduce"),
     *("EverstepError", "InvalidSpec", "FieldError", "AuthError", "NotFound", "Conflict", "RateLimited", "Unavailable"),
     *("CorruptDownload", "RunFailed", "WaitTimeout", "UsageError", "ServiceError", "__version__"),
 }

@@ -142,6 +142,39 @@ async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(api: ApiService, 
     assert api.runs.get(run_id) is None
 
 
+async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(api: ApiService, browser: Browser) -> None:
+    run_id, journal = await api.running()
+    path = f"/runs/{run_id}"
+    use = {"node_id": "node-2", "name": "H200", "busy": 0.85, "used_bytes": 7, "total_bytes": 10, "allocated_bytes": 5}
+    rank = {"node_id": "node-1", "micro_batches": 1, "own_s": 0.0125, "wait_s": 0.0875, "skew": 0.2}
+    slow = {"rank": 1, "node_id": "node-2", "step": 9, "own_s": 0.1, "peers_s": 0.0125, "skew": 8.0}
+    api.apply(
+        run_id,
+        [
+            journal.event(EventKind.GPU_USE, rank=1, **use),
+            journal.event(EventKind.STRAGGLER, slow=True, **slow),
+            journal.event(EventKind.RANK_TIMES, step=9, step_s=0.1, ranks=[{"rank": 0, **rank}, {"rank": 1, **rank, "skew": 8.0}]),
+        ],
+    )
+    html = await browser.page(path)
+    assert "12.5 ms" in html and "87.5 ms" in html and "Rank 1 on node <code>node-2</code> holds the others up" in html
+    assert "GPU 85 %, 7 B of 10 B" in html
+    refused = await browser.send(path, f"{path}/profiles", rank="7", steps="2")
+    assert refused.status_code == 422 and "ranks 0 to 1" in refused.text
+    assert (await browser.send(path, f"{path}/profiles", rank="1", steps="0")).status_code == 422
+    asked = await browser.send(path, f"{path}/profiles", rank="1", steps="2")
+    assert (asked.status_code, asked.headers["location"]) == (303, f"{path}#times-title")
+    order = api.storage.run_dir(run_id).profile_ordered(1)
+    assert order is not None and (order.rank, order.steps) == (1, 2)
+    assert "asked for…" in await browser.page(path)
+    run_dir = api.storage.run_dir(run_id)
+    run_dir.files.write(run_dir.trace_path(order.id), b"trace")
+    done = {"id": order.id, "rank": 1, "steps": 2, "step_s": 0.1, "size_bytes": 5, "all_reduces": []}
+    api.apply(run_id, [journal.event(EventKind.PROFILE_DONE, **done)])
+    assert f'href="{path}/profiles/{order.id}/trace"' in await browser.page(path)
+    assert (await browser.http.get(f"{path}/profiles/{order.id}/trace")).content == b"trace"
+
+
 async def test_checkpoints_are_downloaded_and_verified(api: ApiService, browser: Browser) -> None:
     run_id, journal = await api.running()
     path = f"/runs/{run_id}/checkpoints"

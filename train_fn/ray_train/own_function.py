@@ -25,6 +25,7 @@ from train_fn.context import Stop, WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
 from train_fn.own_packages import bring_packages
+from train_fn.profiler import StepProfiler
 from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
 from train_fn.ray_train.seam import get_train_context
 from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported
@@ -52,6 +53,7 @@ class Reports:
         self._context = context
         self._report: Callable[..., None] = context.report
         self._kept = kept
+        self._profiler = StepProfiler(ctx, list)
         self._began = time.perf_counter()
         self.stop: Stop | None = None
         """What the ranks agreed on."""
@@ -73,6 +75,14 @@ class Reports:
         self.stop = self._agreed(self._wanted(checkpoint))
         if self.stop is not None:
             raise _Leave
+        self._profiler.boundary(self.step)
+
+    def close(self, *, failed: bool) -> None:
+        """No further report comes."""
+        if failed:
+            self._profiler.give_up()
+        else:
+            self._profiler.close()
 
     def _wanted(self, checkpoint: Any) -> Stop | None:
         """What rank 0 has heard. A pause, or a resize, waits for a report with a checkpoint, where the function makes such."""
@@ -102,11 +112,15 @@ def train(ctx: WorkerContext) -> Stop | None:
     try:
         reports = _begin(ctx)
         _call(ctx)
+        reports.close(failed=False)
         return None
     except _Leave:
         assert reports is not None
+        reports.close(failed=False)
         return reports.stop
     except BaseException as exc:
+        if reports is not None:
+            reports.close(failed=True)
         failed = _leave(exc, reports.step if reports is not None else None)
     raise failed  # outside of the handler: a context would keep the function's frames, and the process group, alive
 

@@ -10,6 +10,8 @@ from typing import Any
 from everstep.events import EventKind
 
 _STEPS_KEPT = 512
+_BESIDE_TRAINING = frozenset({EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED})
+"""Told by threads that live on while training hangs: no signs of life."""
 
 
 class Phase(StrEnum):
@@ -59,6 +61,8 @@ class ProgressTracker:
                 self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
             return
         if attempt != self._attempt:
+            return
+        if kind in _BESIDE_TRAINING:
             return
         self._num_signs += 1
         if kind is EventKind.TRAINING_STARTED:

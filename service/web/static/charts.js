@@ -250,6 +250,7 @@
   // ---------------------------------------------------------------- live
 
   let redraw = null;
+  let drawnAt = -REDRAW_MS;
   let reread = null;
 
   function rereadIn(ms) {
@@ -290,10 +291,12 @@
     document.addEventListener("everstep:event", ({ detail }) => {
       if (state.runs.length && detail.seq <= state.runs[0].seq) return;
       if (!take(detail)) return rereadIn(600);
+      // At once after a quiet moment, and no more often than that while much happens.
       redraw ??= setTimeout(() => {
         redraw = null;
+        drawnAt = performance.now();
         if (state.runs.length) draw();
-      }, REDRAW_MS);
+      }, Math.max(0, drawnAt + REDRAW_MS - performance.now()));
     });
   }
 

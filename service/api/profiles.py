@@ -1,0 +1,104 @@
+"""Profiles of a run: asked for, listed, and their traces downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import StreamingResponse
+
+from everstep.profiles import Profile, ProfileRequest, ProfileState
+from everstep.wire import Page
+from service.api.context import ApiContext, Context
+from service.api.openapi import PROFILE_BODY, problem_answers
+from service.api.spec_body import parse_model, read_json
+from service.auth import ControlledRun, VisibleRun
+from service.db import orders
+from service.db.ids import new_profile_id
+from service.db.rows import RunRow
+from service.problems import invalid_request, not_found
+from service.projections import profiles
+from storage.run_dir import ProfileOrder
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
+
+GZIP: Final = "application/gzip"
+_CHUNK_BYTES: Final = 1 << 20
+
+ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `prof_…`.")]
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Record some steps of a rank",
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=PROFILE_BODY,
+)
+async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
+    """For runs that are RUNNING. The rank records its next steps with torch's profiler; the other ranks go on as they are, and no
+    result changes. The list says when the trace is there."""
+    return await order_profile(run, context, parse_model(ProfileRequest, await read_json(request)))
+
+
+async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
+    """Ask for a profile. Raises 409 for a run that does not train, 422 for a rank that it does not have."""
+    if run.world_size is None:
+        raise orders.not_training(run, orders.PROFILE)
+    if wanted.rank >= run.world_size:
+        raise invalid_request("rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1} now, not {wanted.rank}")
+    now = context.clock()
+    data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
+    event = await context.database_call(orders.record, context.database, run, orders.PROFILE, data, now)
+    order = ProfileOrder(event.data["id"], wanted.rank, wanted.steps, run.attempt)
+    await context.storage_call(context.storage.run_dir(run.id).order_profile, run.submission, order)
+    return profiles.profiles([event])[0]
+
+
+@router.get("", summary="Profiles of a run", responses=problem_answers(404))
+async def list_profiles(run: VisibleRun, context: Context) -> Page[Profile]:
+    """Oldest first."""
+    return Page(items=tuple(await _all(context, run)), next_cursor=None)
+
+
+@router.get("/{profile_id}", summary="One profile", responses=problem_answers(404))
+async def get_profile(run: VisibleRun, context: Context, profile_id: ProfileId) -> Profile:
+    for profile in await _all(context, run):
+        if profile.id == profile_id:
+            return profile
+    raise not_found(f"run {run.id} has no profile {profile_id[:40]!r}")
+
+
+@router.get(
+    "/{profile_id}/trace",
+    summary="Download a profile's trace",
+    response_class=StreamingResponse,
+    responses={200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}}, **problem_answers(404)},
+)
+async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) -> StreamingResponse:
+    """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens as it is."""
+    profile = await get_profile(run, context, profile_id)
+    if profile.state is not ProfileState.DONE:
+        why = profile.problem or f"the profile is {profile.state}"
+        raise not_found(f"profile {profile.id} of run {run.id} has no trace: {why}")
+    first, rest = await context.storage_call(_begin, _chunks(context, run.id, profile.id))
+    headers = {"Content-Disposition": f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'}
+    return StreamingResponse(chain((first,), rest), headers=headers, media_type=GZIP)
+
+
+def _begin(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The first one too, so that a trace that is gone is a 404 and not a broken download."""
+    return next(chunks, b""), chunks
+
+
+def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:
+    run_dir = context.storage.run_dir(run_id)
+    with run_dir.files.open_read(run_dir.trace_path(profile_id)) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk
+
+
+async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
+    return profiles.profiles(await context.database_call(context.events.of_kinds, run.id, profiles.KINDS))

@@ -1,0 +1,25 @@
+"""What a real GPU tells of itself while it works."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from train_fn.gpu_use import look_at
+
+
+def test_a_gpu_that_works_is_busy_and_its_memory_is_counted() -> None:
+    device = torch.device("cuda", 0)
+    x = torch.ones(8192, 8192, device=device)
+    ends_at, busy = time.monotonic() + 3, []
+    while time.monotonic() < ends_at:
+        for _ in range(20):
+            x.mm(x)
+        torch.cuda.synchronize()
+        busy.append(look_at(device).busy)
+    look = look_at(device)
+    assert look.allocated_bytes >= 2 * x.numel() * 4
+    assert look.allocated_bytes <= look.used_bytes <= look.total_bytes
+    told = [each for each in busy if each is not None]
+    assert not told or max(told) > 0.5, "NVML may be silent, but must not call a busy GPU idle"
