@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.deployment import DeploymentCheck
@@ -28,8 +28,11 @@ class CheckOrder(BaseModel):
     )
 
 
+Order = Annotated[CheckOrder | None, Body(openapi_examples={"ten seconds": {"value": {"all_reduce_s": 10}}})]
+
+
 @router.post("", status_code=202, summary="Check the deployment", responses=problem_answers(403, 422, 503))
-async def start_check(context: Context, caller: Caller, order: CheckOrder | None = None) -> DeploymentCheck:
+async def start_check(context: Context, caller: Caller, order: Order = None) -> DeploymentCheck:
     """A process on every live node looks at versions, storage, ports, clocks and a sum. `everstep doctor` reads the report."""
     caller.require("admin")
     try:

@@ -21,8 +21,10 @@ from everstep.spec import parse_spec
 from service.api.context import ApiContext
 from service.app import create_app
 from service.db.engine import Database
+from service.ray_jobs import RayEndpoint, RayJobs
 from storage.filesystem import open_storage
 from tests.unit.api_service import Journal, ManualClock, OneNodeCluster, spec
+from tests.unit.fake_ray import FakeRay, serving
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BOUNDED = settings(
@@ -39,7 +41,12 @@ def context(tmp_path: Path) -> Iterator[ApiContext]:
     database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
     database.migrate()
     storage = open_storage(str(tmp_path / "storage"))
-    yield ApiContext(database, storage, OneNodeCluster(), lambda: 0.1, ManualClock(), drills_enabled=True, rate_per_s=0)
+    with serving(FakeRay()) as ray:
+        endpoint = RayEndpoint(ray.url, ray.token)
+        jobs = RayJobs(lambda: endpoint)
+        yield ApiContext(
+            database, storage, OneNodeCluster(), lambda: 0.1, ManualClock(), drills_enabled=True, rate_per_s=0, ray=jobs
+        )
     database.close()
 
 
