@@ -1,7 +1,8 @@
 """An own Ray cluster for tests of train_fn: a head without CPUs and nodes of one CPU, apart from every other cluster here.
 
 It runs in a process of its own (``python -m tests.integration.ray_cluster``), which takes orders line by line, so that the test
-process neither connects to Ray nor inherits its settings.
+process neither connects to Ray nor inherits its settings. Its workers are forked, as the embedded cluster's are: a test need not
+import torch for each of them. Otherwise it is as a cluster that is not ours: the controller keeps a warm pool there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from service.embedded import worker_start
 
 REPOSITORY = Path(__file__).parents[2]
 _PRELOAD_VARIABLE = "RAY_preload_python_modules"
@@ -118,7 +121,10 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(num_nodes: int, *, preload: bool = True) -> Iterator[RayCluster]:
-    """A cluster of ``num_nodes`` nodes beside the head, ended on exit. Without ``preload`` it has no warm pool to speak of."""
+    """A cluster of ``num_nodes`` nodes beside the head, ended on exit.
+
+    Without ``preload`` nothing is forked or imported ahead, and its warm pool is none to speak of.
+    """
     temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))  # short: a unix socket's path has 107 bytes
     cluster = None
     try:
@@ -139,14 +145,22 @@ def _host() -> None:
     from ray.cluster_utils import Cluster
 
     state: dict[str, Any] = {}
+    preloaded = os.environ["EVERSTEP_TEST_PRELOAD"]
+    forked: dict[str, Any] = {}
+    if preloaded:
+        socket = Path(os.environ["RAY_TMPDIR"]) / "fork.sock"
+        modules = [*preloaded.split(","), "train_fn.ray_train.controller", "train_fn.journal"]
+        state["fork_server"] = subprocess.Popen([sys.executable, "-m", "service.embedded.fork_server", str(socket), *modules])
+        os.environ[worker_start.FORK_SERVER_VARIABLE] = str(socket)
+        forked["setup_worker_path"] = worker_start.__file__
 
     def start() -> dict[str, Any]:
-        state["cluster"] = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        os.environ[_PRELOAD_VARIABLE] = os.environ["EVERSTEP_TEST_PRELOAD"]
+        state["cluster"] = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **forked})
+        os.environ[_PRELOAD_VARIABLE] = preloaded
         return {"address": state["cluster"].address}
 
     def add() -> dict[str, Any]:
-        return {"node_id": state["cluster"].add_node(num_cpus=1).node_id}
+        return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
 
     def nodes() -> dict[str, Any]:
         alive = [node for node in state["cluster"].worker_nodes if node.node_id not in state.get("killed", set())]
@@ -185,6 +199,9 @@ def _host() -> None:
             print(json.dumps(answer), flush=True)
     if "cluster" in state:
         state["cluster"].shutdown()
+    if "fork_server" in state:
+        state["fork_server"].kill()
+        state["fork_server"].wait()
 
 
 if __name__ == "__main__":
