@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,3 +45,21 @@ def node_lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def once_a_node(directory: Path, fill: Callable[[Path], None], is_whole: Callable[[Path], bool] = Path.is_dir) -> None:
+    """Make ``directory`` where it is not whole, in the first process of this node that asks.
+
+    What ``fill`` puts into it is published at once, by a rename; what a process that died left behind is removed.
+    """
+    if is_whole(directory):
+        return
+    with node_lock(directory.with_suffix(".lock")):
+        if is_whole(directory):
+            return
+        temporary = directory.with_suffix(".tmp")
+        for leftover in (temporary, directory):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        temporary.rename(directory)

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Collection
@@ -23,7 +22,7 @@ from storage.code_archive import read_members, unpack
 from storage.code_store import CodeStore
 from storage.filesystem import Storage
 from train_fn.errors import BadTask
-from train_fn.node_dir import cache_root, node_lock
+from train_fn.node_dir import cache_root, once_a_node
 from train_fn.rank_error import user_place
 from train_fn.torchvision_ops import declare_missing_ops
 
@@ -97,22 +96,13 @@ def _short(file: str) -> str:
 def _on_node(storage: Storage, digest: str) -> Path:
     """The directory with the archive's files, which is made by the first process of this node that asks."""
     directory = cache_root() / "code" / digest.partition(":")[2]
-    if not _is_whole(directory):
-        with node_lock(directory.with_suffix(".lock")):
-            if not _is_whole(directory):
-                _unpack(CodeStore(storage).read(digest), directory)
+
+    def fill(temporary: Path) -> None:
+        sizes = unpack(CodeStore(storage).read(digest), temporary)
+        (temporary / _LISTING).write_text(json.dumps(sizes))
+
+    once_a_node(directory, fill, _is_whole)
     return directory
-
-
-def _unpack(data: bytes, directory: Path) -> None:
-    """Publish all files at once, by a rename; what a process that died left behind is removed."""
-    temporary = directory.with_suffix(".tmp")
-    for leftover in (temporary, directory):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    sizes = unpack(data, temporary)
-    (temporary / _LISTING).write_text(json.dumps(sizes))
-    temporary.rename(directory)
 
 
 def _is_whole(directory: Path) -> bool:

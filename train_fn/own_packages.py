@@ -12,11 +12,11 @@ import importlib
 import importlib.metadata
 import json
 import logging
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.node_dir import cache_root, node_lock
+from train_fn.node_dir import cache_root, once_a_node
 
 INSTALL_S = 900.0
 """Longest wait for one call of pip."""
@@ -52,10 +52,7 @@ def _ready_key(ctx: WorkerContext, rank: int) -> str:
 def add_packages(requirements: Sequence[str]) -> None:
     """Make the packages importable in this process. Raises BadTask where pip cannot, or would replace what ranks run with."""
     directory = _directory(requirements)
-    if not directory.is_dir():
-        with node_lock(directory.with_suffix(".lock")):
-            if not directory.is_dir():
-                _install(requirements, directory)
+    once_a_node(directory, partial(_install, requirements))
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
     importlib.invalidate_caches()
@@ -68,15 +65,10 @@ def _directory(requirements: Sequence[str]) -> Path:
 
 
 def _install(requirements: Sequence[str], directory: Path) -> None:
-    """Publish all packages at once, by a rename; what a process that died left behind is removed."""
-    temporary = directory.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     lacking = _lacking(requirements)
     if lacking:
         logger.info("installing %s", ", ".join(lacking))
-        _pip("install", "--no-deps", "--target", str(temporary), *lacking)
-    temporary.rename(directory)
+        _pip("install", "--no-deps", "--target", str(directory), *lacking)
 
 
 def _lacking(requirements: Sequence[str]) -> list[str]:

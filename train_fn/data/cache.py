@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train_fn.node_dir import cache_root, node_lock
+from train_fn.node_dir import cache_root, once_a_node
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -29,17 +28,10 @@ def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays
 def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
     """The arrays that this node's cache keeps under ``name`` and ``key``, memory-mapped; where there are none, of ``decode``."""
     directory = cache_root() / "data" / f"{name}-{key}"
-    if not directory.is_dir():
-        with node_lock(directory.with_suffix(".lock")):
-            if not directory.is_dir():
-                _write(directory, decode())
+    once_a_node(directory, lambda temporary: _write(temporary, decode()))
     return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(directory.glob("*.npy"))}
 
 
 def _write(directory: Path, arrays: Arrays) -> None:
-    """Publish all arrays at once, by a rename: a process that dies meanwhile leaves nothing that looks whole."""
-    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        np.save(temporary / f"{name}.npy", array, allow_pickle=False)
-    temporary.rename(directory)
+        np.save(directory / f"{name}.npy", array, allow_pickle=False)
