@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+HANGS_S = 30.0
+"""Longest time for which an answer is held back."""
+
 TRACEBACK = "Traceback (most recent call last):\n  File job_manager.py\nValueError: {}\n"
 
 
@@ -92,7 +95,7 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
                 status, answer = 401, "Unauthorized: Missing authentication token"
             else:
                 status, answer = ray.answer(self.command, self.path.partition("?")[0], body)
-            ray.answers.wait(30)
+            ray.answers.wait(HANGS_S)
             data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,24 @@ import pytest
 from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.reconciler_world import World, world
 
+SetPatience = Callable[[float], None]
+
 
 @pytest.fixture
-def always_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tick asks Ray and the lease everything, so that a test knows what the next tick sees."""
+def patience(monkeypatch: pytest.MonkeyPatch) -> SetPatience:
+    """Sets the seconds for which a tick waits for Ray and for what it began itself."""
+
+    def set_to(seconds: float) -> None:
+        for part in ("observe", "execute"):
+            monkeypatch.setattr(f"service.reconciler.{part}.PATIENCE_S", seconds)
+
+    return set_to
+
+
+@pytest.fixture
+def whole_ticks(patience: SetPatience, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tick asks Ray and the lease everything and ends what it began, so that a test knows what the next tick sees."""
+    patience(60.0)
     for interval in ("observe.ASK_INTERVAL_S", "observe.SWEEP_INTERVAL_S", "leadership.RENEW_S"):
         monkeypatch.setattr(f"service.reconciler.{interval}", 0.0)
 

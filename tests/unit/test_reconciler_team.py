@@ -26,7 +26,7 @@ from tests.unit.postgres_server import PostgresServer
 from tests.unit.reconciler_world import World, world
 
 pytest_plugins = ["tests.unit.reconciler_fixtures"]
-pytestmark = pytest.mark.usefixtures("always_asks")
+pytestmark = pytest.mark.usefixtures("whole_ticks")
 
 
 async def test_a_quota_becomes_the_driver_s_limit(here: World) -> None:

@@ -18,11 +18,12 @@ from service.db.tables import runs
 from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
 from storage.journal import read_journal
 from storage.run_dir import RunDir
-from tests.unit.fake_ray import FakeRay
+from tests.unit.fake_ray import HANGS_S, FakeRay
+from tests.unit.reconciler_fixtures import SetPatience
 from tests.unit.reconciler_world import World, world
 
 pytest_plugins = ["tests.unit.reconciler_fixtures"]
-pytestmark = pytest.mark.usefixtures("always_asks")
+pytestmark = pytest.mark.usefixtures("whole_ticks")
 
 STARTED = (
     (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
@@ -144,11 +145,12 @@ async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: W
     assert list(ray.jobs) == [f"{run.id}-s002"]
 
 
-async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ray: FakeRay) -> None:
+async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ray: FakeRay, patience: SetPatience) -> None:
     ray.nodes.append(ray.node("n2", {"CPU": 2.0}))
     run = here.create()
     await here.reconciler.tick()
     ray.answers.clear()
+    patience(0.5)
     try:
         here.write(run.id, 1, *STARTED, METRICS)
         began = time.monotonic()
@@ -157,16 +159,17 @@ async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ra
         waiting = here.create()
         await here.reconciler.tick()
         assert here.get(waiting.id).status == RunStatus.QUEUED
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < HANGS_S / 2
     finally:
         ray.answers.set()
+        patience(60.0)
     for _ in range(5):
         await here.reconciler.tick()
     assert here.get(waiting.id).status == RunStatus.STARTING
     await here.reconciler.close()
 
 
-async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: World, ray: FakeRay) -> None:
+async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: World, ray: FakeRay, patience: SetPatience) -> None:
     """Ray is asked about a claimed submission, and is slow to say that there is no job; meanwhile it is submitted."""
     run = here.create()
     await here.reconciler.tick()
@@ -174,11 +177,13 @@ async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: Wo
     with here.database.write() as connection:
         connection.execute(runs.update().values(ray_job_id=None, submitted_at=None))
     ray.answers.clear()
+    patience(0.5)
     await here.reconciler.tick()
     # The answer is on its way; the submission is made meanwhile, as a slow action in the background would.
     ray.jobs[f"{run.id}-s001"] = job
     here.runs.record_job(run.id, 1, f"{run.id}-s001")
     ray.answers.set()
+    patience(60.0)
     for _ in range(4):
         await here.reconciler.tick()
     assert here.get(run.id).submission == 1
