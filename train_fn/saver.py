@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-import torch
-
 from everstep.events import EventKind
 from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import CheckpointName, Stop
+from train_fn import torch_file
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.context import WorkerContext
@@ -249,7 +248,7 @@ class Saver:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
                 with writer.write_file(name) as file:
-                    torch.save(content, cast(IO[bytes], _Watched(file, self._moved)))
+                    torch_file.save(content, _Watched(file, self._moved))
                 if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
                     with writer.write_file(safetensors_name(name)) as file:
                         write_safetensors(content, cast(IO[bytes], _Watched(file, self._moved)))
