@@ -23,10 +23,10 @@ import torch
 
 from everstep.events import EventKind
 from storage.errors import StorageUnavailable
-from storage.run_dir import ProfileOrder
+from storage.run_dir import ProfileOrder, Stop
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.gpu_use import GpuWatch
 from train_fn.journal import ActorJournalClient, deliver_to

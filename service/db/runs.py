@@ -19,12 +19,13 @@ from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
 from service.db.ids import new_run_id
 from service.db.projects import join_queue
-from service.db.rows import RunRow, Stop, TransitionRow
+from service.db.rows import RunRow, TransitionRow
 from service.db.tables import idempotency_keys, run_tags, runs, transitions
 from service.db.writer import RunWriter
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
 from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
+from storage.run_dir import Stop
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
