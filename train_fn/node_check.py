@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.deployment import StorageFacts, source_digest
+from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE
 from storage import deployment_checks
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.network_settings import GLOO_VARIABLE, NCCL_VARIABLE
 from train_fn.node_dir import SHARED_MEMORY
 from train_fn.recovery.probe import accepts_connection
 from train_fn.silent_peers import interface_of
