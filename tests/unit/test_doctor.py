@@ -166,8 +166,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         endpoint = RayEndpoint(ray.url, ray.token)
         async with ApiService(tmp_path) as service, RayJobs(lambda: endpoint) as jobs:
             service.context.deployment_checks = DeploymentChecks(service.storage, jobs, service.clock)
-            monkeypatch.setenv("EVERSTEP_URL", service.url)
-            monkeypatch.setenv("EVERSTEP_TOKEN", service.token("admin"))
+            service.announce(monkeypatch)
             yield service, ray
 
 
