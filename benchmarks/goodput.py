@@ -14,7 +14,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.recovery import GIVE_UP_S, end_cluster, kill, lines, process, scratch
+from benchmarks.recovery import GIVE_UP_S, end_cluster, is_open, kill, lines, process, scratch
 from benchmarks.report import write
 from benchmarks.workloads import WORKLOADS
 from everstep.runs import RunHandle
@@ -219,7 +218,7 @@ class Torchrun(Lines):
         self._workload, self._stack = workload, stack
         self._num_agents = 0
         self._first = self._start()
-        wait_for(self._holds_rendezvous, GIVE_UP_S, "the rendezvous")
+        wait_for(lambda: is_open(self._endpoint_port), GIVE_UP_S, "the rendezvous")
         self._second = self._start()
 
     def kill(self, what: str, pick: float) -> bool:
@@ -242,10 +241,6 @@ class Torchrun(Lines):
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._endpoint_port}", "--rdzv-id", "bench"]
         command += ["-m", "benchmarks.elastic_torchrun", self._workload, str(self._directory)]
         return self._stack.enter_context(process(command, self._directory / f"agent-{self._num_agents}.log"))
-
-    def _holds_rendezvous(self) -> bool:
-        with socket.socket() as connection:
-            return connection.connect_ex(("127.0.0.1", self._endpoint_port)) == 0
 
 
 class PlainRay(Lines):
