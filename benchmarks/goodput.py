@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -166,7 +164,7 @@ class Everstep:
         return True
 
     def add_node(self) -> None:
-        os.kill(self._service.cluster()["keeper_pid"], signal.SIGUSR1)
+        self._service.refill()
 
     def told(self) -> dict[str, Any]:
         self._run.refresh()
