@@ -19,8 +19,9 @@ from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
 from service.auth import Caller, ControlledRun, Principal, SeenRun, SeenRunOfPath, VisibleRun
+from service.db.idempotency import IdempotencyKey
 from service.db.rows import RunRow
-from service.db.runs import IdempotencyKey, RunFilter
+from service.db.run_lookup import RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
 
