@@ -141,6 +141,7 @@ class Plane:
         replica.kill()
         time.sleep(chance.random())
         replica.start()
+        wait_for(replica.is_ready, 60, "its /readyz: a service that begins while its database is away ends")
 
     def stop_a_replica(self, chance: random.Random) -> None:
         """Stand still for longer than the lease lasts, and wake up."""
