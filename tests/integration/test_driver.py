@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -123,6 +124,34 @@ def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, c
     for earlier, later in pairwise(sorted(first_of_attempt)):
         assert first_of_attempt[later] <= last_of_attempt[earlier] + 1, "no step is skipped"
     assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["node_lost", "resized", "stopped"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A temporary disk with room for a few small files and no more."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "everstep-test", place], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin, cluster: RayCluster, full_disk: Path) -> None:
+    unfit = cluster.add_node(TMPDIR=str(full_disk))
+    try:
+        run = begin(spec(train={"epochs": 3, "global_batch_size": 128}, workers=(2, 3)))
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        cluster.kill_node(unfit)
+    run.check_sequence()
+    [failure] = run.of(EventKind.FAILURE)
+    assert (failure.data["verdict"], failure.data["node_id"], failure.attempt) == ("node_lost", unfit, 1)
+    assert "NodeUnfit: disk: " in failure.data["exception"] and "No space left" in failure.data["exception"]
+    [started] = run.of(EventKind.ATTEMPT_STARTED)
+    assert started.data["world_size"] == 2 and unfit not in {worker["node_id"] for worker in started.data["workers"]}
+    assert run.last(EventKind.FINISHED).data == {"outcome": "succeeded", "reason": None, "step": 36}
 
 
 def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:

@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.rank_reports import place_of, with_answer, with_end, with_error
@@ -82,6 +83,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         on_apart: LeaveOut,
+        fitness: Fitness,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -91,6 +93,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._look_at_nodes = look
         self._on_created = on_created
         self._on_apart = on_apart
+        self._fitness = fitness
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -181,10 +184,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         ready: list[RankReady] = prepared(readiness, self._settings)
         metas = prepared(metadata, self._settings)
         check_versions(ready, metas, self._on_apart)
-        self.start_reports = network_reports(ready, metas)
-        if self.start_reports:
-            raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
+        self._begin_only_without(network_reports(ready, metas))
         check_reach(self._actors, metas, self._nodes, self._settings, self._on_apart)
+        self._begin_only_without(self._fitness.look(self._actors, metas))
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -194,6 +196,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         self._on_created(self, self._ranked)
         return self._ranked
+
+    def _begin_only_without(self, reports: tuple[RankReport, ...]) -> None:
+        """Give the start up where there are reports on ranks that cannot do their part."""
+        self.start_reports = reports
+        if reports:
+            raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
 
