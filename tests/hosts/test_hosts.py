@@ -108,11 +108,8 @@ def host_of(trial: Trial, rank: int) -> str:
 def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
     trial = Trial.begun(whole, "unplugged", 45)
     host = whole.hosts[host_of(trial, 1)]
-    host.cable.unplug()
-    try:
+    with host.cable.unplugged():
         trial.reach(trial.run.refresh().step + 40)
-    finally:
-        host.cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
     assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
@@ -149,12 +146,9 @@ def test_a_line_of_200_ms_that_loses_every_fiftieth_frame(whole: Deployment) -> 
 def test_the_heads_host_is_away_for_a_minute(whole: Deployment) -> None:
     """The ranks train on without it, and it finds them again."""
     trial = Trial.begun(whole, "head away", 130)
-    whole.hosts["head"].cable.unplug()
-    try:
+    with whole.hosts["head"].cable.unplugged():
         time.sleep(60)
         assert trial.run.refresh().status == "RUNNING"
-    finally:
-        whole.hosts["head"].cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
 
@@ -181,11 +175,8 @@ def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> 
     try:
         wait_for(lambda: whole.live_workers().count(host.cable.ip) == 1 and host.is_healthy(), 300, "the host's coming back")
         trial = Trial.begun(whole, "clock ahead", 45)
-        host.cable.unplug()
-        try:
+        with host.cable.unplugged():
             trial.reach(trial.run.refresh().step + 40)
-        finally:
-            host.cable.plug_in()
         record = trial.finish()
         assert (record["steps_lost"], record["submissions"]) == (0, 1)
     finally:
