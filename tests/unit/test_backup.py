@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -138,11 +137,13 @@ def test_the_command_line(
     assert "everstep restore:" in capsys.readouterr().err
 
 
-def test_the_database_may_be_named_in_a_file(served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_database_may_be_named_in_a_file(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "url").write_text(f"{served.database_url}\n")
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "url"))
     assert backup.main(["create", str(tmp_path / "copy"), "--storage", served.storage_uri]) == 0
-    assert json.loads((tmp_path / "copy" / backup.MANIFEST).read_text())["storage"] == served.storage_uri
+    assert "1 runs, 0 checkpoints" in capsys.readouterr().out
     monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "none"))
     assert backup.main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1
