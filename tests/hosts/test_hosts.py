@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.runs import RunHandle
+from tests.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
 from tests.hosts.docker import docker
@@ -29,7 +30,6 @@ pytestmark = [
 
 NUM_WORKERS = 3
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-STEPS_PER_EPOCH = 12
 
 
 def spec(name: str, epochs: int, ranks: int = NUM_WORKERS) -> dict[str, Any]:
@@ -92,10 +92,8 @@ class Trial:
         }
         print(json.dumps(record), flush=True)
         assert self.run.status == "SUCCEEDED"
-        steps = [step for step, _, _ in self.run.metrics("loss", max_points=10_000)["loss"]]
-        assert steps == list(range(1, self.epochs * STEPS_PER_EPOCH + 1))
-        counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in self.run.samples().epochs]
-        assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(self.epochs)]
+        assert_every_step_is_there_once(self.run, self.epochs)
+        assert_every_sample_counted_once(self.run, self.epochs)
         return record
 
 
