@@ -20,10 +20,11 @@ import torch
 from everstep.runs import RunHandle
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import replay, segments
+from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
-EPOCHS, STEPS_PER_EPOCH = 12, 12
+EPOCHS = 12
 SHORT_SEEDS = (5,)
 LONG_SEEDS = tuple(sorted((seed for seed in range(100) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
 WORLDS = (5, 2, 3)
@@ -84,7 +85,7 @@ def test_seeded_faults(seed: int, cluster: ServiceProcess, num_fds: dict[tuple[i
     stretches = segments(run)
     print(json.dumps({"seed": seed, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
     assert run.step == EPOCHS * STEPS_PER_EPOCH
-    _check_samples(run)
+    assert_every_sample_counted_once(run, EPOCHS)
     _check_steps(run)
     found, expected = weights(run, tmp_path / "found"), replay(stretches, spec("replay", world), tmp_path)
     assert found.keys() == expected.keys()
@@ -113,14 +114,8 @@ def _told(run: RunHandle) -> list[dict[str, Any]]:
     return told
 
 
-def _check_samples(run: RunHandle) -> None:
-    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
-    assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(EPOCHS)]
-
-
 def _check_steps(run: RunHandle) -> None:
-    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
-    assert steps == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    assert_every_step_is_there_once(run, EPOCHS)
     seqs = [event.seq for event in run.events()]
     assert seqs == list(range(1, len(seqs) + 1))
 

@@ -24,7 +24,7 @@ from service.db.tables import metrics
 from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story, tell
-from tests.integration.test_main_job import digits
+from tests.digits_run import digits
 from tests.service_process import ServiceProcess
 from tests.unit.api_service import NOON, ApiService, Journal
 from tests.unit.web_browser import status_of
