@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -74,6 +75,8 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
     check_lossless(run, 36)
     assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
+    listed = json.loads(Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text())
+    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001", "Ray Train knows it too"
     lines, _ = read_rank_logs(run.run_dir)
     assert {line.rank for line in lines} == {None, 0, 1}
     assert {line.attempt for line in lines if line.rank == 0} == {1}
