@@ -26,7 +26,7 @@ from sqlalchemy.engine import URL, make_url
 
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
-from service.db.run_lists import RunFilter
+from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings, SettingsError, home_directory

@@ -12,7 +12,7 @@ from fastapi import Query
 
 from service.db.ids import RUN_ID_PATTERN
 from service.db.rows import ListedRun
-from service.db.run_lists import Place
+from service.db.run_lookup import Place
 from service.problems import invalid_request
 
 Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]

@@ -19,9 +19,10 @@ from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
 from service.auth import Caller, ControlledRun, Principal, SeenRunOfPath, VisibleRun
+from service.db.idempotency import IdempotencyKey
+from service.db.new_run import first_transition
 from service.db.rows import RunRow, TransitionRow
-from service.db.run_lists import Place, RunFilter
-from service.db.runs import IdempotencyKey, first_transition
+from service.db.run_lookup import Place, RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
 

@@ -10,8 +10,8 @@ from sqlalchemy import RowMapping, Select, Table, select
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from storage.node_marks import NodeMark
+from storage.run_dir import Stop
 
-Stop = Literal["cancel", "pause"]
 Role = Literal["viewer", "submitter", "admin"]
 MarkWord = Literal["cordoned", "draining", "open"]
 

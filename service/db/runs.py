@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,15 +16,17 @@ from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
+from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
+from service.db.new_run import new_row
 from service.db.projects import join_queue
-from service.db.rows import ListedRun, RunRow, Stop, TransitionRow
-from service.db.run_lists import EVERY_RUN, Place, RunFilter, counted, page_query
-from service.db.tables import idempotency_keys, run_tags, runs, transitions
+from service.db.rows import ListedRun, RunRow, TransitionRow
+from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
+from service.db.tables import run_tags, runs, transitions
 from service.db.writer import RunWriter
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
-from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
+from storage.run_dir import Stop
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
@@ -33,7 +34,6 @@ _ROWS: Final = RunRow.select(runs)
 _LISTED: Final = ListedRun.select(runs)
 _LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
-_BY_ID: Final = _ROWS.where(runs.c.id == bindparam("run_id"))
 _LIVE: Final = _ROWS.where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
     select(runs.c.id, runs.c.row_version).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
@@ -54,20 +54,6 @@ _TRANSITIONS: Final = (
     .where(transitions.c.run_id.in_(bindparam("ids", expanding=True)))
     .order_by(transitions.c.run_id, transitions.c.seq)
 )
-
-
-class IdempotencyConflict(DatabaseError):
-    """The idempotency key was used before, with another body or for a run that is deleted."""
-
-
-@dataclass(frozen=True)
-class IdempotencyKey:
-    """A client's name for one request: the same key and body give the same run."""
-
-    scope: str
-    """Token id; keys of two tokens never meet."""
-    key: str
-    body_sha256: str
 
 
 class RunStore:
@@ -99,7 +85,7 @@ class RunStore:
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
-                    known = _known_run(connection, idempotency)
+                    known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)
                         return known, False
@@ -120,29 +106,19 @@ class RunStore:
             rows = [{"run_id": run.id, "key": key, "value": value} for key, value in run.tags.items()]
             connection.execute(insert(run_tags), rows)
         if idempotency is not None:
-            connection.execute(
-                insert(idempotency_keys).values(
-                    scope=idempotency.scope,
-                    key=idempotency.key,
-                    body_sha256=idempotency.body_sha256,
-                    run_id=run.id,
-                    created_at=now,
-                )
-            )
+            remember(connection, idempotency, run.id, now)
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
         """Whether the key was used before, whatever for: ``create`` says what that means."""
         if idempotency is None:
             return False
-        keys = idempotency_keys.c
-        query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
         with self._database.read() as connection:
-            return connection.execute(query).one_or_none() is not None
+            return is_used(connection, idempotency)
 
     def get(self, run_id: str) -> RunRow | None:
         with self._database.read() as connection:
-            return _get(connection, run_id)
+            return find_run(connection, run_id)
 
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
@@ -366,7 +342,7 @@ class RunStore:
             gone = connection.execute(delete(runs).where(runs.c.id == run_id, runs.c.status.in_(ended))).rowcount
             if gone:
                 return
-            run = _get(connection, run_id)
+            run = find_run(connection, run_id)
         raise TransitionConflict(run_id, run.status if run else None, "only a run that has ended can be deleted")
 
 
@@ -375,82 +351,3 @@ def _expect(run: RunRow, allowed: Collection[RunStatus], submission: int | None,
         raise TransitionConflict(run.id, run.status, wanted)
     if submission is not None and run.submission != submission:
         raise TransitionConflict(run.id, run.status, f"{wanted}: its submission is {run.submission}, not {submission}")
-
-
-def _get(connection: Connection, run_id: str) -> RunRow | None:
-    row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
-    return RunRow(*row) if row is not None else None
-
-
-def _known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
-    """The run that this key made before, or None."""
-    if idempotency is None:
-        return None
-    keys = idempotency_keys.c
-    query = select(keys.body_sha256, keys.run_id).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
-    found = connection.execute(query).one_or_none()
-    if found is None:
-        return None
-    if found.body_sha256 != idempotency.body_sha256:
-        raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a new request"
-        )
-    run = _get(connection, found.run_id)
-    if run is None:
-        raise IdempotencyConflict(f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use a new key")
-    return run
-
-
-def first_transition(run: RunRow) -> TransitionRow:
-    """What ``transitions`` says of a run that was made just now."""
-    return TransitionRow(run.id, run.last_seq, None, run.status.value, run.created_at, None, None)
-
-
-def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> RunRow:
-    """A run as it is before anything happened to it."""
-    return RunRow(
-        id=run_id,
-        name=spec["name"],
-        project=spec["project"],
-        priority=spec["priority"],
-        tags=spec["tags"],
-        spec=spec,
-        created_by=created_by,
-        status=RunStatus.QUEUED,
-        reason_code=None,
-        reason_message=None,
-        stop_requested=None,
-        stop_requested_at=None,
-        preempted_by=None,
-        submission=0,
-        workers_limit=None,
-        shrunk=None,
-        ray_job_id=None,
-        submitted_at=None,
-        attempt=0,
-        epoch=0,
-        step=0,
-        total_steps=None,
-        steps_per_epoch=None,
-        world_size=None,
-        workers=[],
-        snapshots=None,
-        guarantee=None,
-        metrics={},
-        best=None,
-        latest_checkpoint=None,
-        recent_checkpoints=[],
-        restarts=0,
-        steps_lost=0,
-        steps_lost_at_restore=0,
-        time_ledger=TimeLedger.begin(now).dump(),
-        created_at=now,
-        started_at=None,
-        finished_at=None,
-        journal_submission=0,
-        journal_cursor=None,
-        journal_n=0,
-        last_seq=0,
-        updated_at=now,
-        row_version=0,
-    )

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from everstep.runs import RunHandle
-from tests.chaos.faults import plan, strike, whole
+from tests.chaos.faults import plan, strike
 from tests.chaos.replay import replay, segments
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
@@ -76,7 +76,7 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
 )
 def test_seeded_faults(seed: int, cluster: ServiceProcess, num_fds: dict[tuple[int, float], int], tmp_path: Path) -> None:
     world = world_of(seed)
-    wait_for(lambda: whole(cluster, world), 60, "a whole cluster")
+    cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
     run.wait(timeout_s=240)

@@ -24,6 +24,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.db.lease import LEASE_S
 from tests.service_process import free_port, wait_for
 from tests.unit import postgres_server
 from tests.unit.api_service import spec
@@ -31,6 +32,9 @@ from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.postgres_server import PostgresServer
 
 CLIENTS = 4
+STOPPED_S = LEASE_S + 2
+"""How long a replica stands still: its lease, if it leads, is another's when it wakes."""
+DATABASE_AWAY_S = 1.0
 
 
 class Replica:
@@ -137,12 +141,13 @@ class Plane:
         replica.kill()
         time.sleep(chance.random())
         replica.start()
+        wait_for(replica.is_ready, 60, "its /readyz: a service that begins while its database is away ends")
 
     def stop_a_replica(self, chance: random.Random) -> None:
         """Stand still for longer than the lease lasts, and wake up."""
         replica = chance.choice(self.replicas)
         replica.process.send_signal(signal.SIGSTOP)
-        time.sleep(7)
+        time.sleep(STOPPED_S)
         replica.process.send_signal(signal.SIGCONT)
 
     def cut_the_connections(self, _chance: random.Random) -> None:
@@ -155,7 +160,7 @@ class Plane:
         told = [
             httpx.get(f"http://127.0.0.1:{each.port}/readyz", timeout=10, trust_env=False) for each in up if each.is_listening()
         ]
-        time.sleep(1)
+        time.sleep(DATABASE_AWAY_S)
         self.server.restart()
         assert all(answer.status_code == 503 and answer.json()["database"] == "down" for answer in told), "it says which is away"
 

@@ -12,7 +12,7 @@ from everstep.spec import parse_spec
 from service import backup
 from service.backup import BackupError, create, restore
 from service.db.engine import Database
-from service.db.run_lists import RunFilter
+from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings

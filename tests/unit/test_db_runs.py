@@ -19,10 +19,11 @@ from everstep.spec import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.engine import Database, DatabaseUnavailable
 from service.db.events import EventStore
+from service.db.idempotency import IdempotencyConflict, IdempotencyKey
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id
 from service.db.rows import RunRow
-from service.db.run_lists import RunFilter
-from service.db.runs import IdempotencyConflict, IdempotencyKey, RunStore
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
 from service.states import TransitionConflict
 from tests.unit.api_service import NOON, ManualClock, spec
 
@@ -336,7 +337,8 @@ _SUBMIT_FOREVER = """
 import sys
 from everstep.spec import parse_spec
 from service.db.engine import Database
-from service.db.runs import IdempotencyKey, RunStore
+from service.db.idempotency import IdempotencyKey
+from service.db.runs import RunStore
 from tests.unit.api_service import spec
 database = Database(sys.argv[1])
 database.migrate()

@@ -18,7 +18,7 @@ from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.ids import new_run_id
-from service.db.runs import new_row
+from service.db.new_run import new_row
 from service.db.tables import runs as runs_table
 from storage.rank_logs import LogRecord, RankLogWriter
 from tests.unit.api_service import NOON, ApiService, Journal, spec

@@ -14,7 +14,7 @@ import ray
 
 from everstep.events import EventKind
 from everstep.wire import Verdict
-from storage.run_dir import Stop
+from storage.run_dir import STOPS, Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
 from train_fn.ray_train.nodes import node_look
@@ -209,7 +209,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         value = worker_group_status.worker_statuses[0].return_value
         if value == YIELDED:
             return False
-        self._stopped = value if value in ("cancel", "pause") else None
+        self._stopped = value if value in STOPS else None
         return True
 
     # -- groups --------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,10 @@ class RankReady:
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
-    """Created without a runtime_env, so that an idle, pre-imported process can become it; its environment comes by ``prepare``."""
+    """Created without a runtime_env, so that a forked or idle process with torch imported can become it.
+
+    Its environment comes by ``prepare``.
+    """
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""

@@ -43,7 +43,8 @@ class RecoverySettings:
     collective_timeout_s: int = 1800
     """Time-out of torch's process group; survivors are freed by the first of them to leave, long before it."""
     warm_pool: bool = True
-    """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules."""
+    """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules. Off on the embedded
+    cluster, which forks its workers."""
     warm_spares: int = 1
     """Idle processes for each rank of a node; two also cover a second failure within seconds of the first."""
     warm_delay_s: float = 1.0

@@ -1,13 +1,14 @@
-"""Lists of runs: which ones, and queries that walk an index from a page's first run to its last, however many runs there are."""
+"""Finding runs: by id, and pages by filters, which walk an index from their first run to their last whatever there is beside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Select, and_, exists, literal, or_, select, tuple_, union_all
+from sqlalchemy import Connection, Select, and_, bindparam, exists, literal, or_, select, tuple_, union_all
 
 from everstep.wire import RunStatus
+from service.db.rows import RunRow
 from service.db.tables import run_tags, runs
 
 Columns = Select[*tuple[Any, ...]]
@@ -15,9 +16,10 @@ Columns = Select[*tuple[Any, ...]]
 Place = tuple[float, str]
 """(created_at, id) of a run: newest first, a list goes by this."""
 
-_ORDER = (runs.c.created_at.desc(), runs.c.id.desc())
-_RUN_TEXTS = (runs.c.id, runs.c.name)
-_TAG_TEXTS = (run_tags.c.key, run_tags.c.value)
+_BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
+_ORDER: Final = (runs.c.created_at.desc(), runs.c.id.desc())
+_RUN_TEXTS: Final = (runs.c.id, runs.c.name)
+_TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class RunFilter:
 
 
 EVERY_RUN: Final = RunFilter()
+
+
+def find_run(connection: Connection, run_id: str) -> RunRow | None:
+    """A run's row; None where there is no such run."""
+    row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
+    return RunRow(*row) if row is not None else None
 
 
 def page_query(columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
