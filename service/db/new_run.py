@@ -1,11 +1,11 @@
-"""A run's row as it begins."""
+"""A run's row and history as they begin."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from everstep.wire import RunStatus
-from service.db.rows import RunRow
+from service.db.rows import RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 
 
@@ -57,3 +57,8 @@ def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> R
         updated_at=now,
         row_version=0,
     )
+
+
+def first_transition(run: RunRow) -> TransitionRow:
+    """What the store's ``transitions`` say of a run that was made just now."""
+    return TransitionRow(run.id, run.last_seq, None, run.status.value, run.created_at, None, None)

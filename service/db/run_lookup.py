@@ -1,17 +1,23 @@
-"""Finding runs in the database: by id, and by filters."""
+"""Finding runs: by id, and pages by filters, which walk an index from their first run to their last whatever there is beside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, and_, bindparam, exists, or_
+from sqlalchemy import Connection, Select, and_, bindparam, exists, literal, or_, select, tuple_, union_all
 
 from everstep.wire import RunStatus
 from service.db.rows import RunRow
 from service.db.tables import run_tags, runs
 
+Columns = Select[*tuple[Any, ...]]
+"""What is wanted of each run: a query of ``runs`` without conditions."""
+Place = tuple[float, str]
+"""(created_at, id) of a run: newest first, a list goes by this."""
+
 _BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
+_ORDER: Final = (runs.c.created_at.desc(), runs.c.id.desc())
 _RUN_TEXTS: Final = (runs.c.id, runs.c.name)
 _TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
 
@@ -38,23 +44,78 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
     return RunRow(*row) if row is not None else None
 
 
-def filtered(where: RunFilter) -> Select[Any]:
-    """A query for the rows of these runs."""
-    query = RunRow.select(runs)
+def page_query(columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
+    """The first ``limit`` of the runs behind ``before``, newest first."""
+    tag = next(((key, value) for key, value in where.tags if value is not None), None)
+    if tag is not None:
+        return _tagged_page(columns, where, tag, limit, before)
+    statuses = tuple(dict.fromkeys(where.statuses))
+    if len(statuses) < 2:
+        return _matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
+    # Each status has its part of an index, in order: the page is among the first of each.
+    heads = select(runs.c.created_at, runs.c.id)
+    firsts = [
+        _matching(_behind(heads, before), where, statuses=(status,)).order_by(*_ORDER).limit(limit).subquery()
+        for status in statuses
+    ]
+    found = union_all(*(select(first.c.created_at, first.c.id) for first in firsts)).subquery()
+    ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(limit)
+    return columns.where(runs.c.id.in_(ids)).order_by(*_ORDER)
+
+
+def counted(columns: Columns, where: RunFilter) -> Columns:
+    """The runs that the filter takes, in no order."""
+    return _matching(columns, where)
+
+
+def _tagged_page(columns: Columns, where: RunFilter, tag: tuple[str, str | None], limit: int, before: Place | None) -> Columns:
+    """By the tag's index, in which runs lie by id: ids sort by the time of their making."""
+    key, value = tag
+    query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(run_tags.c.key == key, run_tags.c.value == value)
+    if before is not None:
+        query = query.where(run_tags.c.run_id < before[1])
+    return _matching(query, where, beside=tag).order_by(run_tags.c.run_id.desc()).limit(limit)
+
+
+def _behind(columns: Columns, before: Place | None) -> Columns:
+    if before is None:
+        return columns
+    # As one comparison of rows an index finds its place; "older, or as old with a lesser id" is read from the newest on.
+    return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(literal(before[0]), literal(before[1])))
+
+
+def _matching(
+    query: Columns,
+    where: RunFilter,
+    *,
+    statuses: tuple[RunStatus, ...] | None = None,
+    beside: tuple[str, str | None] | None = None,
+) -> Columns:
+    """With the filter's conditions; of these ``statuses`` in place of its own, and without the tag ``beside``, where given."""
+    statuses = where.statuses if statuses is None else statuses
     if where.project is not None:
         query = query.where(runs.c.project == where.project)
-    if where.statuses:
-        query = query.where(runs.c.status.in_([status.value for status in where.statuses]))
+    if len(statuses) == 1:
+        query = query.where(runs.c.status == statuses[0].value)
+    elif statuses:
+        query = query.where(runs.c.status.in_([status.value for status in statuses]))
     if where.name is not None:
         query = query.where(runs.c.name == where.name)
     if where.search:
-        tagged = and_(
-            run_tags.c.run_id == runs.c.id, or_(*(column.icontains(where.search, autoescape=True) for column in _TAG_TEXTS))
-        )
-        query = query.where(
-            or_(*(column.icontains(where.search, autoescape=True) for column in _RUN_TEXTS), exists().where(tagged))
-        )
+        query = query.where(_holds(where.search))
     for key, value in where.tags:
-        tagged = and_(run_tags.c.run_id == runs.c.id, run_tags.c.key == key)
-        query = query.where(exists().where(tagged if value is None else and_(tagged, run_tags.c.value == value)))
+        if (key, value) != beside:
+            query = query.where(_has_tag(key, value))
     return query
+
+
+def _holds(text: str) -> Any:
+    held = or_(*(column.icontains(text, autoescape=True) for column in _TAG_TEXTS))
+    tagged = exists().where(and_(run_tags.c.run_id == runs.c.id, held)).correlate(runs)
+    return or_(*(column.icontains(text, autoescape=True) for column in _RUN_TEXTS), tagged)
+
+
+def _has_tag(key: str, value: str | None) -> Any:
+    other = run_tags.alias()
+    tagged = and_(other.c.run_id == runs.c.id, other.c.key == key)
+    return exists().where(tagged if value is None else and_(tagged, other.c.value == value))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from everstep.events import EventKind
@@ -20,8 +20,8 @@ from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.projects import join_queue
-from service.db.rows import RunRow, TransitionRow
-from service.db.run_lookup import EVERY_RUN, RunFilter, filtered, find_run
+from service.db.rows import ListedRun, RunRow, TransitionRow
+from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
 from service.db.tables import run_tags, runs, transitions
 from service.db.writer import RunWriter
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
@@ -30,11 +30,15 @@ from storage.run_dir import Stop
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
-_LIVE: Final = RunRow.select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+_ROWS: Final = RunRow.select(runs)
+_LISTED: Final = ListedRun.select(runs)
+_LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
+_STATUS_COUNTS: Final = select(runs.c.status, func.count())
+_LIVE: Final = _ROWS.where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
     select(runs.c.id, runs.c.row_version).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 )
-_BY_IDS: Final = RunRow.select(runs).where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_BY_IDS: Final = _ROWS.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _SAY: Final = (
     update(runs)
     .where(runs.c.id == bindparam("run_id"), runs.c.status == bindparam("expected"))
@@ -46,7 +50,7 @@ _SAY: Final = (
     )
 )
 _TRANSITIONS: Final = (
-    TransitionRow.select(transitions)
+    select(*(transitions.c[name] for name in TransitionRow._fields))
     .where(transitions.c.run_id.in_(bindparam("ids", expanding=True)))
     .order_by(transitions.c.run_id, transitions.c.seq)
 )
@@ -116,21 +120,17 @@ class RunStore:
         with self._database.read() as connection:
             return find_run(connection, run_id)
 
-    def find(self, where: RunFilter, limit: int, before: tuple[float, str] | None = None) -> list[RunRow]:
+    def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
-        query = filtered(where).order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
-        if before is not None:
-            created_at, run_id = before
-            query = query.where(or_(runs.c.created_at < created_at, and_(runs.c.created_at == created_at, runs.c.id < run_id)))
         with self._database.read() as connection:
-            return [RunRow(*row) for row in connection.execute(query)]
+            return [RunRow(*row) for row in connection.execute(page_query(_ROWS, where, limit, before)).all()]
 
     def page(
-        self, where: RunFilter, limit: int, before: tuple[float, str] | None = None
-    ) -> tuple[list[RunRow], dict[str, list[TransitionRow]]]:
-        """What ``find`` finds, with the ``transitions`` of each run, at one moment."""
-        with self._database.read():
-            found = self.find(where, limit, before)
+        self, where: RunFilter, limit: int, before: Place | None = None
+    ) -> tuple[list[ListedRun], dict[str, list[TransitionRow]]]:
+        """What ``find`` finds, as a list tells of it, with the ``transitions`` of each run, at one moment."""
+        with self._database.read() as connection:
+            found = [ListedRun.of(row) for row in connection.execute(page_query(_LISTED, where, limit, before)).all()]
             return found, self.transitions([run.id for run in found])
 
     def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
@@ -169,19 +169,19 @@ class RunStore:
         """Changes of status of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
         with self._database.read() as connection:
-            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}):
-                found[row[0]].append(TransitionRow(*row))
+            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
+                found[row[0]].append(TransitionRow._make(row))
         return found
 
-    def look(self, run_id: str) -> tuple[RunRow, list[TransitionRow]] | None:
+    def look(self, run_id: str) -> tuple[ListedRun, list[TransitionRow]] | None:
         """A run with the changes of its status, oldest first, at one moment; None where there is no such run."""
-        with self._database.read():
-            run = self.get(run_id)
-            return None if run is None else (run, self.transitions([run_id])[run_id])
+        with self._database.read() as connection:
+            row = connection.execute(_LISTED_BY_ID, {"run_id": run_id}).one_or_none()
+            return None if row is None else (ListedRun.of(row), self.transitions([run_id])[run_id])
 
     def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
         """How many of these runs, by default of all, are in each status; zero where none is."""
-        query = filtered(where).with_only_columns(runs.c.status, func.count()).group_by(runs.c.status)
+        query = counted(_STATUS_COUNTS, where).group_by(runs.c.status)
         with self._database.read() as connection:
             found = connection.execute(query).all()
         return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}

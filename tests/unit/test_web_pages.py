@@ -308,7 +308,7 @@ async def test_a_database_that_is_away_is_a_page_too(api: ApiService, browser: B
     def away(*_: object) -> None:
         raise DatabaseUnavailable("gone")
 
-    monkeypatch.setattr(api.context.runs, "find", away)
+    monkeypatch.setattr(api.context.runs, "page", away)
     answer = await browser.http.get("/runs")
     assert answer.status_code == 503 and "Try again" in answer.text and answer.headers["retry-after"] == "2"
 
