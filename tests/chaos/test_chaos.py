@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from everstep.runs import RunHandle
 from tests.chaos.faults import plan, strike
-from tests.chaos.replay import replay, segments
+from tests.chaos.replay import Segments, replay, segments
 from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
@@ -61,6 +61,19 @@ def num_fds() -> dict[tuple[int, float], int]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Segments], dict[str, torch.Tensor]]:
+    """The weights after a history's stretches in peace; many histories have the same."""
+    found: dict[Segments, dict[str, torch.Tensor]] = {}
+
+    def weights_after(stretches: Segments) -> dict[str, torch.Tensor]:
+        if stretches not in found:
+            found[stretches] = replay(stretches, spec("replay", max(WORLDS)), tmp_path_factory.mktemp("replay"))
+        return found[stretches]
+
+    return weights_after
+
+
 def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
     path = run.download_checkpoint("latest", directory) / "model.pt"
     loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
@@ -75,7 +88,13 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
     ],
     indirect=["cluster"],
 )
-def test_seeded_faults(seed: int, cluster: ServiceProcess, num_fds: dict[tuple[int, float], int], tmp_path: Path) -> None:
+def test_seeded_faults(
+    seed: int,
+    cluster: ServiceProcess,
+    num_fds: dict[tuple[int, float], int],
+    replayed: Callable[[Segments], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
     world = world_of(seed)
     cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
@@ -83,11 +102,11 @@ def test_seeded_faults(seed: int, cluster: ServiceProcess, num_fds: dict[tuple[i
     run.wait(timeout_s=240)
 
     stretches = segments(run)
-    print(json.dumps({"seed": seed, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
+    print(json.dumps({"seed": seed, "world": world, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
     assert run.step == EPOCHS * STEPS_PER_EPOCH
     assert_every_sample_counted_once(run, EPOCHS)
     _check_steps(run)
-    found, expected = weights(run, tmp_path / "found"), replay(stretches, spec("replay", world), tmp_path)
+    found, expected = weights(run, tmp_path), replayed(stretches)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)
