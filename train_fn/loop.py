@@ -9,10 +9,10 @@ import traceback
 import torch
 
 from everstep.events import EventKind
-from storage.run_dir import CheckpointName
+from storage.run_dir import CheckpointName, Stop
 from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count

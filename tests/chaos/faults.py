@@ -24,6 +24,7 @@ _WEIGHTS = {
     "service_stopped": 1,
 }
 """How often each kind comes. A rank that is stopped stays so; the others go on after ``STOPPED_S``."""
+KINDS = tuple(_WEIGHTS)
 STOPPED_S = 4.0
 
 
@@ -119,7 +120,7 @@ def _stop_node(service: ServiceProcess, node_id: str) -> str | None:
     raylet = psutil.Process(found[0]["raylet_pid"])
     told = _stop_for_a_while([raylet.pid, *(child.pid for child in raylet.children(recursive=True))], f"node {node_id[:8]}")
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
-        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+        service.refill()
     return told
 
 
@@ -129,14 +130,5 @@ def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
         return None
     service.kill_node(node_id)
     wait_for(lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]}, 20, "the keeper's notice")
-    os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+    service.refill()
     return f"node {node_id[:8]}"
-
-
-def whole(service: ServiceProcess, num_nodes: int) -> bool:
-    """Whether the cluster has all its nodes beside the head; asks its keeper for those that are missing."""
-    missing = num_nodes - len([node for node in service.cluster()["nodes"] if not node["is_head"]])
-    if missing:
-        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
-        time.sleep(0.5)
-    return not missing

@@ -25,15 +25,15 @@ from everstep.client import Client
 from everstep.errors import Conflict, EverstepError, InvalidSpec
 from everstep.runs import RunHandle
 from everstep.wire import RunStatus
-from tests.chaos.faults import KINDS, NUM_NODES, Fault, strike, whole
+from tests.chaos.faults import KINDS, Fault, strike
 from tests.chaos.history_checker import Expected, of_fault, strangers, violations
 from tests.chaos.replay import replay, segments
 from tests.chaos.soak_report import write_report
+from tests.digits_run import SAMPLES, STEPS_PER_EPOCH
 from tests.service_process import ServiceProcess, wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
-SAMPLES = 1437
-STEPS_PER_EPOCH = 12
+NUM_NODES = 3
 LIVE = 4
 MEAN_PAUSE_S = 6.0
 DRAINED_S = 8.0
@@ -287,7 +287,7 @@ def main() -> int:
     record = Record(options.seed, options.minutes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     with ServiceProcess(nodes=NUM_NODES) as service, tempfile.TemporaryDirectory() as scratch:
-        wait_for(lambda: whole(service), 60, "a whole cluster")
+        service.mend()
         Soak(service, record).run(60 * options.minutes)
         replays(record, options.replays, Path(scratch))
     text = write_report(record, options.report)

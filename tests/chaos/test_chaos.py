@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from everstep.runs import RunHandle
-from tests.chaos.faults import plan, strike, whole
-from tests.chaos.replay import replay, segments
+from tests.chaos.faults import plan, strike
+from tests.chaos.replay import Segments, replay, segments
+from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
-EPOCHS, STEPS_PER_EPOCH = 12, 12
+EPOCHS = 12
 SHORT_SEEDS = (5,)
 LONG_SEEDS = tuple(sorted((seed for seed in range(100) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
 WORLDS = (5, 2, 3)
@@ -60,6 +61,19 @@ def num_fds() -> dict[tuple[int, float], int]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Segments], dict[str, torch.Tensor]]:
+    """The weights after a history's stretches in peace; many histories have the same."""
+    found: dict[Segments, dict[str, torch.Tensor]] = {}
+
+    def weights_after(stretches: Segments) -> dict[str, torch.Tensor]:
+        if stretches not in found:
+            found[stretches] = replay(stretches, spec("replay", max(WORLDS)), tmp_path_factory.mktemp("replay"))
+        return found[stretches]
+
+    return weights_after
+
+
 def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
     path = run.download_checkpoint("latest", directory) / "model.pt"
     loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
@@ -74,19 +88,25 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
     ],
     indirect=["cluster"],
 )
-def test_seeded_faults(seed: int, cluster: ServiceProcess, num_fds: dict[tuple[int, float], int], tmp_path: Path) -> None:
+def test_seeded_faults(
+    seed: int,
+    cluster: ServiceProcess,
+    num_fds: dict[tuple[int, float], int],
+    replayed: Callable[[Segments], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
     world = world_of(seed)
-    wait_for(lambda: whole(cluster, world), 60, "a whole cluster")
+    cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
     run.wait(timeout_s=240)
 
     stretches = segments(run)
-    print(json.dumps({"seed": seed, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
+    print(json.dumps({"seed": seed, "world": world, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
     assert run.step == EPOCHS * STEPS_PER_EPOCH
-    _check_samples(run)
+    assert_every_sample_counted_once(run, EPOCHS)
     _check_steps(run)
-    found, expected = weights(run, tmp_path / "found"), replay(stretches, spec("replay", world), tmp_path)
+    found, expected = weights(run, tmp_path), replayed(stretches)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)
@@ -113,14 +133,8 @@ def _told(run: RunHandle) -> list[dict[str, Any]]:
     return told
 
 
-def _check_samples(run: RunHandle) -> None:
-    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
-    assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(EPOCHS)]
-
-
 def _check_steps(run: RunHandle) -> None:
-    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
-    assert steps == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    assert_every_step_is_there_once(run, EPOCHS)
     seqs = [event.seq for event in run.events()]
     assert seqs == list(range(1, len(seqs) + 1))
 

@@ -5,11 +5,13 @@ Real processes on a real cluster under a real driver. Part of ``make chaos``; ``
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -98,10 +100,18 @@ def test_a_rank_struck_in_any_phase(
             run.wait_for(lambda: run.of(EventKind.ATTEMPT_STARTED), "the ranks' processes")
             os.kill(run.worker(world - 1)["pid"], how)
         assert run.wait_for_end() == 0, run.describe()
+        print(json.dumps({"phase": phase, "world": world, "how": how.name, "failures": _told(run)}))
         _check(run, world, phase)
         assert_same(final_state(run.run_dir), reference(world))
     finally:
         run.stop()
+
+
+def _told(run: DrivenRun) -> list[tuple[Any, ...]]:
+    """Verdict, rank, steps lost and seconds of each failure, for the record."""
+    failures = [(event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)]
+    recovered = [(event.data["steps_lost"], event.data["recovery_s"]) for event in run.of(EventKind.RECOVERED)]
+    return [(*failure, *after) for failure, after in zip_longest(failures, recovered, fillvalue=())]
 
 
 def _check(run: DrivenRun, world: int, phase: str) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.rank_error import ErrorKind, RankError, RankFailure, describe_error
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
+from train_fn.ray_train.rank_reports import place_of, with_answer, with_end, with_error
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
     PlacementGroupHandle,
@@ -31,14 +32,13 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
-from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
-from train_fn.recovery.apart import nodes_apart
+from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
+from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
 from train_fn.verdict import RankReport
-from train_fn.worker import versions
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement: Placement,
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
-        on_apart: Callable[[list[str]], None],
+        on_apart: LeaveOut,
+        fitness: Fitness,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -92,6 +93,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._look_at_nodes = look
         self._on_created = on_created
         self._on_apart = on_apart
+        self._fitness = fitness
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -179,16 +181,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         launch = dataclasses.replace(self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles}))
         readiness = [actor.prepare.remote(launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
-        try:
-            ready: list[RankReady] = ray.get(readiness, timeout=self._settings.group_start_s)
-            metas = ray.get(metadata, timeout=self._settings.group_start_s)
-        except RayError as exc:
-            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        self._check_versions(ready, metas)
-        self.start_reports = _unreachable(ready, metas)
-        if self.start_reports:
-            raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
-        self._check_reach(metas)
+        ready: list[RankReady] = prepared(readiness, self._settings)
+        metas = prepared(metadata, self._settings)
+        check_versions(ready, metas, self._on_apart)
+        self._begin_only_without(network_reports(ready, metas))
+        check_reach(self._actors, metas, self._nodes, self._settings, self._on_apart)
+        self._begin_only_without(self._fitness.look(self._actors, metas))
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -199,36 +197,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created(self, self._ranked)
         return self._ranked
 
-    def _check_versions(self, ready: list[RankReady], metas: list[Any]) -> None:
-        """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
-        own = versions()
-        others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
-        if others:
-            self._on_apart(list(others))
-            found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
-            raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
-
-    def _check_reach(self, metas: list[Any]) -> None:
-        """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
-        first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(self._actors, metas, strict=True)))}
-        places = {node_id: (self._nodes[node_id].ip, self._nodes[node_id].port) for node_id in first_on if node_id in self._nodes}
-        if len({ip for ip, _ in places.values()}) < 2:
-            return
-        asked = list(places)
-        tries = [first_on[node_id].reach.remote(list(places.values()), self._settings.probe_timeout_s) for node_id in asked]
-        try:
-            answers: list[list[bool]] = ray.get(tries, timeout=self._settings.group_start_s)
-        except RayError as exc:
-            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        unreached = {
-            node_id: [other for other, reached in zip(asked, answer, strict=True) if not reached]
-            for node_id, answer in zip(asked, answers, strict=True)
-        }
-        apart = nodes_apart(unreached)
-        if apart:
-            self._on_apart(apart)
-            broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
-            raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
+    def _begin_only_without(self, reports: tuple[RankReport, ...]) -> None:
+        """Give the start up where there are reports on ranks that cannot do their part."""
+        self.start_reports = reports
+        if reports:
+            raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
 
@@ -324,11 +297,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         waiting: dict[Any, int] = {}
         nodes = {node.node_id: node for node in self._look_at_nodes()}
         for rank, worker in enumerate(workers):
-            report = dataclasses.replace(_place_of(rank, worker, nodes), still_running=True)
+            report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
                 report = dataclasses.replace(report, died=True, still_running=False)
             status = polled.get(rank)
-            reports[rank] = _with_error(report, status.error if status else None)
+            reports[rank] = with_error(report, status.error if status else None)
             if reports[rank].unresponsive:
                 ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
@@ -354,7 +327,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, 0.25))
             for ref in done:
                 rank = waiting.pop(ref)
-                reports[rank], stacks[rank] = _with_end(reports[rank], ref)
+                reports[rank], stacks[rank] = with_end(reports[rank], ref)
                 if reports[rank].still_running:
                     asked_at[rank] = time.monotonic()
                     waiting[self.get_workers()[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
@@ -412,8 +385,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         nodes = {node.node_id: node for node in self._look_at_nodes()}
         reports = []
         for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
-            report = _place_of(rank, worker, nodes)
-            reports.append(report if ping not in ready else _with_answer(report, ping))
+            report = place_of(rank, worker, nodes)
+            reports.append(report if ping not in ready else with_answer(report, ping))
         return tuple(reports)
 
 
@@ -426,60 +399,3 @@ def _is_missed(error: Any) -> bool:
     if isinstance(error, WorkerHealthCheckFailedError):
         return isinstance(error.health_check_failure, ActorUnavailableError)
     return isinstance(error, WorkerHealthCheckTimeoutError)
-
-
-def _unreachable(ready: list[RankReady], metas: list[Any]) -> tuple[RankReport, ...]:
-    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
-    reports = []
-    for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
-        if rank.problem is not None:
-            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
-            reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
-    return tuple(reports)
-
-
-def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
-    """What is known of a rank from where it ran; a node that the cluster no longer names is not alive."""
-    node = nodes.get(worker.metadata.node_id)
-    return RankReport(
-        rank=rank,
-        node_id=worker.metadata.node_id,
-        pid=worker.metadata.pid,
-        node_alive=node is not None and node.reachable,
-        node_draining=node is not None and node.draining,
-    )
-
-
-def _with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
-    """``report`` with how its rank ended, and the stack of one that has not."""
-    try:
-        end: RankEnd = ray.get(ref)
-    except Exception as exc:
-        return _with_error(report, exc), None
-    if end.error is not None:
-        report = _with_error(report, end.error)
-    return dataclasses.replace(report, still_running=not end.ended), end.stack
-
-
-def _with_error(report: RankReport, error: BaseException | None) -> RankReport:
-    """``report`` with what an error, as polled or as raised by a call, says of its rank."""
-    if isinstance(error, WorkerHealthCheckFailedError):
-        error = error.health_check_failure
-    error = getattr(error, "_base_exc", error)
-    if error is None:
-        return report
-    if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
-        return dataclasses.replace(report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False)
-    if isinstance(error, RayActorError):
-        return dataclasses.replace(report, died=True, death=str(error), preempted=bool(error.preempted), still_running=False)
-    if isinstance(error, RankFailure):
-        return dataclasses.replace(report, error=error.error)
-    return dataclasses.replace(report, error=describe_error(error, report.rank))
-
-
-def _with_answer(report: RankReport, ping: Any) -> RankReport:
-    try:
-        ray.get(ping)
-    except RayActorError as exc:
-        return _with_error(report, exc)
-    return report
