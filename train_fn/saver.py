@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,8 @@ FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
+WRITER_NICENESS = 10
+"""By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +197,8 @@ class Saver:
     # -- the saver's thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.nice(WRITER_NICENESS)
         while (save := self._next()) is not None:
             while (error := self._write(save)) is not None and self._try_again(save, error):
                 pass
