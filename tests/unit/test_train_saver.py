@@ -244,7 +244,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         saver.offer(due=due or step == 1, is_best=False)
     saver.close()
     committed = ctx.run_dir.checkpoints.list()
-    assert committed[0].step == 1 and committed[-1].step > 4 and copies.most_held == 1
+    assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, "saves overlapped with steps"
     for manifest in committed:
         saved = load_checkpoint(ctx.run_dir, manifest)
         number = (manifest.step - 1) % MOST + 1
