@@ -18,6 +18,8 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
+from service.db.shared_commits import SharedCommits, WriterTimeout
+
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
@@ -72,8 +74,8 @@ class Database:
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
-        # SQLite has one writer at a time. Waiting on a lock is fair and wakes at once; its own busy handler sleeps and races.
-        self._writer: threading.Lock | None = threading.Lock() if self.is_sqlite else None
+        # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
+        self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
         self._reading = threading.local()
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
@@ -115,10 +117,12 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that commits when the block ends, and rolls back when it raises."""
-        with _mapped_errors(), _held(self._writer), self._engine.connect() as connection:
-            connection = connection.execution_options(everstep_begin="BEGIN IMMEDIATE")
-            with connection.begin():
+        """A transaction that is committed when the block has ended, and undone when it raises.
+
+        On SQLite several threads' may be committed at once (shared_commits.py).
+        """
+        with _mapped_errors():
+            with self._engine.begin() if self._shared_commits is None else self._shared_commits.write() as connection:
                 if self._guard is not None:
                     self._guard(connection)
                 yield connection
@@ -166,23 +170,12 @@ _POSTGRESQL_OPTIONS: Final = {
 
 
 @contextmanager
-def _held(lock: threading.Lock | None) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
-    if not lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
-        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s")
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
 def _mapped_errors() -> Iterator[None]:
     """The one place where the driver's errors become ours. Integrity errors and bugs stay what they are."""
     try:
         yield
+    except WriterTimeout as exc:
+        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s") from exc
     except OperationalError as exc:
         raise DatabaseUnavailable(str(exc.orig)) from exc
     except DBAPIError as exc:
