@@ -26,11 +26,6 @@ from service.db.run_lookup import Place, RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
 
-PIP_DENIED: Final = (
-    "is denied by this service; leave it out or set it to null, and have packages installed on the nodes or put them into your "
-    "code. The operator allows it by EVERSTEP_ALLOW_PIP=1"
-)
-
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
@@ -65,8 +60,7 @@ async def submitted(context: ApiContext, caller: Principal, raw: object, idempot
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
-    if spec.runtime_env is not None and not context.allow_pip:
-        raise InvalidSpec((FieldError(("runtime_env",), PIP_DENIED),))
+    context.pip_rule.check(spec)
     if spec.notify is not None and not context.notify.allows(spec.notify.url):
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from pydantic_core import from_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError, SQLAlchemyError
 
 from service.db.shared_commits import SharedCommits, WriterTimeout
 
@@ -24,6 +26,8 @@ MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
 CONNECT_TIMEOUT_S: Final = 5
+IDLE_S: Final = 1.0
+"""After so long without use a connection to PostgreSQL is tried out before it is used again."""
 _MIGRATION_LOCK: Final = 0x65766572_73746570
 """Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the same moment."""
 
@@ -69,7 +73,6 @@ class Database:
             self.url,
             pool_size=POOL_SIZE,
             max_overflow=POOL_SIZE,
-            pool_pre_ping=not self.is_sqlite,
             json_serializer=_dumps,
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
@@ -80,6 +83,9 @@ class Database:
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
+        else:
+            event.listen(self._engine, "checkin", _note_use)
+            event.listen(self._engine, "checkout", _try_out)
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
@@ -203,6 +209,25 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql(connection.get_execution_options().get("everstep_begin", "BEGIN"))
+
+
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _try_out(connection: Any, record: Any, _proxy: object) -> None:
+    """See that a connection that was not used for a while still is one; the pool makes another where it is not.
+
+    One that was used just now is not asked, which would cost each request a question of its own.
+    """
+    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
+        return
+    try:
+        connection.autocommit = True
+        connection.execute("SELECT 1")
+        connection.autocommit = False
+    except connection.Error as exc:
+        raise DisconnectionError from exc
 
 
 def _dumps(value: Any) -> str:
