@@ -29,6 +29,7 @@ import psutil
 from benchmarks import report
 from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
 from benchmarks.http_loop import Connection, closed_loop, percentile
+from benchmarks.ray_stand_in import ray_stand_in
 from everstep.events import EventKind
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
@@ -36,7 +37,7 @@ from storage.filesystem import open_storage
 from storage.journal import JournalEvent, JournalWriter
 from tests.service_process import free_port, wait_for
 from tests.unit import postgres_server
-from tests.unit.fake_ray import FakeRay, serving
+from tests.unit.fake_ray import FakeRay
 
 CLIENTS: Final = 16
 FOLLOWERS: Final = 500
@@ -45,11 +46,18 @@ FOLLOWERS: Final = 500
 class Service:
     """``python -m service.serve`` on a database and a stand-in for Ray."""
 
-    def __init__(self, home: Path, database_url: str, ray: FakeRay) -> None:
+    def __init__(self, home: Path, database_url: str, ray_url: str) -> None:
         self.home, self.port = home, free_port()
-        command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray.url]
+        command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray_url]
         command += ["--database", database_url, "--storage", str(home / "storage")]
-        env = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, "EVERSTEP_RATE_PER_S": "0"}
+        # Seeded runs have no directories in which checkpoints could be read back.
+        env = {
+            **os.environ,
+            "EVERSTEP_SCRUB_MB_PER_S": "0",
+            "EVERSTEP_HOME": str(home),
+            "RAY_AUTH_TOKEN": FakeRay.token,
+            "EVERSTEP_RATE_PER_S": "0",
+        }
         with (home / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         wait_for(self._is_ready, 60, "the service's /readyz")
@@ -86,7 +94,7 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Service, Seeded]]
     server = postgres_server.running(programs, durable=True) if kind == "postgresql" and programs else nullcontext()
     try:
         with ExitStack() as stack:
-            postgresql, ray = stack.enter_context(server), stack.enter_context(serving(FakeRay()))
+            postgresql, ray = stack.enter_context(server), stack.enter_context(ray_stand_in())
             url = stack.enter_context(postgresql.database()) if postgresql else f"sqlite:///{home / 'everstep.db'}"
             database = Database(url)
             database.migrate()
@@ -94,7 +102,7 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Service, Seeded]]
             found = seed(database, num_runs)
             database.close()
             print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
-            service = Service(home, url, ray)
+            service = Service(home, url, ray.url)
             stack.callback(service.stop)
             yield service, found
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 from alembic import command
 from alembic.config import Config
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
@@ -73,7 +72,7 @@ class Database:
             self.url,
             pool_size=POOL_SIZE,
             max_overflow=POOL_SIZE,
-            json_serializer=_dumps,
+            json_serializer=encoded,
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
@@ -203,7 +202,7 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA cache_size=-32768")
+    cursor.execute("PRAGMA cache_size=-8192")
     cursor.close()
 
 
@@ -230,5 +229,6 @@ def _try_out(connection: Any, record: Any, _proxy: object) -> None:
         raise DisconnectionError from exc
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def encoded(value: Any) -> str:
+    """What a column of JSON is given; what is no number is null there."""
+    return to_json(value, inf_nan_mode="null").decode()

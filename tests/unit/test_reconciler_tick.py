@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,8 +19,10 @@ from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
 from storage.journal import read_journal
 from storage.run_dir import RunDir
 from tests.unit.fake_ray import HANGS_S, FakeRay
-from tests.unit.reconciler_fixtures import SetPatience
 from tests.unit.reconciler_world import World, world
+
+if TYPE_CHECKING:  # the plugin is to be imported by pytest
+    from tests.unit.reconciler_fixtures import SetPatience
 
 pytest_plugins = ["tests.unit.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")
