@@ -21,6 +21,7 @@ from types import FrameType
 
 import structlog
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from service.api.context import ApiContext
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_tls(settings)
             storage, database = opened(settings)
             with running_cluster(settings) as supervisor:
-                asyncio.run(serve(settings, listener, storage, database, supervisor))
+                # uvicorn takes this loop by itself only where it makes the loop.
+                uvloop.run(serve(settings, listener, storage, database, supervisor))
     except cannot_start as exc:
         print(f"everstep serve: {exc}", file=sys.stderr)
         return EXIT_CANNOT_START

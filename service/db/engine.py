@@ -109,9 +109,7 @@ class Database:
             yield begun
             return
         with _mapped_errors(), self._engine.connect() as connection:
-            if self.is_sqlite:
-                connection = connection.execution_options(everstep_begin="BEGIN")
-            else:
+            if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
                 self._reading.connection = connection
