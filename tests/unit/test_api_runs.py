@@ -15,6 +15,8 @@ import pytest
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from everstep.wire import Problem, Run
+from service.api.kept_answers import KeptAnswers
+from service.db.rows import RunHead
 from tests.unit.api_service import NOON, ApiService, spec
 
 
@@ -368,3 +370,31 @@ async def test_a_database_that_is_away(api: ApiService, tmp_path: Path) -> None:
     answer = await api.http.get(f"/v1/runs/{run_id}")
     problem(answer, 503, "database_unavailable")
     assert answer.headers["retry-after"] == "2"
+
+
+async def test_what_was_answered_of_an_ended_run_is_answered_again_until_it_changes(api: ApiService) -> None:
+    ended, waiting = await api.create(name="ended"), await api.create(name="waiting")
+    await api.http.post(f"/v1/runs/{ended}/cancel")
+    first = await api.get("/v1/runs")
+    assert await api.get("/v1/runs") == first
+    assert first["items"] == [await api.get(f"/v1/runs/{run_id}") for run_id in sorted((ended, waiting), reverse=True)]
+    await api.http.post(f"/v1/runs/{waiting}/cancel")
+    api.cluster.dashboard_url = "http://elsewhere:8265"
+    second = {run["id"]: run for run in (await api.get("/v1/runs"))["items"]}
+    assert {run["status"] for run in second.values()} == {"CANCELLED"}
+    assert {run["links"]["ray_dashboard"] for run in second.values()} == {"http://elsewhere:8265"}
+    assert (await api.http.delete(f"/v1/runs/{ended}")).status_code == 204
+    assert [run["id"] for run in (await api.get("/v1/runs"))["items"]] == [waiting]
+
+
+def test_answers_that_were_not_asked_for_longest_make_room() -> None:
+    kept = KeptAnswers(most_bytes=2000)
+    heads = [RunHead(f"run_{index}", 0.0, 1) for index in range(3)]
+    for head in heads[:2]:
+        kept.keep(head, "x", b"a" * 600)
+    assert kept.get(heads[0], "x") == b"a" * 600
+    kept.keep(heads[2], "x", b"b" * 600)
+    assert [kept.get(head, "x") is not None for head in heads] == [True, False, True]
+    assert kept.get(heads[0], "y") is None and kept.get(heads[0]._replace(row_version=2), "x") is None
+    kept.keep(heads[0], "x", b"c" * 5000)
+    assert [kept.get(head, "x") for head in heads] == [None, None, None], "one that is larger than the room is not kept"
