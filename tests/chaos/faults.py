@@ -37,11 +37,11 @@ class Fault:
     pick: float
 
 
-def plan(seed: int, total_steps: int, most: int = 4) -> list[Fault]:
-    """One to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
+def plan(seed: int, total_steps: int, most: int = 6) -> list[Fault]:
+    """Two to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
     before, that is in its recovery, and half of these at once."""
     random = Random(seed)
-    steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(1, most)))
+    steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most)))
     faults: list[Fault] = []
     for number, step in enumerate(steps):
         [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))

@@ -24,8 +24,8 @@ from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
 EPOCHS, STEPS_PER_EPOCH = 12, 12
-SHORT_SEEDS = (5,)
-LONG_SEEDS = tuple(sorted((seed for seed in range(100) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
+SHORT_SEEDS = (19,)
+LONG_SEEDS = tuple(sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
 WORLDS = (5, 2, 3)
 """Ranks of a seed, by its remainder; seeds of one size come together, so that they share a cluster."""
 MORE_FDS = 12
@@ -145,10 +145,10 @@ def _check_steps(run: RunHandle) -> None:
 
 
 def _check_steps_lost(run: RunHandle) -> None:
-    """None where a rank survived, that is, where one left its step only because a peer was gone."""
+    """None where a rank survived, that is, where one left its step only because a peer, or the driver, was gone."""
     for failure in run.failures():
         survived = any(rank["state"] == "collateral" for rank in (failure.evidence or {}).get("ranks", ()))
-        assert not (survived and failure.steps_lost), failure
+        assert not ((survived or failure.verdict == "control_plane") and failure.steps_lost), failure
 
 
 def _check_nothing_left(service: ServiceProcess, run: RunHandle) -> None:

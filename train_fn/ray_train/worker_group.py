@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.rank_error import ErrorKind, RankError, RankFailure, describe_error
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
+from train_fn.ray_train.rank_reports import place_of, unreachable, with_answer, with_end, with_error
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
     PlacementGroupHandle,
@@ -31,7 +31,8 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
-from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankEnd, RankReady
+from train_fn.ray_train.stopped import find_stopped
+from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
 from train_fn.recovery.apart import nodes_apart
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
@@ -132,8 +133,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             overdue.cancel()
 
     def _give_up_start(self) -> None:
-        """On a timer's thread: with its actors dead, the start fails instead of waiting on."""
+        """On a timer's thread: with its actors dead, the start fails instead of waiting on.
+
+        Who answers says nothing of who holds the others up: they all wait for each other. Their nodes know who is stopped.
+        """
         logger.warning("the worker group did not start within %g s; its processes are killed", self._settings.group_start_s)
+        self.start_reports = self.start_reports or self._look_at_overdue_start()
         for actor in list(self._actors):
             ray.kill(actor)
 
@@ -185,7 +190,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         except RayError as exc:
             raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
         self._check_versions(ready, metas)
-        self.start_reports = _unreachable(ready, metas)
+        self.start_reports = unreachable(ready, metas)
         if self.start_reports:
             raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
         self._check_reach(metas)
@@ -324,11 +329,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         waiting: dict[Any, int] = {}
         nodes = {node.node_id: node for node in self._look_at_nodes()}
         for rank, worker in enumerate(workers):
-            report = dataclasses.replace(_place_of(rank, worker, nodes), still_running=True)
+            report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
                 report = dataclasses.replace(report, died=True, still_running=False)
             status = polled.get(rank)
-            reports[rank] = _with_error(report, status.error if status else None)
+            reports[rank] = with_error(report, status.error if status else None)
             if reports[rank].unresponsive:
                 ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
             if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
@@ -354,7 +359,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, 0.25))
             for ref in done:
                 rank = waiting.pop(ref)
-                reports[rank], stacks[rank] = _with_end(reports[rank], ref)
+                reports[rank], stacks[rank] = with_end(reports[rank], ref)
                 if reports[rank].still_running:
                     asked_at[rank] = time.monotonic()
                     waiting[self.get_workers()[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
@@ -403,6 +408,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ray.kill(actor)
         self._actors = []
 
+    def _look_at_overdue_start(self) -> tuple[RankReport, ...]:
+        """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+            reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(self._ranked)]
+            by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
+            found = find_stopped(by_node)
+        except Exception as exc:  # the ranks are to be killed all the same
+            logger.warning("it could not be seen which ranks hold the start up: %s", exc)
+            return ()
+        held_up = [(report.node_id, report.pid) not in found for report in reports]
+        return tuple(
+            dataclasses.replace(report, unresponsive=not waits, still_running=waits)
+            for report, waits in zip(reports, held_up, strict=True)
+        )
+
     def _look_after_failed_start(self) -> tuple[RankReport, ...]:
         """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
         if not self._ranked:
@@ -412,8 +433,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         nodes = {node.node_id: node for node in self._look_at_nodes()}
         reports = []
         for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
-            report = _place_of(rank, worker, nodes)
-            reports.append(report if ping not in ready else _with_answer(report, ping))
+            report = place_of(rank, worker, nodes)
+            reports.append(report if ping not in ready else with_answer(report, ping))
         return tuple(reports)
 
 
@@ -426,60 +447,3 @@ def _is_missed(error: Any) -> bool:
     if isinstance(error, WorkerHealthCheckFailedError):
         return isinstance(error.health_check_failure, ActorUnavailableError)
     return isinstance(error, WorkerHealthCheckTimeoutError)
-
-
-def _unreachable(ready: list[RankReady], metas: list[Any]) -> tuple[RankReport, ...]:
-    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
-    reports = []
-    for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
-        if rank.problem is not None:
-            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
-            reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
-    return tuple(reports)
-
-
-def _place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
-    """What is known of a rank from where it ran; a node that the cluster no longer names is not alive."""
-    node = nodes.get(worker.metadata.node_id)
-    return RankReport(
-        rank=rank,
-        node_id=worker.metadata.node_id,
-        pid=worker.metadata.pid,
-        node_alive=node is not None and node.reachable,
-        node_draining=node is not None and node.draining,
-    )
-
-
-def _with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
-    """``report`` with how its rank ended, and the stack of one that has not."""
-    try:
-        end: RankEnd = ray.get(ref)
-    except Exception as exc:
-        return _with_error(report, exc), None
-    if end.error is not None:
-        report = _with_error(report, end.error)
-    return dataclasses.replace(report, still_running=not end.ended), end.stack
-
-
-def _with_error(report: RankReport, error: BaseException | None) -> RankReport:
-    """``report`` with what an error, as polled or as raised by a call, says of its rank."""
-    if isinstance(error, WorkerHealthCheckFailedError):
-        error = error.health_check_failure
-    error = getattr(error, "_base_exc", error)
-    if error is None:
-        return report
-    if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
-        return dataclasses.replace(report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False)
-    if isinstance(error, RayActorError):
-        return dataclasses.replace(report, died=True, death=str(error), preempted=bool(error.preempted), still_running=False)
-    if isinstance(error, RankFailure):
-        return dataclasses.replace(report, error=error.error)
-    return dataclasses.replace(report, error=describe_error(error, report.rank))
-
-
-def _with_answer(report: RankReport, ping: Any) -> RankReport:
-    try:
-        ray.get(ping)
-    except RayActorError as exc:
-        return _with_error(report, exc)
-    return report
