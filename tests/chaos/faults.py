@@ -13,7 +13,7 @@ import psutil
 from everstep.runs import RunHandle
 from tests.service_process import ServiceProcess, wait_for
 
-_WEIGHTS = {
+WEIGHTS = {
     "rank_killed": 6,
     "rank_stopped": 2,
     "node_killed": 3,
@@ -44,7 +44,7 @@ def plan(seed: int, total_steps: int, most: int = 6) -> list[Fault]:
     steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most)))
     faults: list[Fault] = []
     for number, step in enumerate(steps):
-        [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        [kind] = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         follows = number > 0 and random.random() < 1 / 3
         step = faults[-1].step if follows else step
         delay_s = random.choice([0.0, random.uniform(0.0, 1.0)]) if follows else random.uniform(0.0, 0.3)
@@ -83,7 +83,8 @@ def strike(fault: Fault, service: ServiceProcess, run: RunHandle) -> str | None:
 
 
 def _reach(step: int, run: RunHandle) -> bool:
-    wait_for(lambda: run.refresh().status.terminal or run.step >= step, 240, f"step {step} of {run.id} ({run.status})")
+    reached = f"step {step} of {run.id} ({run.status})"
+    wait_for(lambda: run.refresh().status.terminal or run.step >= step, 240, reached, every_s=0.1)
     return not run.status.terminal
 
 

@@ -25,7 +25,7 @@ from everstep.client import Client
 from everstep.errors import Conflict, EverstepError, InvalidSpec
 from everstep.runs import RunHandle
 from everstep.wire import RunStatus
-from tests.chaos.faults import KINDS, NUM_NODES, Fault, strike, whole
+from tests.chaos.faults import WEIGHTS, Fault, strike, whole
 from tests.chaos.history_checker import Expected, of_fault, strangers, violations
 from tests.chaos.replay import replay, segments
 from tests.chaos.soak_report import write_report
@@ -56,6 +56,7 @@ class Raises(DigitsTask):
         return super().loss(model, batch)
 """
 """What a submitter got wrong: the run must end FAILED, and be the only sort that does."""
+NUM_NODES = 3
 FAULTS = {"rank_killed": 6, "rank_stopped": 1, "node_killed": 2, "driver_killed": 2, "service_killed": 1, "node_drained": 2}
 FAULTS |= {"checkpoint_damaged": 1}
 EXPLAINS = {
@@ -212,7 +213,7 @@ class Soak:
                 self.record.violations.append(words)
 
     def _done(self, kind: str, victim: SoakRun) -> bool:
-        if kind in KINDS:
+        if kind in WEIGHTS:
             return strike(Fault(kind, 0, 0.0, self.random.random()), self.service, victim.handle) is not None
         attempts = victim.handle.attempts()
         if kind == "node_drained":
@@ -287,7 +288,7 @@ def main() -> int:
     record = Record(options.seed, options.minutes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     with ServiceProcess(nodes=NUM_NODES) as service, tempfile.TemporaryDirectory() as scratch:
-        wait_for(lambda: whole(service), 60, "a whole cluster")
+        wait_for(lambda: whole(service, NUM_NODES), 60, "a whole cluster")
         Soak(service, record).run(60 * options.minutes)
         replays(record, options.replays, Path(scratch))
     text = write_report(record, options.report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.chaos.replay import Segments, replay, segments
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
-EPOCHS, STEPS_PER_EPOCH = 12, 12
+EPOCHS, STEPS_PER_EPOCH = 24, 12
+MODEL = {"name": "mini_resnet", "args": {"width": 8, "blocks_per_stage": 1}}
 SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
 WORLDS = (5, 2, 3)
@@ -39,19 +41,29 @@ def world_of(seed: int) -> int:
 def spec(name: str, max_workers: int) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "task": {"name": "image_classification", "model": MODEL, "data": {"name": "digits"}},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
         "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
         "scaling": {"min_workers": 1, "max_workers": max_workers},
         "checkpoint": {"every_steps": 10},
-        "recovery": {"hang_timeout_s": 10},
+        "recovery": {"hang_timeout_s": 6},
     }
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[ServiceProcess]:
-    with ServiceProcess(nodes=request.param) as service:
-        yield service
+def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
+    """A service whose cluster has so many nodes: the same one for as long as the same number is asked for."""
+    with ExitStack() as stack:
+        running: dict[int, ServiceProcess] = {}
+
+        def of(num_nodes: int) -> ServiceProcess:
+            if num_nodes not in running:
+                stack.close()
+                running.clear()
+                running[num_nodes] = stack.enter_context(ServiceProcess(nodes=num_nodes))
+            return running[num_nodes]
+
+        yield of
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +92,21 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "cluster"),
+    "seed",
     [
-        pytest.param(seed, world_of(seed), marks=() if seed in SHORT_SEEDS else pytest.mark.chaos, id=f"seed{seed}")
+        pytest.param(seed, marks=() if seed in SHORT_SEEDS else pytest.mark.chaos, id=f"seed{seed}")
         for seed in (*SHORT_SEEDS, *LONG_SEEDS)
     ],
-    indirect=["cluster"],
 )
 def test_seeded_faults(
     seed: int,
-    cluster: ServiceProcess,
+    clusters: Callable[[int], ServiceProcess],
     num_fds: dict[tuple[int, float], int],
     replayed: Callable[[Segments], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
     world = world_of(seed)
+    cluster = clusters(world)
     wait_for(lambda: whole(cluster, world), 60, "a whole cluster")
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
