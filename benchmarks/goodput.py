@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.recovery import GIVE_UP_S, end_cluster, kill, lines, process, scratch
+from benchmarks.recovery import GIVE_UP_S, end_cluster, is_open, kill, lines, process, scratch
 from benchmarks.report import write
 from benchmarks.workloads import WORKLOADS
 from everstep.runs import RunHandle
@@ -36,6 +33,8 @@ NODE_BACK_S = 10.0
 """From a node's death to the start of another."""
 STEPS_BEFORE = 300
 """Steps before the clock starts: past start-up, which a run pays once."""
+LAST_STEP_S = 120.0
+"""Longest wait for a step after the end; a side that makes none in so long is down, and has told all it did."""
 RECENT_S = 3.0
 """A process that made a step within so long is a rank that runs."""
 
@@ -101,6 +100,13 @@ def productive_s(points: Sequence[Point], begin: float, end: float) -> tuple[flo
     return seconds, num_kept, num_again
 
 
+def points_until(side: Side, end: float) -> list[Point]:
+    """Steps done by ``end``, once the records hold them: they hold a later one, or the side makes none any more."""
+    with suppress(TimeoutError):
+        wait_for(lambda: any(point.at > end for point in side.points()), LAST_STEP_S, "a step after the end", every_s=1.0)
+    return [point for point in side.points() if point.at <= end]
+
+
 def measure(side: Side, kills: Sequence[Kill], minutes: int) -> dict[str, Any]:
     """Let the kills happen, and look at what was made of the time."""
     wait_for(lambda: max((point.step for point in side.points()), default=0) >= STEPS_BEFORE, GIVE_UP_S, f"step {STEPS_BEFORE}")
@@ -125,8 +131,7 @@ def measure(side: Side, kills: Sequence[Kill], minutes: int) -> dict[str, Any]:
         act()
         print(f"{time.time() - begin:.0f} s: {done[-1] if done else ''}", flush=True)
     time.sleep(max(0.0, end - time.time()))
-    time.sleep(2.0)  # what was done by then is on its way into the records
-    seconds, num_kept, num_again = productive_s(side.points(), begin, end)
+    seconds, num_kept, num_again = productive_s(points_until(side, end), begin, end)
     return {
         "goodput": round(seconds / (60 * minutes), 4),
         "steps_kept": num_kept,
@@ -167,7 +172,7 @@ class Everstep:
         return True
 
     def add_node(self) -> None:
-        os.kill(self._service.cluster()["keeper_pid"], signal.SIGUSR1)
+        self._service.refill()
 
     def told(self) -> dict[str, Any]:
         self._run.refresh()
@@ -219,7 +224,7 @@ class Torchrun(Lines):
         self._workload, self._stack = workload, stack
         self._num_agents = 0
         self._first = self._start()
-        wait_for(self._holds_rendezvous, GIVE_UP_S, "the rendezvous")
+        wait_for(lambda: is_open(self._endpoint_port), GIVE_UP_S, "the rendezvous")
         self._second = self._start()
 
     def kill(self, what: str, pick: float) -> bool:
@@ -242,10 +247,6 @@ class Torchrun(Lines):
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._endpoint_port}", "--rdzv-id", "bench"]
         command += ["-m", "benchmarks.elastic_torchrun", self._workload, str(self._directory)]
         return self._stack.enter_context(process(command, self._directory / f"agent-{self._num_agents}.log"))
-
-    def _holds_rendezvous(self) -> bool:
-        with socket.socket() as connection:
-            return connection.connect_ex(("127.0.0.1", self._endpoint_port)) == 0
 
 
 class PlainRay(Lines):

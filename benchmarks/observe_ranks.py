@@ -13,8 +13,8 @@ from benchmarks.workloads import WORKLOADS
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from train_fn.context import JournalClient, Stop, WorkerContext
+from storage.run_dir import RunDir, Stop
+from train_fn.context import JournalClient, WorkerContext
 
 WORLD_SIZE = 2
 WARMUP_STEPS = 200

@@ -24,7 +24,7 @@ from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import RunStatus
 from service.db.ids import new_run_id
-from service.db.runs import new_row
+from service.db.new_run import new_row
 from service.db.tables import runs
 from service.reconciler.decide import submission_id
 from service.reconciler.tail import JournalTail

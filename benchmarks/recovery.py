@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -175,9 +176,16 @@ def process(command: list[str], log: Path, env: dict[str, str] | None = None) ->
         child.wait()
 
 
+def is_open(port: int) -> bool:
+    """Whether something listens on a port of loopback."""
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 def torchrun(workload: str, what: str) -> Recovery:
     """Two agents stand for two nodes; the rendezvous is held by the one that lives."""
-    endpoint = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    endpoint = f"127.0.0.1:{port}"
     command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "100"]
     command += [
         "--rdzv-backend",
@@ -193,8 +201,11 @@ def torchrun(workload: str, what: str) -> Recovery:
     with (
         scratch() as directory,
         process([*command, str(directory)], directory / "a.log") as first,
-        process([*command, str(directory)], directory / "b.log") as second,
+        ExitStack() as stack,
     ):
+        # The agent that comes first holds the rendezvous; it is the one that has to live.
+        wait_for(lambda: is_open(port), GIVE_UP_S, "the rendezvous")
+        second = stack.enter_context(process([*command, str(directory)], directory / "b.log"))
         newest = settle(directory)
         worker_of = {
             pid: agent

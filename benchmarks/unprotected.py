@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 from everstep.events import EventKind
-from train_fn.context import Stop, WorkerContext
+from storage.run_dir import Stop
+from train_fn.context import WorkerContext
 from train_fn.driver import main
 from train_fn.loop import Attempt
 from train_fn.optim import lr_factor, set_lr

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from everstep.deployment import AllReduceFacts, DeploymentCheck, DeploymentReport, NodeFacts, ServiceFacts
+from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
 from everstep.wire import ClusterInfo, Readiness
 
 Level = Literal["ok", "warning", "problem"]
@@ -203,10 +204,7 @@ def _network(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Find
             remedy = "Give `ray start --node-ip-address` an address that others reach; see /etc/hosts for the host's own name."
             yield _problem("network", f"{names[node.id]} is known by its loopback address {node.ip}", remedy)
         for variable, value in node.interface_variables.items():
-            exact, wanted = value.startswith("="), value.lstrip("=^").split(",")
-            if value.startswith("^"):
-                continue
-            if not any(name == want if exact else name.startswith(want) for name in node.interfaces for want in wanted):
+            if not lets_through(variable, value, node.interfaces):
                 found = True
                 remedy = f"Its interfaces are {', '.join(node.interfaces)}: set {variable} to one of them, or unset it."
                 yield _problem("network", f"{variable}={value} names no interface of {names[node.id]}", remedy)
@@ -273,7 +271,7 @@ def _all_reduce(facts: AllReduceFacts | None, names: dict[str, str]) -> Iterator
     if facts is None:
         yield _ok("all_reduce", "fewer than two nodes run ranks: nothing to add up")
     elif facts.problem is not None:
-        variable = "NCCL_SOCKET_IFNAME" if facts.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        variable = NCCL_VARIABLE if facts.backend == "nccl" else GLOO_VARIABLE
         remedy = (
             f"Where ports are well, {facts.backend} may have picked the wrong interface: set {variable} in the environment of "
             "`ray start`, see that /etc/hosts does not give the host's name a loopback address, and try again."

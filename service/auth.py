@@ -14,7 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.api.context import ApiContext, Context
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
-from service.db.rows import Role, RunRow, TokenRow, TransitionRow
+from service.db.rows import ListedRun, Role, RunRow, TokenRow, TransitionRow
 from service.db.tokens import TokenStore
 from service.problems import ProblemError, not_found
 
@@ -103,7 +103,7 @@ async def seen_run(run_id: RunPath, request: Request, context: Context, credenti
     """What ``principal`` and ``visible_run`` find, with the run's transitions, in one look at the database instead of three."""
     secret = _secret(credentials)
 
-    def look() -> tuple[TokenRow | None, tuple[RunRow, list[TransitionRow]] | None]:
+    def look() -> tuple[TokenRow | None, SeenRun | None]:
         with context.database.read():
             token = None if secret is None else context.tokens.find(secret)
             return token, None if token is None else context.runs.look(run_id)
@@ -115,7 +115,7 @@ async def seen_run(run_id: RunPath, request: Request, context: Context, credenti
     return found
 
 
-SeenRun = tuple[RunRow, list[TransitionRow]]
+SeenRun = tuple[ListedRun, list[TransitionRow]]
 SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
 
 

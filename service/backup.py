@@ -26,9 +26,9 @@ from sqlalchemy.engine import URL, make_url
 
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
-from service.db.runs import RunFilter, RunStore
+from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
-from service.settings import Settings, SettingsError, home_directory
+from service.settings import Settings, SettingsError, database_url, home_directory
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
 
@@ -246,7 +246,7 @@ def _summary(settings: Settings, storage: Storage, directory: Path) -> Summary:
     database = Database(settings.database_url)
     try:
         kept = CheckpointRecords(database).kept()
-        num_runs = sum(RunStore(database).count_by_status(RunFilter()).values())
+        num_runs = sum(RunStore(database).count_by_status().values())
     finally:
         database.close()
     copied = open_storage(str(directory / _STORAGE)) if (directory / _STORAGE).is_dir() else storage
@@ -263,12 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=("create", "restore"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--database", default=os.environ.get("EVERSTEP_DATABASE", ""), metavar="URL")
+    parser.add_argument("--database", default="", metavar="URL")
     parser.add_argument("--storage", default="", metavar="URI")
     parser.add_argument("--database-only", action="store_true", help="create: leave the storage out")
     given = parser.parse_args(argv)
     try:
-        settings = Settings(home=home_directory(), database_url=given.database, storage_uri=given.storage)
+        settings = Settings(home=home_directory(), database_url=given.database or database_url(), storage_uri=given.storage)
         directory = given.directory.absolute()
         if given.what == "create":
             done = create(settings, directory, with_storage=not given.database_only)

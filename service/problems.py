@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable
+from service.db.idempotency import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded
-from service.db.runs import IdempotencyConflict
 from service.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 

@@ -45,6 +45,8 @@ class StorageRoots:
 
     def check_data(self, spec: RunSpec) -> None:
         """Raises InvalidSpec naming every field with a path on the nodes that lies below no root."""
+        if not self._roots:
+            return
         allowed = ", ".join(self._roots)
         faults = [
             FieldError(loc, f"{path!r} lies below none of the roots that the operator allows: {allowed}")

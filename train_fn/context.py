@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.run_dir import ProfileOrder, RunDir
-
-Stop = Literal["cancel", "pause"]
+from storage.run_dir import ProfileOrder, RunDir, Stop
 
 
 class JournalClient(Protocol):

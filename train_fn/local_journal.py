@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.events import EventKind
-from storage.run_dir import RunDir
-from train_fn.context import Stop
+from storage.run_dir import RunDir, Stop
 from train_fn.journal import ActorJournalClient, JournalActor
 
 STEPS_EVERY_S = 1.0

@@ -9,10 +9,10 @@ import traceback
 import torch
 
 from everstep.events import EventKind
-from storage.run_dir import CheckpointName
+from storage.run_dir import CheckpointName, Stop
 from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count
@@ -267,7 +267,10 @@ class Attempt:
             problem = "the rank was between two states"
             if state.complete:
                 replica.put_back_buffers()
-                problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
+                try:
+                    problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
+                except BadTask as exc:  # what broke the attempt says more
+                    problem = str(exc)
                 snapshot_step = step if problem is None else None
         if self._profiler is not None:
             self._profiler.give_up()

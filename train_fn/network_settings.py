@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 import psutil
 
-NCCL_VARIABLE, GLOO_VARIABLE = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
 
 
 def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None) -> str | None:
@@ -23,7 +23,7 @@ def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str]
     if not value:
         return None
     known = _interfaces_up() if up is None else up
-    if any(_chooses(variable, value, name) for name in known):
+    if lets_through(variable, value, known):
         return None
     return (
         f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it has "
@@ -35,18 +35,3 @@ def _interfaces_up() -> set[str]:
     internet = (socket.AF_INET, socket.AF_INET6)
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return {name for name, found in psutil.net_if_addrs().items() if name in up and any(one.family in internet for one in found)}
-
-
-def _chooses(variable: str, value: str, name: str) -> bool:
-    """Whether the variable lets an interface through: of gloo by name; of NCCL by prefix, after ``=`` by name, after ``^`` not."""
-    if variable == GLOO_VARIABLE:
-        return name in value.split(",")
-    if value.startswith("^"):
-        return not _begins(value[1:], name)
-    return _begins(value, name)
-
-
-def _begins(value: str, name: str) -> bool:
-    if value.startswith("="):
-        return name in value[1:].split(",")
-    return any(part and name.startswith(part) for part in value.split(","))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import torch
@@ -19,19 +20,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.deployment import StorageFacts, source_digest
+from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE
 from storage import deployment_checks
-from storage.errors import StorageError, StorageNotFound
-from storage.filesystem import Storage, open_storage
+from storage.errors import StorageError
+from storage.filesystem import open_storage
 from train_fn.node_dir import SHARED_MEMORY
 from train_fn.recovery.probe import accepts_connection
+from train_fn.silent_peers import interface_of
+from train_fn.storage_proof import APPEAR_S, appeared
 
-APPEAR_S = 5.0
-"""How long a network filesystem may take to show a file that another node has written."""
 CONNECT_S = 3.0
 ALL_REDUCE_BYTES = 4 << 20
 JOIN_S = 20.0
 """How long nodes may take to find each other for the sum, and one sum may take."""
-_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class NodeProbe:
@@ -46,14 +47,13 @@ class NodeProbe:
     def facts(self, has_gpu: bool) -> dict[str, object]:
         """Fields of ``NodeFacts`` that need nobody else."""
         memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-        addresses = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
         return {
             "hostname": platform.node(),
             "versions": _versions(),
             "source": source_digest(),
-            "interface": next((name for name, found in addresses.items() if self._ip in found), None),
-            "interfaces": tuple(sorted(addresses)),
-            "interface_variables": {name: os.environ[name] for name in _INTERFACE_VARIABLES if os.environ.get(name)},
+            "interface": interface_of(self._ip),
+            "interfaces": tuple(sorted(psutil.net_if_addrs())),
+            "interface_variables": {name: os.environ[name] for name in (NCCL_VARIABLE, GLOO_VARIABLE) if os.environ.get(name)},
             "shared_memory_bytes": memory and memory.total,
             "shared_memory_free_bytes": memory and memory.free,
             "temporary_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
@@ -90,7 +90,7 @@ class NodeProbe:
         deadline = time.monotonic() + APPEAR_S
         for writer in writers:
             try:
-                data = _appeared(storage, check_id, writer, deadline)
+                data = appeared(partial(deployment_checks.read_probe, storage, check_id, writer), deadline)
             except StorageError as exc:
                 return StorageFacts(problem=str(exc))
             if data is None:
@@ -133,16 +133,6 @@ def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> t
             raise RuntimeError(f"the sum over {world_size} nodes is wrong: {values[1:4].tolist()}, not {expected:g}")
         if last:
             return rounds, (time.monotonic() - began) / rounds
-
-
-def _appeared(storage: Storage, check_id: str, writer: str, deadline: float) -> bytes | None:
-    while True:
-        try:
-            return deployment_checks.read_probe(storage, check_id, writer)
-        except StorageNotFound:
-            if time.monotonic() >= deadline:
-                return None
-        time.sleep(0.1)
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,6 +1,6 @@
 """Packages that a run brings (``runtime_env.pip``): installed once a node, beside what is there, and found there by later attempts.
 
-Ray's own runtime_env is not used for it: with one, no idle process could become a rank, and every recovery would take seconds
+Ray's own runtime_env is not used for it: with one, every rank would need a new process, and every recovery would take seconds
 longer. pip says what the node lacks; that is installed into a directory of the requirements' own, which comes last on the path, so
 that nothing which ranks run with is ever replaced.
 """

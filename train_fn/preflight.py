@@ -56,6 +56,17 @@ class Figures:
 def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figures:
     """Compute, fill memory and write; nothing here waits for another node."""
     figures = Figures(rank, os.uname().nodename)
+    size = MATMUL_SIZE[device.type]
+    matrix = torch.ones(size, size, device=device)
+    _enter(figures, "matmul", lambda: _check(float((matrix @ matrix)[-1, -1]) == size, "a product of matrices is wrong"))
+    block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)
+    _enter(figures, "memory", lambda: _check(int(block.fill_(3).sum()) == 3 * block.numel(), "memory gives back other bytes"))
+    _enter(figures, "disk", lambda: _write_through(directory))
+    return figures
+
+
+def look_for_room(figures: Figures, directory: Path) -> None:
+    """Note where this node has less room than training wants."""
     for name, place in (("disk", directory), ("shared memory", shared_memory_root())):
         try:
             free_bytes = shutil.disk_usage(place).free
@@ -67,13 +78,6 @@ def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figur
     available_bytes = psutil.virtual_memory().available
     if available_bytes < KEPT_FREE_BYTES:
         figures.problems.append(f"{available_bytes >> 20} MiB of memory are available")
-    size = MATMUL_SIZE[device.type]
-    matrix = torch.ones(size, size, device=device)
-    _enter(figures, "matmul", lambda: _check(float((matrix @ matrix)[-1, -1]) == size, "a product of matrices is wrong"))
-    block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)
-    _enter(figures, "memory", lambda: _check(int(block.fill_(3).sum()) == 3 * block.numel(), "memory gives back other bytes"))
-    _enter(figures, "disk", lambda: _write_through(directory))
-    return figures
 
 
 def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -> None:
@@ -183,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     figures = look_at_this_node(rank, device, options.directory)
+    look_for_room(figures, options.directory)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout_s))
         look_at_the_links(figures, world_size, device)

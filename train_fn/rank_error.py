@@ -50,6 +50,8 @@ class ErrorKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     STORAGE = "storage"
     """The run's storage could not be read or written."""
+    NODE = "node"
+    """The rank's node cannot train: found out before its ranks began."""
     LOADER_LOST = "loader_lost"
     """A loader process of the rank was killed."""
     HANG = "hang"

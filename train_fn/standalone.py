@@ -40,9 +40,9 @@ from storage.code_store import CodeStore
 from storage.errors import StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.journal import read_journal
-from storage.run_dir import RunDir
+from storage.run_dir import RunDir, Stop
 from train_fn.collectives import Peers
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
 from train_fn.local_journal import LocalJournal, Say, open_local_journal

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from storage.run_dir import Stop
 from train_fn.collectives import Peers
-from train_fn.context import Stop
 from train_fn.ledger import Count
 from train_fn.randomness import MASK64
 

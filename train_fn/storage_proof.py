@@ -7,12 +7,14 @@ node reads those of all others, and they read that of rank 0's node and that of 
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from storage.errors import StorageError, StorageNotFound, StorageUnavailable
-from storage.run_dir import DRIVER_PROBE, RunDir, probe_bytes
+from storage.run_dir import DRIVER_PROBE, probe_bytes
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.errors import StorageNotShared
@@ -96,7 +98,8 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
     """Read what others have written; ``names`` says in words who."""
     try:
         for name, words in names.items():
-            found = _read(ctx.run_dir, ctx.submission, name)
+            read = functools.partial(ctx.run_dir.read_probe, ctx.submission, name)
+            found = appeared(read, time.monotonic() + APPEAR_S)
             if found is None:
                 return _Answer(ctx.node_id, host, differs=f"does not see what {words} has written")
             if found != probe_bytes(ctx.run_dir, ctx.submission, name):
@@ -106,11 +109,11 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
     return _Answer(ctx.node_id, host)
 
 
-def _read(run_dir: RunDir, submission: int, name: str) -> bytes | None:
-    deadline = time.monotonic() + APPEAR_S
+def appeared(read: Callable[[], bytes], deadline: float) -> bytes | None:
+    """What ``read`` finds once it does not raise StorageNotFound; None where it still does at ``deadline``, monotonic seconds."""
     while True:
         try:
-            return run_dir.read_probe(submission, name)
+            return read()
         except StorageNotFound:
             if time.monotonic() >= deadline:
                 return None

@@ -22,11 +22,12 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
+from everstep.interface_choice import GLOO_VARIABLE
 from storage.errors import StorageUnavailable
-from storage.run_dir import ProfileOrder
+from storage.run_dir import ProfileOrder, Stop
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.gpu_use import GpuWatch
 from train_fn.journal import ActorJournalClient, deliver_to
@@ -74,7 +75,7 @@ def _meet_on_the_clusters_network(ip: str, silent_peer_s: float) -> None:
     """Let gloo listen where Ray does, not where the host's name happens to lead; and give up peers that fell silent."""
     interface = interface_of(ip)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(GLOO_VARIABLE, interface)
     watch_peers(ip, silent_peer_s)
 
 

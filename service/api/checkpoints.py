@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Path
@@ -11,6 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
 from service.api.byte_range import asked_range
+from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.auth import ControlledRun, VisibleRun
@@ -74,7 +74,7 @@ async def get_archive(
     etag = f'"{archive.manifest.digest}"'
     wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
     begin, end = wanted or (0, archive.size_bytes)
-    first, rest = await context.storage_call(_begin, archive.stream(begin, end))
+    blocks = await context.storage_call(begun, archive.stream(begin, end))
     headers = {
         "Content-Disposition": f'attachment; filename="{run.id}-{checkpoint.name}.tar"',
         "Content-Length": str(end - begin),
@@ -85,15 +85,9 @@ async def get_archive(
     }
     if wanted:
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
-    blocks: Iterator[bytes] = chain((first,), rest)
     if hold is not None:
         blocks = _holding(hold, blocks, to_the_end=end == archive.size_bytes)
     return StreamingResponse(blocks, 206 if wanted else 200, headers, media_type=TAR)
-
-
-def _begin(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """The first block too, so that a file that is not there is a 404 or a 409 and not a broken download."""
-    return next(blocks), blocks
 
 
 def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:

@@ -117,7 +117,8 @@ class ApiContext:
         return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._storage_threads)
 
 
-def _context(request: Request) -> ApiContext:
+async def _context(request: Request) -> ApiContext:
+    # Not async, it would be called in a thread, once a request.
     context: ApiContext = request.app.state.context
     return context
 

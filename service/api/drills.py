@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Request
 from everstep.drills import Drill, DrillRequest
 from everstep.events import EventKind
 from everstep.wire import Page
+from service.api import rank_orders
 from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
 from service.api.spec_body import parse_model, read_json
@@ -16,7 +17,7 @@ from service.auth import Caller, VisibleRun
 from service.db import orders
 from service.db.ids import new_drill_id
 from service.db.rows import EventRow, RunRow
-from service.problems import ProblemError, invalid_request, not_found
+from service.problems import ProblemError, not_found
 from service.projections import drills
 from storage.run_dir import DrillOrder
 
@@ -45,13 +46,9 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
 async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
     """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
     wanted = parse_model(DrillRequest, await read_json(request))
-    if run.world_size is None:
-        raise orders.not_training(run, orders.DRILL)
-    if wanted.rank >= run.world_size:
-        raise invalid_request("rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1} now, not {wanted.rank}")
     now = context.clock()
     data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
-    event = await context.database_call(orders.record, context.database, run, orders.DRILL, data, now)
+    event = await rank_orders.record(context, run, orders.DRILL, now, data)
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
     await context.storage_call(context.storage.run_dir(run.id).order_drill, run.submission, order)
     return drills.drill(drills.Story(event), ())

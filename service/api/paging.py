@@ -11,14 +11,15 @@ from typing import Annotated
 from fastapi import Query
 
 from service.db.ids import RUN_ID_PATTERN
-from service.db.rows import RunRow
+from service.db.rows import ListedRun
+from service.db.run_lookup import Place
 from service.problems import invalid_request
 
 Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
 Cursor = Annotated[str | None, Query(max_length=200, description="`next_cursor` of the page before; leave it out for the first.")]
 
 
-def run_cursor(run: RunRow) -> str:
+def run_cursor(run: ListedRun) -> str:
     """Cursor behind this run in a list of runs, newest first."""
     return encode_run_cursor(run.created_at, run.id)
 
@@ -28,7 +29,7 @@ def encode_run_cursor(created_at: float, run_id: str) -> str:
     return base64.urlsafe_b64encode(json.dumps([created_at, run_id]).encode()).decode().rstrip("=")
 
 
-def parse_run_cursor(cursor: str | None) -> tuple[float, str] | None:
+def parse_run_cursor(cursor: str | None) -> Place | None:
     """(created_at, id) of the last run of the page before. Raises 422 for what was not made by ``run_cursor``."""
     if cursor is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Request
@@ -11,6 +10,8 @@ from fastapi.responses import StreamingResponse
 
 from everstep.profiles import Profile, ProfileRequest, ProfileState
 from everstep.wire import Page
+from service.api import rank_orders
+from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROFILE_BODY, problem_answers
 from service.api.spec_body import parse_model, read_json
@@ -18,7 +19,7 @@ from service.auth import ControlledRun, VisibleRun
 from service.db import orders
 from service.db.ids import new_profile_id
 from service.db.rows import RunRow
-from service.problems import invalid_request, not_found
+from service.problems import not_found
 from service.projections import profiles
 from storage.run_dir import ProfileOrder
 
@@ -45,13 +46,9 @@ async def request_profile(request: Request, run: ControlledRun, context: Context
 
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
     """Ask for a profile. Raises 409 for a run that does not train, 422 for a rank that it does not have."""
-    if run.world_size is None:
-        raise orders.not_training(run, orders.PROFILE)
-    if wanted.rank >= run.world_size:
-        raise invalid_request("rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1} now, not {wanted.rank}")
     now = context.clock()
     data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
-    event = await context.database_call(orders.record, context.database, run, orders.PROFILE, data, now)
+    event = await rank_orders.record(context, run, orders.PROFILE, now, data)
     order = ProfileOrder(event.data["id"], wanted.rank, wanted.steps, run.attempt)
     await context.storage_call(context.storage.run_dir(run.id).order_profile, run.submission, order)
     return profiles.profiles([event])[0]
@@ -83,14 +80,9 @@ async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) ->
     if profile.state is not ProfileState.DONE:
         why = profile.problem or f"the profile is {profile.state}"
         raise not_found(f"profile {profile.id} of run {run.id} has no trace: {why}")
-    first, rest = await context.storage_call(_begin, _chunks(context, run.id, profile.id))
+    trace = await context.storage_call(begun, _chunks(context, run.id, profile.id))
     headers = {"Content-Disposition": f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'}
-    return StreamingResponse(chain((first,), rest), headers=headers, media_type=GZIP)
-
-
-def _begin(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """The first one too, so that a trace that is gone is a 404 and not a broken download."""
-    return next(chunks, b""), chunks
+    return StreamingResponse(trace, headers=headers, media_type=GZIP)
 
 
 def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:

@@ -11,16 +11,18 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
-from service.api.answers import as_json, run_answer
+from service.api.answers import JsonObject, as_json, run_answer, run_json
 from service.api.code import check_code
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
-from service.auth import Caller, ControlledRun, Principal, SeenRun, SeenRunOfPath, VisibleRun
-from service.db.rows import RunRow
-from service.db.runs import IdempotencyKey, RunFilter
+from service.auth import Caller, ControlledRun, Principal, SeenRunOfPath, VisibleRun
+from service.db.idempotency import IdempotencyKey
+from service.db.new_run import first_transition
+from service.db.rows import RunRow, TransitionRow
+from service.db.run_lookup import Place, RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
 
@@ -54,10 +56,10 @@ async def create_run(
 ) -> Response:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
     made, is_new = await submitted(context, caller, raw, idempotency_key)
-    return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made.id}"})
+    return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
 
-async def submitted(context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None) -> tuple[Run, bool]:
+async def submitted(context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None) -> tuple[JsonObject, bool]:
     """The run that a spec asks for, and whether it is new."""
     caller.require("submitter")
     spec = parse_spec(raw)
@@ -76,12 +78,14 @@ async def submitted(context: ApiContext, caller: Principal, raw: object, idempot
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)
     (run, transitions), is_new = await context.database_call(_made, context, spec, caller.token_id, idempotency)
-    return run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
+    return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
-def _made(context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None) -> tuple[SeenRun, bool]:
+def _made(
+    context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None
+) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
     run, is_new = context.runs.create(spec, token_id, idempotency)
-    return (run, context.runs.transitions([run.id])[run.id]), is_new
+    return (run, [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id]), is_new
 
 
 def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey | None:
@@ -110,18 +114,25 @@ async def list_runs(
 ) -> Response:
     """Newest first; those of the token's project."""
     wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
-    return as_json(await found_runs(context, caller, wanted, limit, cursor))
+    before = parse_run_cursor(cursor)
+    # The whole answer is made in the thread: meanwhile the event loop serves others.
+    return await context.database_call(lambda: as_json(_page(context, caller, wanted, limit, before)))
 
 
 async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None) -> Page[Run]:
     """A page of those of the runs that the caller may see."""
+    found = await context.database_call(_page, context, caller, wanted, limit, parse_run_cursor(cursor))
+    return Page[Run].model_validate(found)
+
+
+def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> JsonObject:
     if caller.project is not None and wanted.project not in (None, caller.project):
-        return Page[Run](items=(), next_cursor=None)
+        return {"items": [], "next_cursor": None}
     where = replace(wanted, project=caller.project or wanted.project)
-    found, transitions = await context.database_call(context.runs.page, where, limit + 1, parse_run_cursor(cursor))
+    found, transitions = context.runs.page(where, limit + 1, before)
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
-    items = [run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in found[:limit]]
-    return Page[Run](items=tuple(items), next_cursor=run_cursor(found[limit - 1]) if len(found) > limit else None)
+    items = [run_json(run, transitions[run.id], dashboard_url, now, context.public_url) for run in found[:limit]]
+    return {"items": items, "next_cursor": run_cursor(found[limit - 1]) if len(found) > limit else None}
 
 
 def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
@@ -144,7 +155,7 @@ def parse_tag(text: str) -> tuple[str, str | None]:
 async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
     """Where it is in its life, how far it came, and what it is protected against."""
     run, transitions = seen
-    return as_json(run_answer(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url))
+    return as_json(run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url))
 
 
 @router.get("/{run_id}/spec", summary="The spec as resolved", responses=problem_answers(404))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from sqlalchemy import RowMapping, Select, Table, select
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from storage.node_marks import NodeMark
+from storage.run_dir import Stop
 
-Stop = Literal["cancel", "pause"]
 Role = Literal["viewer", "submitter", "admin"]
 MarkWord = Literal["cordoned", "draining", "open"]
 
@@ -96,6 +97,63 @@ class RunRow(Row):
             return None
         return Reason(code=ReasonCode(self.reason_code), message=self.reason_message or "")
 
+    @property
+    def resume_from(self) -> dict[str, Any] | None:
+        """The checkpoint that the spec names: {run_id, step}."""
+        origin: dict[str, Any] | None = self.spec.get("resume_from")
+        return origin
+
+    @property
+    def max_system_failures(self) -> int | None:
+        """What the spec says of it."""
+        most: int | None = self.spec["recovery"]["max_system_failures"]
+        return most
+
+
+class ListedRun(NamedTuple):
+    """A run as lists tell of it: what takes long to read and is not told is left out. Columns as in RunRow."""
+
+    status: RunStatus
+    id: str
+    name: str
+    project: str
+    reason_code: str | None
+    reason_message: str | None
+    priority: int
+    tags: dict[str, str]
+    attempt: int
+    submission: int
+    ray_job_id: str | None
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    epoch: int
+    step: int
+    total_steps: int | None
+    world_size: int | None
+    workers: list[dict[str, Any]]
+    snapshots: str | None
+    guarantee: str | None
+    metrics: dict[str, float]
+    best: dict[str, Any] | None
+    latest_checkpoint: dict[str, Any] | None
+    restarts: int
+    steps_lost: int
+    time_ledger: dict[str, Any]
+    resume_from: dict[str, Any] | None
+    max_system_failures: int | None
+
+    @classmethod
+    def select(cls, runs: Table) -> Select[Any]:
+        """A query whose rows ``of`` takes."""
+        spec = runs.c.spec
+        parts = {"resume_from": spec["resume_from"], "max_system_failures": spec["recovery", "max_system_failures"].as_integer()}
+        return select(*(parts[name] if name in parts else runs.c[name] for name in cls._fields))
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Self:
+        return cls(_STATUSES[row[0]], *row[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class EventRow(Row):
@@ -109,8 +167,7 @@ class EventRow(Row):
     data: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TransitionRow(Row):
+class TransitionRow(NamedTuple):
     """One change of a run's status; ``from_status`` is None for the first."""
 
     run_id: str

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, and_, bindparam, delete, exists, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from everstep.events import EventKind
@@ -17,23 +16,29 @@ from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
+from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
+from service.db.new_run import new_row
 from service.db.projects import join_queue
-from service.db.rows import RunRow, Stop, TransitionRow
-from service.db.tables import idempotency_keys, run_tags, runs, transitions
+from service.db.rows import ListedRun, RunRow, TransitionRow
+from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
+from service.db.tables import run_tags, runs, transitions
 from service.db.writer import RunWriter
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
-from service.projections.goodput import TimeLedger
 from service.states import LIVE, SUBMITTED, TransitionConflict
+from storage.run_dir import Stop
 
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
-_BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
-_LIVE: Final = RunRow.select(runs).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
+_ROWS: Final = RunRow.select(runs)
+_LISTED: Final = ListedRun.select(runs)
+_LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
+_STATUS_COUNTS: Final = select(runs.c.status, func.count())
+_LIVE: Final = _ROWS.where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
     select(runs.c.id, runs.c.row_version).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 )
-_BY_IDS: Final = RunRow.select(runs).where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_BY_IDS: Final = _ROWS.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _SAY: Final = (
     update(runs)
     .where(runs.c.id == bindparam("run_id"), runs.c.status == bindparam("expected"))
@@ -45,39 +50,10 @@ _SAY: Final = (
     )
 )
 _TRANSITIONS: Final = (
-    TransitionRow.select(transitions)
+    select(*(transitions.c[name] for name in TransitionRow._fields))
     .where(transitions.c.run_id.in_(bindparam("ids", expanding=True)))
     .order_by(transitions.c.run_id, transitions.c.seq)
 )
-_RUN_TEXTS: Final = (runs.c.id, runs.c.name)
-_TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
-
-
-class IdempotencyConflict(DatabaseError):
-    """The idempotency key was used before, with another body or for a run that is deleted."""
-
-
-@dataclass(frozen=True)
-class IdempotencyKey:
-    """A client's name for one request: the same key and body give the same run."""
-
-    scope: str
-    """Token id; keys of two tokens never meet."""
-    key: str
-    body_sha256: str
-
-
-@dataclass(frozen=True)
-class RunFilter:
-    """Which runs to list; None or empty does not filter."""
-
-    project: str | None = None
-    statuses: tuple[RunStatus, ...] = ()
-    name: str | None = None
-    search: str | None = None
-    """Text that the id, the name, or a tag's key or value holds, in whatever case."""
-    tags: tuple[tuple[str, str | None], ...] = ()
-    """(key, value): every tag must be there; value None takes any."""
 
 
 class RunStore:
@@ -109,7 +85,7 @@ class RunStore:
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
-                    known = _known_run(connection, idempotency)
+                    known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)
                         return known, False
@@ -130,45 +106,31 @@ class RunStore:
             rows = [{"run_id": run.id, "key": key, "value": value} for key, value in run.tags.items()]
             connection.execute(insert(run_tags), rows)
         if idempotency is not None:
-            connection.execute(
-                insert(idempotency_keys).values(
-                    scope=idempotency.scope,
-                    key=idempotency.key,
-                    body_sha256=idempotency.body_sha256,
-                    run_id=run.id,
-                    created_at=now,
-                )
-            )
+            remember(connection, idempotency, run.id, now)
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
         """Whether the key was used before, whatever for: ``create`` says what that means."""
         if idempotency is None:
             return False
-        keys = idempotency_keys.c
-        query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
         with self._database.read() as connection:
-            return connection.execute(query).one_or_none() is not None
+            return is_used(connection, idempotency)
 
     def get(self, run_id: str) -> RunRow | None:
         with self._database.read() as connection:
-            return _get(connection, run_id)
+            return find_run(connection, run_id)
 
-    def find(self, where: RunFilter, limit: int, before: tuple[float, str] | None = None) -> list[RunRow]:
+    def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
-        query = _filtered(where).order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
-        if before is not None:
-            created_at, run_id = before
-            query = query.where(or_(runs.c.created_at < created_at, and_(runs.c.created_at == created_at, runs.c.id < run_id)))
         with self._database.read() as connection:
-            return [RunRow(*row) for row in connection.execute(query)]
+            return [RunRow(*row) for row in connection.execute(page_query(_ROWS, where, limit, before)).all()]
 
     def page(
-        self, where: RunFilter, limit: int, before: tuple[float, str] | None = None
-    ) -> tuple[list[RunRow], dict[str, list[TransitionRow]]]:
-        """What ``find`` finds, with the ``transitions`` of each run, at one moment."""
-        with self._database.read():
-            found = self.find(where, limit, before)
+        self, where: RunFilter, limit: int, before: Place | None = None
+    ) -> tuple[list[ListedRun], dict[str, list[TransitionRow]]]:
+        """What ``find`` finds, as a list tells of it, with the ``transitions`` of each run, at one moment."""
+        with self._database.read() as connection:
+            found = [ListedRun.of(row) for row in connection.execute(page_query(_LISTED, where, limit, before)).all()]
             return found, self.transitions([run.id for run in found])
 
     def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
@@ -207,19 +169,19 @@ class RunStore:
         """Changes of status of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
         with self._database.read() as connection:
-            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}):
-                found[row[0]].append(TransitionRow(*row))
+            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
+                found[row[0]].append(TransitionRow._make(row))
         return found
 
-    def look(self, run_id: str) -> tuple[RunRow, list[TransitionRow]] | None:
+    def look(self, run_id: str) -> tuple[ListedRun, list[TransitionRow]] | None:
         """A run with the changes of its status, oldest first, at one moment; None where there is no such run."""
-        with self._database.read():
-            run = self.get(run_id)
-            return None if run is None else (run, self.transitions([run_id])[run_id])
+        with self._database.read() as connection:
+            row = connection.execute(_LISTED_BY_ID, {"run_id": run_id}).one_or_none()
+            return None if row is None else (ListedRun.of(row), self.transitions([run_id])[run_id])
 
-    def count_by_status(self, where: RunFilter = RunFilter()) -> dict[RunStatus, int]:
+    def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
         """How many of these runs, by default of all, are in each status; zero where none is."""
-        query = _filtered(where).with_only_columns(runs.c.status, func.count()).group_by(runs.c.status)
+        query = counted(_STATUS_COUNTS, where).group_by(runs.c.status)
         with self._database.read() as connection:
             found = connection.execute(query).all()
         return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
@@ -380,7 +342,7 @@ class RunStore:
             gone = connection.execute(delete(runs).where(runs.c.id == run_id, runs.c.status.in_(ended))).rowcount
             if gone:
                 return
-            run = _get(connection, run_id)
+            run = find_run(connection, run_id)
         raise TransitionConflict(run_id, run.status if run else None, "only a run that has ended can be deleted")
 
 
@@ -389,98 +351,3 @@ def _expect(run: RunRow, allowed: Collection[RunStatus], submission: int | None,
         raise TransitionConflict(run.id, run.status, wanted)
     if submission is not None and run.submission != submission:
         raise TransitionConflict(run.id, run.status, f"{wanted}: its submission is {run.submission}, not {submission}")
-
-
-def _get(connection: Connection, run_id: str) -> RunRow | None:
-    row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
-    return RunRow(*row) if row is not None else None
-
-
-def _known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
-    """The run that this key made before, or None."""
-    if idempotency is None:
-        return None
-    keys = idempotency_keys.c
-    query = select(keys.body_sha256, keys.run_id).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
-    found = connection.execute(query).one_or_none()
-    if found is None:
-        return None
-    if found.body_sha256 != idempotency.body_sha256:
-        raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a new request"
-        )
-    run = _get(connection, found.run_id)
-    if run is None:
-        raise IdempotencyConflict(f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use a new key")
-    return run
-
-
-def _filtered(where: RunFilter) -> Select[Any]:
-    query = RunRow.select(runs)
-    if where.project is not None:
-        query = query.where(runs.c.project == where.project)
-    if where.statuses:
-        query = query.where(runs.c.status.in_([status.value for status in where.statuses]))
-    if where.name is not None:
-        query = query.where(runs.c.name == where.name)
-    if where.search:
-        tagged = and_(
-            run_tags.c.run_id == runs.c.id, or_(*(column.icontains(where.search, autoescape=True) for column in _TAG_TEXTS))
-        )
-        query = query.where(
-            or_(*(column.icontains(where.search, autoescape=True) for column in _RUN_TEXTS), exists().where(tagged))
-        )
-    for key, value in where.tags:
-        tagged = and_(run_tags.c.run_id == runs.c.id, run_tags.c.key == key)
-        query = query.where(exists().where(tagged if value is None else and_(tagged, run_tags.c.value == value)))
-    return query
-
-
-def new_row(run_id: str, spec: dict[str, Any], created_by: str, now: float) -> RunRow:
-    """A run as it is before anything happened to it."""
-    return RunRow(
-        id=run_id,
-        name=spec["name"],
-        project=spec["project"],
-        priority=spec["priority"],
-        tags=spec["tags"],
-        spec=spec,
-        created_by=created_by,
-        status=RunStatus.QUEUED,
-        reason_code=None,
-        reason_message=None,
-        stop_requested=None,
-        stop_requested_at=None,
-        preempted_by=None,
-        submission=0,
-        workers_limit=None,
-        shrunk=None,
-        ray_job_id=None,
-        submitted_at=None,
-        attempt=0,
-        epoch=0,
-        step=0,
-        total_steps=None,
-        steps_per_epoch=None,
-        world_size=None,
-        workers=[],
-        snapshots=None,
-        guarantee=None,
-        metrics={},
-        best=None,
-        latest_checkpoint=None,
-        recent_checkpoints=[],
-        restarts=0,
-        steps_lost=0,
-        steps_lost_at_restore=0,
-        time_ledger=TimeLedger.begin(now).dump(),
-        created_at=now,
-        started_at=None,
-        finished_at=None,
-        journal_submission=0,
-        journal_cursor=None,
-        journal_n=0,
-        last_seq=0,
-        updated_at=now,
-        row_version=0,
-    )

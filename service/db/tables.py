@@ -84,6 +84,7 @@ runs = Table(
     Column("row_version", Integer, nullable=False),
     Index(None, "created_at", "id"),
     Index(None, "project", "created_at", "id"),
+    Index(None, "project", "status", "created_at", "id"),
     Index(None, "status", "created_at", "id"),
     Index(None, "name", "created_at", "id"),
 )
@@ -94,7 +95,7 @@ run_tags = Table(
     _run_id_key(),
     Column("key", String(64), primary_key=True),
     Column("value", String(256), nullable=False),
-    Index(None, "key", "value"),
+    Index(None, "key", "value", "run_id"),
 )
 
 transitions = Table(

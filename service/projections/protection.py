@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from everstep.wire import Loss, Protection
-from service.db.rows import RunRow
+from service.db.rows import ListedRun, RunRow
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     {
@@ -30,9 +30,10 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     }
 )
 """What the loss of processes and of a node costs, by how nodes keep the state of a run that trains."""
+_ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
 
 
-def protection(run: RunRow) -> Protection:
+def protection(run: RunRow | ListedRun) -> Protection:
     """What may die now without ending the run.
 
     A rank, a node or the driver: the run goes on from the newest state that its nodes still hold, or from its newest durable
@@ -41,12 +42,11 @@ def protection(run: RunRow) -> Protection:
     not claimed here.
     """
     if run.status.terminal:
-        return Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
-    origin = run.spec.get("resume_from")
-    begun_at = origin["step"] if origin else 0
+        return _ENDED
+    begun_at = run.resume_from["step"] if run.resume_from else 0
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)
-    if run.spec["recovery"]["max_system_failures"] == 0:
+    if run.max_system_failures == 0:
         message = "The loss of a rank or of a node ends the run: recovery.max_system_failures is 0."
         return Protection(survives=("driver",), worst_case_steps_lost=since, message=message)
     process_loss: Loss | None = None

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.reconciler.facts import Facts, JobFact, RunFacts, Stop, TailFact
+from service.reconciler.facts import Facts, JobFact, RunFacts, TailFact
 from service.reconciler.schedule import plan
 from service.states import LIVE
+from storage.run_dir import Stop
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
 """How long a driver may take to commit its last checkpoint before Ray ends it."""

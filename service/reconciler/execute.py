@@ -30,10 +30,11 @@ from service.reconciler.decide import (
     SubmitClaimed,
     submission_id,
 )
-from service.reconciler.facts import Delivered, Stop
+from service.reconciler.facts import Delivered
 from service.states import TransitionConflict
 from storage.errors import StorageError
 from storage.filesystem import Storage
+from storage.run_dir import Stop
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 

@@ -9,8 +9,7 @@ from typing import Final, Literal
 
 from everstep.team import Quotas
 from everstep.wire import Reason, RunStatus
-
-Stop = Literal["cancel", "pause"]
+from storage.run_dir import Stop
 
 
 class JobFact(StrEnum):

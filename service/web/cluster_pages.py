@@ -13,7 +13,7 @@ from everstep.wire import RunStatus
 from service.api import cluster
 from service.api.context import Context
 from service.api.runs import run_answers
-from service.db.runs import RunFilter
+from service.db.run_lookup import RunFilter
 from service.problems import invalid_request
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller

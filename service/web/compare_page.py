@@ -11,7 +11,7 @@ from service.api.context import ApiContext, Context
 from service.api.runs import run_answers
 from service.auth import Principal, visible_run
 from service.db.rows import RunRow
-from service.db.runs import RunFilter
+from service.db.run_lookup import RunFilter
 from service.problems import ProblemError
 from service.web.rendering import PageRoute, page
 from service.web.run_pages import run_page

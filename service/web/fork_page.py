@@ -50,7 +50,7 @@ async def post_fork(request: Request, run: WebRun, context: Context, caller: Web
         page = await run_page(request, "fork.html", context, caller, run, text=text, key=key, faults=exc.errors, step="")
         page.status_code = 422
         return page
-    return RedirectResponse(f"/runs/{made.id}", 303)
+    return RedirectResponse(f"/runs/{made['id']}", 303)
 
 
 def _parsed(text: str) -> Any:

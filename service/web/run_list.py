@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from everstep.wire import RunStatus
 from service.api.context import Context
 from service.api.runs import found_runs, parse_tag
-from service.db.runs import RunFilter
+from service.db.run_lookup import RunFilter
 from service.web.rendering import PageRoute, page
 from service.web.session import WebCaller
 from service.web.words import STATUS_GROUPS, progress_share

@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 
 from storage.checkpoint_writer import CheckpointWriter
+from storage.run_dir import Stop
 from train_fn import boundary, loop
-from train_fn.context import Stop, WorkerContext
+from train_fn.context import WorkerContext
 from train_fn.ledger import Ledger
 from train_fn.loader import Loader
 from train_fn.replica import Replica

@@ -13,7 +13,7 @@ import psutil
 from everstep.runs import RunHandle
 from tests.service_process import ServiceProcess, wait_for
 
-WEIGHTS = {
+_WEIGHTS = {
     "rank_killed": 6,
     "rank_stopped": 2,
     "node_killed": 3,
@@ -24,6 +24,7 @@ WEIGHTS = {
     "service_stopped": 1,
 }
 """How often each kind comes. A rank that is stopped stays so; the others go on after ``STOPPED_S``."""
+KINDS = tuple(_WEIGHTS)
 STOPPED_S = 4.0
 
 
@@ -44,7 +45,7 @@ def plan(seed: int, total_steps: int, most: int = 6) -> list[Fault]:
     steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most)))
     faults: list[Fault] = []
     for number, step in enumerate(steps):
-        [kind] = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         follows = number > 0 and random.random() < 1 / 3
         step = faults[-1].step if follows else step
         delay_s = random.choice([0.0, random.uniform(0.0, 1.0)]) if follows else random.uniform(0.0, 0.3)
@@ -120,7 +121,7 @@ def _stop_node(service: ServiceProcess, node_id: str) -> str | None:
     raylet = psutil.Process(found[0]["raylet_pid"])
     told = _stop_for_a_while([raylet.pid, *(child.pid for child in raylet.children(recursive=True))], f"node {node_id[:8]}")
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
-        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+        service.refill()
     return told
 
 
@@ -130,14 +131,5 @@ def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
         return None
     service.kill_node(node_id)
     wait_for(lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]}, 20, "the keeper's notice")
-    os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
+    service.refill()
     return f"node {node_id[:8]}"
-
-
-def whole(service: ServiceProcess, num_nodes: int) -> bool:
-    """Whether the cluster has all its nodes beside the head; asks its keeper for those that are missing."""
-    missing = num_nodes - len([node for node in service.cluster()["nodes"] if not node["is_head"]])
-    if missing:
-        os.kill(service.cluster()["keeper_pid"], signal.SIGUSR1)
-        time.sleep(0.5)
-    return not missing

@@ -25,15 +25,15 @@ from everstep.client import Client
 from everstep.errors import Conflict, EverstepError, InvalidSpec
 from everstep.runs import RunHandle
 from everstep.wire import RunStatus
-from tests.chaos.faults import WEIGHTS, Fault, strike, whole
+from tests.chaos.faults import KINDS, Fault, strike
 from tests.chaos.history_checker import Expected, of_fault, strangers, violations
 from tests.chaos.replay import replay, segments
 from tests.chaos.soak_report import write_report
+from tests.digits_run import SAMPLES, STEPS_PER_EPOCH
 from tests.service_process import ServiceProcess, wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
-SAMPLES = 1437
-STEPS_PER_EPOCH = 12
+NUM_NODES = 3
 LIVE = 4
 MEAN_PAUSE_S = 6.0
 DRAINED_S = 8.0
@@ -56,7 +56,6 @@ class Raises(DigitsTask):
         return super().loss(model, batch)
 """
 """What a submitter got wrong: the run must end FAILED, and be the only sort that does."""
-NUM_NODES = 3
 FAULTS = {"rank_killed": 6, "rank_stopped": 1, "node_killed": 2, "driver_killed": 2, "service_killed": 1, "node_drained": 2}
 FAULTS |= {"checkpoint_damaged": 1}
 EXPLAINS = {
@@ -213,7 +212,7 @@ class Soak:
                 self.record.violations.append(words)
 
     def _done(self, kind: str, victim: SoakRun) -> bool:
-        if kind in WEIGHTS:
+        if kind in KINDS:
             return strike(Fault(kind, 0, 0.0, self.random.random()), self.service, victim.handle) is not None
         attempts = victim.handle.attempts()
         if kind == "node_drained":
@@ -288,7 +287,7 @@ def main() -> int:
     record = Record(options.seed, options.minutes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     with ServiceProcess(nodes=NUM_NODES) as service, tempfile.TemporaryDirectory() as scratch:
-        wait_for(lambda: whole(service, NUM_NODES), 60, "a whole cluster")
+        service.mend()
         Soak(service, record).run(60 * options.minutes)
         replays(record, options.replays, Path(scratch))
     text = write_report(record, options.report)

@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from everstep.runs import RunHandle
-from tests.chaos.faults import plan, strike, whole
+from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
+from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
-EPOCHS, STEPS_PER_EPOCH = 24, 12
+EPOCHS = 24
 MODEL = {"name": "mini_resnet", "args": {"width": 8, "blocks_per_stage": 1}}
 SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
@@ -107,7 +108,7 @@ def test_seeded_faults(
 ) -> None:
     world = world_of(seed)
     cluster = clusters(world)
-    wait_for(lambda: whole(cluster, world), 60, "a whole cluster")
+    cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
     run.wait(timeout_s=240)
@@ -115,7 +116,7 @@ def test_seeded_faults(
     stretches = segments(run)
     print(json.dumps({"seed": seed, "world": world, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
     assert run.step == EPOCHS * STEPS_PER_EPOCH
-    _check_samples(run)
+    assert_every_sample_counted_once(run, EPOCHS)
     _check_steps(run)
     found, expected = weights(run, tmp_path), replayed(stretches)
     assert found.keys() == expected.keys()
@@ -144,14 +145,8 @@ def _told(run: RunHandle) -> list[dict[str, Any]]:
     return told
 
 
-def _check_samples(run: RunHandle) -> None:
-    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
-    assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(EPOCHS)]
-
-
 def _check_steps(run: RunHandle) -> None:
-    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
-    assert steps == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    assert_every_step_is_there_once(run, EPOCHS)
     seqs = [event.seq for event in run.events()]
     assert seqs == list(range(1, len(seqs) + 1))
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.runs import RunHandle
+from tests.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
 from tests.hosts.docker import docker
@@ -29,7 +30,6 @@ pytestmark = [
 
 NUM_WORKERS = 3
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-STEPS_PER_EPOCH = 12
 
 
 def spec(name: str, epochs: int, ranks: int = NUM_WORKERS) -> dict[str, Any]:
@@ -63,12 +63,17 @@ class Trial:
         self.run: RunHandle = hosts.client().runs.create(spec(name, epochs))
         self.began = time.monotonic()
 
+    @classmethod
+    def begun(cls, hosts: Deployment, name: str, epochs: int, step: int = 12) -> Trial:
+        """One whose run has all ranks, and so many steps done."""
+        trial = cls(hosts, name, epochs)
+        wait_for(lambda: trial.run.refresh().status == "RUNNING" and trial.run.world_size == NUM_WORKERS, 120, "full size")
+        trial.reach(step)
+        return trial
+
     def reach(self, step: int, timeout_s: float = 120) -> None:
         """Wait until so many steps are done."""
         wait_for(lambda: self.run.refresh().step >= step, timeout_s, f"step {step}")
-
-    def reach_full_size(self, timeout_s: float = 120) -> None:
-        wait_for(lambda: self.run.refresh().status == "RUNNING" and self.run.world_size == NUM_WORKERS, timeout_s, "full size")
 
     def finish(self, timeout_s: float = 300) -> dict[str, Any]:
         """Wait for the end, hold what must hold of it, and say what it cost."""
@@ -87,10 +92,8 @@ class Trial:
         }
         print(json.dumps(record), flush=True)
         assert self.run.status == "SUCCEEDED"
-        steps = [step for step, _, _ in self.run.metrics("loss", max_points=10_000)["loss"]]
-        assert steps == list(range(1, self.epochs * STEPS_PER_EPOCH + 1))
-        counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in self.run.samples().epochs]
-        assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(self.epochs)]
+        assert_every_step_is_there_once(self.run, self.epochs)
+        assert_every_sample_counted_once(self.run, self.epochs)
         return record
 
 
@@ -101,15 +104,10 @@ def host_of(trial: Trial, rank: int) -> str:
 
 
 def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
-    trial = Trial(whole, "unplugged", 45)
-    trial.reach_full_size()
-    trial.reach(12)
+    trial = Trial.begun(whole, "unplugged", 45)
     host = whole.hosts[host_of(trial, 1)]
-    host.cable.unplug()
-    try:
+    with host.cable.unplugged():
         trial.reach(trial.run.refresh().step + 40)
-    finally:
-        host.cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
     assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
@@ -117,9 +115,7 @@ def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
 
 def test_two_hosts_of_which_one_does_not_hear_the_other(whole: Deployment) -> None:
     """The head reaches both. The run goes on without one of them until they reach each other again."""
-    trial = Trial(whole, "asymmetric", 45)
-    trial.reach_full_size()
-    trial.reach(12)
+    trial = Trial.begun(whole, "asymmetric", 45)
     deaf, other = (whole.hosts[host_of(trial, rank)].cable for rank in (1, 2))
     deaf.stop_hearing(other)
     try:
@@ -133,9 +129,7 @@ def test_two_hosts_of_which_one_does_not_hear_the_other(whole: Deployment) -> No
 
 def test_a_line_of_200_ms_that_loses_every_fiftieth_frame(whole: Deployment) -> None:
     """Slow is not dead: nothing fails."""
-    trial = Trial(whole, "slow line", 30)
-    trial.reach_full_size()
-    trial.reach(12)
+    trial = Trial.begun(whole, "slow line", 30)
     cable = whole.hosts[host_of(trial, 1)].cable
     cable.impair(0.2, 0.02)
     try:
@@ -149,23 +143,16 @@ def test_a_line_of_200_ms_that_loses_every_fiftieth_frame(whole: Deployment) -> 
 
 def test_the_heads_host_is_away_for_a_minute(whole: Deployment) -> None:
     """The ranks train on without it, and it finds them again."""
-    trial = Trial(whole, "head away", 130)
-    trial.reach_full_size()
-    trial.reach(12)
-    whole.hosts["head"].cable.unplug()
-    try:
+    trial = Trial.begun(whole, "head away", 130)
+    with whole.hosts["head"].cable.unplugged():
         time.sleep(60)
         assert trial.run.refresh().status == "RUNNING"
-    finally:
-        whole.hosts["head"].cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
 
 
 def test_the_object_stores_name_means_nothing_for_a_while(whole: Deployment) -> None:
-    trial = Trial(whole, "no name", 60)
-    trial.reach_full_size()
-    trial.reach(12)
+    trial = Trial.begun(whole, "no name", 60)
     names = whole.names()
     whole.tell_names({name: ip for name, ip in names.items() if name != "object-store"})
     try:
@@ -185,14 +172,9 @@ def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> 
     host.start()
     try:
         wait_for(lambda: whole.live_workers().count(host.cable.ip) == 1 and host.is_healthy(), 300, "the host's coming back")
-        trial = Trial(whole, "clock ahead", 45)
-        trial.reach_full_size()
-        trial.reach(12)
-        host.cable.unplug()
-        try:
+        trial = Trial.begun(whole, "clock ahead", 45)
+        with host.cable.unplugged():
             trial.reach(trial.run.refresh().step + 40)
-        finally:
-            host.cable.plug_in()
         record = trial.finish()
         assert (record["steps_lost"], record["submissions"]) == (0, 1)
     finally:
@@ -204,9 +186,7 @@ def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> 
 @pytest.mark.parametrize("state", ["kept", "lost"])
 def test_the_head_is_lost(state: str, whole: Deployment) -> None:
     """With its state the nodes join the head that starts again; without it they start anew. The run goes on by itself."""
-    trial = Trial(whole, f"head lost - state {state}", 60)
-    trial.reach_full_size()
-    trial.reach(60)
+    trial = Trial.begun(whole, f"head lost - state {state}", 60, step=60)
     head = whole.hosts["head"]
     if state == "kept":
         head.kill_process("gcs_server")
@@ -222,9 +202,7 @@ def test_the_head_is_lost(state: str, whole: Deployment) -> None:
 
 def test_workers_are_replaced_one_after_the_other(whole: Deployment) -> None:
     """What ``deploy/rolling-upgrade.sh workers`` does, by its own words: each is drained, stopped, replaced."""
-    trial = Trial(whole, "rolling", 120)
-    trial.reach_full_size()
-    trial.reach(12)
+    trial = Trial.begun(whole, "rolling", 120)
     with docker(whole) as env:
         done = subprocess.run(
             [REPOSITORY / "deploy/rolling-upgrade.sh", "workers"], env=env, capture_output=True, text=True, check=False

@@ -19,8 +19,7 @@ from typing import Any
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
-from storage.run_dir import ProfileOrder, RunDir
-from train_fn.context import Stop
+from storage.run_dir import ProfileOrder, RunDir, Stop
 from train_fn.node_dir import shared_memory_root
 
 DEADLINE_S = 120.0

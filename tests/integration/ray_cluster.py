@@ -21,13 +21,10 @@ from typing import Any
 import psutil
 
 from service.embedded import worker_start
+from service.embedded.environment import PRELOADED_MODULES, WORKER_NODE_VARIABLES
 
 REPOSITORY = Path(__file__).parents[2]
-_PRELOAD_VARIABLE = "RAY_preload_python_modules"
-PRELOADED = (
-    "torch,torch._dynamo,ray.train.torch,ray.train.v2._internal.execution.worker_group.worker,"
-    "train_fn.ray_train.worker_actor,train_fn.worker"
-)
+_PRELOAD_VARIABLE = "EVERSTEP_TEST_PRELOAD"
 
 
 class RayCluster:
@@ -57,7 +54,7 @@ class RayCluster:
             "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
             "EVERSTEP_SECRETS_DIR": str(self.secrets_dir),
         }
-        host_env = {**self.env, "EVERSTEP_TEST_PRELOAD": PRELOADED if preload else ""}
+        host_env = {**self.env, _PRELOAD_VARIABLE: "1" if preload else ""}
         log = (temp_dir / "host.log").open("ab")
         self._host = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.ray_cluster"],
@@ -71,9 +68,9 @@ class RayCluster:
         log.close()
         self.env["RAY_ADDRESS"] = self._order("start")["address"]
 
-    def add_node(self) -> str:
-        """Start a node of one CPU; its id."""
-        return str(self._order("add")["node_id"])
+    def add_node(self, **env: str) -> str:
+        """Start a node of one CPU, with ``env`` in the environment of all its processes; its id."""
+        return str(self._order("add", env=env)["node_id"])
 
     def node_ids(self) -> list[str]:
         """Nodes that run ranks, oldest first."""
@@ -145,22 +142,30 @@ def _host() -> None:
     from ray.cluster_utils import Cluster
 
     state: dict[str, Any] = {}
-    preloaded = os.environ["EVERSTEP_TEST_PRELOAD"]
+    preload = bool(os.environ[_PRELOAD_VARIABLE])
     forked: dict[str, Any] = {}
-    if preloaded:
+    if preload:
         socket = Path(os.environ["RAY_TMPDIR"]) / "fork.sock"
-        modules = [*preloaded.split(","), "train_fn.ray_train.controller", "train_fn.journal"]
-        state["fork_server"] = subprocess.Popen([sys.executable, "-m", "service.embedded.fork_server", str(socket), *modules])
+        command = [sys.executable, "-m", "service.embedded.fork_server", str(socket), *PRELOADED_MODULES]
+        state["fork_server"] = subprocess.Popen(command)
         os.environ[worker_start.FORK_SERVER_VARIABLE] = str(socket)
         forked["setup_worker_path"] = worker_start.__file__
 
     def start() -> dict[str, Any]:
         state["cluster"] = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **forked})
-        os.environ[_PRELOAD_VARIABLE] = preloaded
+        if preload:
+            os.environ.update(WORKER_NODE_VARIABLES)
         return {"address": state["cluster"].address}
 
-    def add() -> dict[str, Any]:
-        return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
+    def add(env: dict[str, str]) -> dict[str, Any]:
+        before = dict(os.environ)
+        os.environ.update(env)
+        try:
+            return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
+        finally:
+            for name in env.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
 
     def nodes() -> dict[str, Any]:
         alive = [node for node in state["cluster"].worker_nodes if node.node_id not in state.get("killed", set())]

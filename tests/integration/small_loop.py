@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.events import EventKind
-from train_fn.context import Stop, WorkerContext
+from storage.run_dir import Stop
+from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 
 

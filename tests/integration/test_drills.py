@@ -14,11 +14,10 @@ import pytest
 
 from everstep import DrillHandle
 from everstep.runs import RunHandle
-from tests.integration.test_main_job import digits, wait_for_step
+from tests.digits_run import STEPS_PER_EPOCH, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 LONG = {"epochs": 500, "checkpoint": {"every_steps": 10, "best_metric": None, "keep_latest": 3}}
-STEPS_PER_EPOCH = 12
 
 
 @pytest.fixture(scope="module")

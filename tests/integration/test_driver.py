@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -75,6 +77,8 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
     check_lossless(run, 36)
     assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
+    listed = json.loads(Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text())
+    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001", "Ray Train knows it too"
     lines, _ = read_rank_logs(run.run_dir)
     assert {line.rank for line in lines} == {None, 0, 1}
     assert {line.attempt for line in lines if line.rank == 0} == {1}
@@ -125,6 +129,34 @@ def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, c
     for earlier, later in pairwise(sorted(first_of_attempt)):
         assert first_of_attempt[later] <= last_of_attempt[earlier] + 1, "no step is skipped"
     assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["node_lost", "resized", "stopped"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A temporary disk with room for a few small files and no more."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "everstep-test", place], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin, cluster: RayCluster, full_disk: Path) -> None:
+    unfit = cluster.add_node(TMPDIR=str(full_disk))
+    try:
+        run = begin(spec(train={"epochs": 3, "global_batch_size": 128}, workers=(2, 3)))
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        cluster.kill_node(unfit)
+    run.check_sequence()
+    [failure] = run.of(EventKind.FAILURE)
+    assert (failure.data["verdict"], failure.data["node_id"], failure.attempt) == ("node_lost", unfit, 1)
+    assert "NodeUnfit: disk: " in failure.data["exception"] and "No space left" in failure.data["exception"]
+    [started] = run.of(EventKind.ATTEMPT_STARTED)
+    assert started.data["world_size"] == 2 and unfit not in {worker["node_id"] for worker in started.data["workers"]}
+    assert run.last(EventKind.FINISHED).data == {"outcome": "succeeded", "reason": None, "step": 36}
 
 
 def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:

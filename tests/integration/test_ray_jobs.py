@@ -80,7 +80,7 @@ async def test_stop_ends_the_driver_by_interrupting_it(ray: RayJobs, cluster: tu
     await ray.stop("run_stops-s001")
 
 
-async def test_a_driver_finds_the_cluster_the_token_and_nothing_that_spoils_the_warm_pool(ray: RayJobs, tmp_path: Path) -> None:
+async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(ray: RayJobs, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     script = tmp_path / "driver.py"
     script.write_text(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import pytest
 import uvicorn
 
 from everstep.events import EventKind
@@ -122,6 +123,7 @@ class ApiService:
 
     def __init__(self, directory: Path, *, drills: bool = False) -> None:
         self.drills = drills
+        self.home = directory / "home"
         self.clock = ManualClock()
         self.database = Database(f"sqlite:///{directory / 'everstep.db'}")
         self.storage = open_storage(str(directory / "storage"))
@@ -156,6 +158,12 @@ class ApiService:
 
     def token(self, role: Role, project: str | None = None, **options: Any) -> str:
         return self.context.tokens.create(f"{role} of {project}", role, project, **options)[1]
+
+    def announce(self, monkeypatch: pytest.MonkeyPatch, role: Role = "admin") -> None:
+        """Let commands and clients find this service by the environment, with a token of this role."""
+        monkeypatch.setenv("EVERSTEP_HOME", str(self.home))
+        monkeypatch.setenv("EVERSTEP_URL", self.url)
+        monkeypatch.setenv("EVERSTEP_TOKEN", self.token(role))
 
     async def client(self, token: str | None) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -8,8 +8,8 @@ import torch
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.run_dir import RunDir
-from train_fn.context import Stop, WorkerContext
+from storage.run_dir import RunDir, Stop
+from train_fn.context import WorkerContext
 
 
 class Journal:

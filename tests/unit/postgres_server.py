@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from sqlalchemy import create_engine, text
 
 from service.db.engine import Database
+from tests.service_process import free_port
 
 _DEBIAN = Path("/usr/lib/postgresql")
 _TEMPLATE = "everstep_template"
@@ -101,9 +101,7 @@ def running(programs: Path, *, durable: bool = False) -> Iterator[PostgresServer
             stdout=subprocess.DEVNULL,
             **identity,  # type: ignore[arg-type]
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         options = {} if durable else {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
         options["shared_buffers"] = "128MB" if durable else "32MB"
         command = [str(programs / "postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(directory)]

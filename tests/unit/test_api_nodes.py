@@ -25,9 +25,7 @@ from tests.unit.api_service import NOON, ApiService
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path) as service:
         service.cluster.nodes = tuple(service.cluster.node(node_id) for node_id in ("node-1", "node-2", "other"))
-        monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("EVERSTEP_URL", service.url)
-        monkeypatch.setenv("EVERSTEP_TOKEN", service.token("admin"))
+        service.announce(monkeypatch)
         yield service
 
 

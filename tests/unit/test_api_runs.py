@@ -51,6 +51,21 @@ async def test_a_run_is_made_and_read(api: ApiService) -> None:
     assert await api.get(f"/v1/runs/{run.id}") == answer.json()
 
 
+async def test_answers_are_written_as_the_model_would(api: ApiService) -> None:
+    """They are put together without it, from a row that knows less of the spec in lists."""
+    run_id, journal = await api.running(recovery={"max_system_failures": 0}, tags={"team": "vision"})
+    api.apply(run_id, [journal.steps(2, 3), journal.checkpoint(3, val_accuracy=0.5)])
+    other = await api.create()
+    await api.http.post(f"/v1/runs/{other}/cancel")
+    for answer in [await api.http.get(f"/v1/runs/{each}") for each in (run_id, other)]:
+        assert answer.text == Run.model_validate_json(answer.text).model_dump_json(by_alias=True)
+    listed = {run["id"]: run for run in (await api.get("/v1/runs"))["items"]}
+    assert listed == {each: await api.get(f"/v1/runs/{each}") for each in (run_id, other)}
+    found = listed[run_id]
+    assert found["latest_checkpoint"]["step"] == 3 and found["protection"]["survives"] == ["driver"]
+    assert found["transitions"][-1]["to"] == found["status"] and listed[other]["reason"]["code"] == "cancelled_by_user"
+
+
 async def test_the_spec_comes_back_as_resolved(api: ApiService) -> None:
     run_id = await api.create()
     resolved = await api.get(f"/v1/runs/{run_id}/spec")
@@ -316,7 +331,7 @@ async def test_a_bug_is_a_problem_without_a_traceback(api: ApiService, monkeypat
     def broken(*_: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(api.runs, "find", broken)
+    monkeypatch.setattr(api.runs, "page", broken)
     answer = await api.http.get("/v1/runs")
     assert "secret detail" not in answer.text
     problem(answer, 500, "internal_error")

@@ -12,7 +12,8 @@ from everstep.spec import parse_spec
 from service import backup
 from service.backup import BackupError, create, restore
 from service.db.engine import Database
-from service.db.runs import RunFilter, RunStore
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings
 from tests.unit.api_service import spec
@@ -134,3 +135,15 @@ def test_the_command_line(
     assert "1 runs, 0 checkpoints" in capsys.readouterr().out
     assert backup.main(["restore", str(tmp_path / "copy")]) == 1
     assert "everstep restore:" in capsys.readouterr().err
+
+
+def test_the_database_may_be_named_in_a_file(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "url").write_text(f"{served.database_url}\n")
+    monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "url"))
+    assert backup.main(["create", str(tmp_path / "copy"), "--storage", served.storage_uri]) == 0
+    assert "1 runs, 0 checkpoints" in capsys.readouterr().out
+    monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "none"))
+    assert backup.main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1

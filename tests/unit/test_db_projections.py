@@ -11,8 +11,8 @@ import pytest
 from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import ReasonCode, RunStatus
+from service.db.new_run import new_row
 from service.db.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
-from service.db.runs import new_row
 from service.projections import attempts, checkpoints, failures, samples
 from service.projections.changes import project
 from service.projections.downsampling import MIN_POINTS, downsample

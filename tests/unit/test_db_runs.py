@@ -19,9 +19,11 @@ from everstep.spec import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.engine import Database, DatabaseUnavailable
 from service.db.events import EventStore
+from service.db.idempotency import IdempotencyConflict, IdempotencyKey
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id
 from service.db.rows import RunRow
-from service.db.runs import IdempotencyConflict, IdempotencyKey, RunFilter, RunStore
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
 from service.states import TransitionConflict
 from tests.unit.api_service import NOON, ManualClock, spec
 
@@ -115,6 +117,38 @@ def test_pages_cover_every_run_once_even_within_one_moment(runs: RunStore, clock
     )
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        RunFilter(tags=(("team", "vision"),)),
+        RunFilter(tags=(("team", "vision"), ("stage", None)), statuses=(RunStatus.QUEUED, RunStatus.PAUSED)),
+        RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED, RunStatus.QUEUED)),
+        RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.PAUSED), project="default", search="VIS"),
+        RunFilter(project="default", statuses=(RunStatus.PAUSED,)),
+    ],
+    ids=["tag", "tags and statuses", "statuses", "statuses and search", "project and status"],
+)
+def test_pages_of_every_kind_are_the_whole_list_cut(runs: RunStore, clock: ManualClock, where: RunFilter) -> None:
+    for index in range(24):
+        clock.now = NOON + index // 3
+        made = create(runs, tags={"team": ("vision", "text")[index % 2], "stage": "x"})
+        if index % 3:
+            runs.request_stop(made.id, ("cancel", "pause")[index % 3 - 1])
+    everything = [runs.get(run.id) for run in runs.find(RunFilter(), 100)]
+    team = dict(where.tags).get("team") or ("vision" if where.search else None)
+    wanted = {
+        run.id
+        for run in everything
+        if run and (not where.statuses or run.status in where.statuses) and team in (None, run.tags["team"])
+    }
+    seen, before = [], None
+    while page := runs.page(where, 2, before)[0]:
+        seen += page
+        before = (page[-1].created_at, page[-1].id)
+    assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted
+    assert [run.created_at for run in seen] == sorted((run.created_at for run in seen), reverse=True)
+
+
 def test_filters(runs: RunStore) -> None:
     a = create(runs, name="a", project="p1", tags={"team": "vision", "stage": "dev"})
     b = create(runs, name="b", project="p1", tags={"team": "speech"})
@@ -130,6 +164,8 @@ def test_filters(runs: RunStore) -> None:
     assert ids(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED)) == {a.id, b.id, c.id}
     assert ids(tags=(("team", "vision"),)) == {a.id}
     assert ids(tags=(("team", None),)) == {a.id, b.id}
+    assert ids(tags=(("team", "vision"), ("stage", "dev"))) == {a.id}
+    assert ids(search="SPEE") == {b.id} and ids(search="zzz") == set()
     assert ids(tags=(("team", "vision"), ("stage", "prod"))) == set()
     assert ids(name="a", project="p2", statuses=(RunStatus.CANCELLED,)) == {c.id}
 
@@ -301,7 +337,8 @@ _SUBMIT_FOREVER = """
 import sys
 from everstep.spec import parse_spec
 from service.db.engine import Database
-from service.db.runs import IdempotencyKey, RunStore
+from service.db.idempotency import IdempotencyKey
+from service.db.runs import RunStore
 from tests.unit.api_service import spec
 database = Database(sys.argv[1])
 database.migrate()

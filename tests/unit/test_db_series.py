@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from sqlalchemy import insert
 
 from everstep.spec import parse_spec
@@ -14,13 +11,7 @@ from service.db.series import SeriesStore
 from service.db.tables import metrics
 from tests.unit.api_service import NOON, spec
 
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    database.migrate()
-    yield database
-    database.close()
+pytest_plugins = ["tests.unit.database_fixtures"]
 
 
 def fill(database: Database, **series: dict[int, float | None]) -> str:

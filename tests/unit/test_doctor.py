@@ -140,7 +140,8 @@ def test_a_sum_that_did_not_come_about_names_the_variable_to_set() -> None:
 def test_an_interface_may_be_excluded_or_named_exactly() -> None:
     well = [{"NCCL_SOCKET_IFNAME": value} for value in ("^docker", "=eth0", "eth", "ib0,eth0")]
     assert [wrong(findings(node("a", interface_variables=variables), node("b"))) for variables in well] == [[]] * 4
-    assert wrong(findings(node("a", interface_variables={"NCCL_SOCKET_IFNAME": "=eth"}), node("b")))
+    for wanted in ({"NCCL_SOCKET_IFNAME": "=eth"}, {"GLOO_SOCKET_IFNAME": "eth"}):
+        assert wrong(findings(node("a", interface_variables=wanted), node("b"))), "an exact name, and gloo takes no other"
 
 
 def test_what_the_service_itself_lacks() -> None:
@@ -165,8 +166,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         endpoint = RayEndpoint(ray.url, ray.token)
         async with ApiService(tmp_path) as service, RayJobs(lambda: endpoint) as jobs:
             service.context.deployment_checks = DeploymentChecks(service.storage, jobs, service.clock)
-            monkeypatch.setenv("EVERSTEP_URL", service.url)
-            monkeypatch.setenv("EVERSTEP_TOKEN", service.token("admin"))
+            service.announce(monkeypatch)
             yield service, ray
 
 

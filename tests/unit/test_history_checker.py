@@ -12,6 +12,8 @@ import pytest
 from everstep import Client
 from everstep.events import EventKind
 from everstep.wire import RunStatus
+from tests.chaos import soak
+from tests.chaos.faults import KINDS
 from tests.chaos.history_checker import Expected, strangers, violations
 from tests.unit.api_service import ApiService
 
@@ -81,3 +83,8 @@ async def test_what_strangers_are_told(api: ApiService) -> None:
     elsewhere, own = api.token("submitter", "elsewhere"), api.token("submitter", "default")
     assert await asyncio.to_thread(lambda: list(strangers(api.url, elsewhere, run_id))) == []
     assert await asyncio.to_thread(lambda: list(strangers(api.url, own, run_id))), "somebody of the project is no stranger"
+
+
+def test_every_fault_of_a_soak_can_be_done() -> None:
+    assert set(soak.FAULTS) - set(KINDS) == {"node_drained", "checkpoint_damaged"}
+    assert set(soak.EXPLAINS) <= set(soak.FAULTS)

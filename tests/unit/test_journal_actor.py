@@ -12,9 +12,8 @@ from everstep.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.journal import read_journal
-from storage.run_dir import ProfileOrder, RunDir
+from storage.run_dir import ProfileOrder, RunDir, Stop
 from train_fn import journal
-from train_fn.context import Stop
 from train_fn.journal import ActorJournalClient, JournalActor, Reply, SourceEvent
 
 

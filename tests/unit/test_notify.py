@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,8 @@ from service.db.runs import RunStore
 from service.notify import GIVE_UP_S, NOBODY, Notifier, NotifyRule
 from service.settings import SettingsError, notify_rule
 from tests.unit.api_service import ApiService, ManualClock, spec
+
+pytest_plugins = ["tests.unit.database_fixtures"]
 
 SECRET = "a secret of some length"
 RULE = NotifyRule(frozenset({"https://hooks.example.org", "http://10.0.0.1:9000"}), SECRET)
@@ -40,24 +42,10 @@ class Receiver:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    made = Database(database_url)
-    made.migrate()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def told(database: Database, clock: ManualClock) -> Callable[..., str]:
+def told(runs: RunStore) -> Callable[..., str]:
     """Make a run that ends cancelled; its id."""
 
     def make(**fields: object) -> str:
-        runs = RunStore(database, clock)
         run = runs.create(parse_spec(spec(**fields)), "tok_test")[0]
         runs.request_stop(run.id, "cancel")
         return run.id

@@ -22,9 +22,7 @@ ALL_REDUCES = [{"bucket": 0, "size_bytes": 4000, "count": 3, "mean_s": 0.002, "m
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path) as service:
-        monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("EVERSTEP_URL", service.url)
-        monkeypatch.setenv("EVERSTEP_TOKEN", service.token("submitter"))
+        service.announce(monkeypatch, "submitter")
         yield service
 
 

@@ -111,9 +111,7 @@ def test_one_file_and_an_archive_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path / "service") as service:
-        monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("EVERSTEP_URL", service.url)
-        monkeypatch.setenv("EVERSTEP_TOKEN", service.token("admin"))
+        service.announce(monkeypatch)
         yield service
 
 

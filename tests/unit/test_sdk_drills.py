@@ -20,9 +20,7 @@ from tests.unit.test_cli import everstep
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path, drills=True) as service:
-        monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("EVERSTEP_URL", service.url)
-        monkeypatch.setenv("EVERSTEP_TOKEN", service.token("admin"))
+        service.announce(monkeypatch)
         yield service
 
 

@@ -86,8 +86,7 @@ def examples() -> Iterator[str]:
 
 async def test_the_documentation_s_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ApiService(tmp_path) as api:
-        monkeypatch.setenv("EVERSTEP_URL", api.url)
-        monkeypatch.setenv("EVERSTEP_TOKEN", api.token("admin"))
+        api.announce(monkeypatch)
         told: dict[str, Any] = {}
 
         def read() -> None:

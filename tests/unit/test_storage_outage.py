@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from everstep.events import EventKind
+from tests.service_process import free_port, wait_for
 from tests.unit.test_train_save_failures import told, train_until
 from tests.unit.test_train_saver import make_context, make_state, weight_in
 from train_fn import save_failures
@@ -97,15 +97,13 @@ class S3Server:
     """An S3 server in a process of its own. What it holds dies with it."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", self.address.rpartition(":")[2]]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(self._answers, "the server does not answer")
+        wait_for(self._answers, 60, "the server's first answer")
         from pyarrow import fs
 
         fs.S3FileSystem(endpoint_override=self.address, scheme="http", region="us-east-1", allow_bucket_creation=True).create_dir(
@@ -122,13 +120,6 @@ class S3Server:
         host, _, port = self.address.partition(":")
         with socket.socket() as probe:
             return probe.connect_ex((host, int(port))) == 0
-
-
-def wait_for(fact: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 60
-    while not fact():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import ray
 
 from everstep.events import EventKind
 from everstep.wire import Verdict
-from storage.run_dir import Stop
+from storage.run_dir import STOPS, Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import node_look
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
@@ -114,6 +115,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._placement = Placement(engine.job.run_dir.run_id)
         self._look = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
         self._apart = Apart(self._settings.apart_s)
+        self._fitness = Fitness(self._settings, {place.node_id for place in engine.history.workers}, self._leave_out)
         self._sizes = LiveScalingPolicy(
             train_run_context.scaling_config,
             self._settings,
@@ -244,7 +246,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         value = worker_group_status.worker_statuses[0].return_value
         if value == YIELDED:
             return self._leaving.is_set()
-        self._stopped = value if value in ("cancel", "pause") else None
+        self._stopped = value if value in STOPS else None
         return True
 
     # -- groups --------------------------------------------------------------------------------------------------------------
@@ -259,7 +261,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
         silent_peer_s = self._settings.silent_peer_s
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s)
         self._last_group = EverstepWorkerGroup(
-            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, self._leave_out, **kwargs
+            launch,
+            self._settings,
+            self._placement,
+            self._look_at_nodes,
+            self._tell_started,
+            self._leave_out,
+            self._fitness,
+            **kwargs,
         )
         return self._last_group
 
@@ -267,7 +276,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return self._apart.mark(self._look(), time.monotonic())
 
     def _leave_out(self, node_ids: list[str]) -> None:
-        """Nodes that others do not reach get no rank for a while."""
+        """Nodes that others do not reach, or that are not fit, get no rank for a while."""
         self._apart.leave_out(node_ids, time.monotonic())
 
     def _shutdown_worker_group(self) -> None:

@@ -72,7 +72,7 @@ def _on_nodes(calls: Sequence[NodeCall], *, ends_node: bool = False) -> None:
     """
     refs = []
     for node_id, function, arguments in calls:
-        # A task, not an actor: it takes an idle process of the node, and gives it back.
+        # A task, not an actor: it takes a process of the node, and gives it back.
         task = ray.remote(num_cpus=0, max_retries=0)(function)
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         refs.append(task.options(scheduling_strategy=where).remote(*arguments))

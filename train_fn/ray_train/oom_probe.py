@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from train_fn.out_of_memory import look_for_oom
 
 DELAY_S = 10.0
-"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the idle process that a new rank
-needs."""
+"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the process that a new rank needs,
+where ranks are made of idle ones."""
 _ANSWER_S = 30.0
 
 logger = logging.getLogger(__name__)

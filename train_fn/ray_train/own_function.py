@@ -21,7 +21,8 @@ from ray.exceptions import RayError
 
 from everstep.events import EventKind
 from everstep.spec import CodeSpec
-from train_fn.context import Stop, WorkerContext
+from storage.run_dir import Stop
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
 from train_fn.own_packages import bring_packages

@@ -1,30 +1,19 @@
-"""What is known of each rank of a group, from where it ran, what it answered, and how it ended."""
+"""What is known of each rank of a group, put together from where it ran, what its polls said, and how it ended."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from train_fn.rank_error import ErrorKind, RankError, RankFailure, describe_error
+from train_fn.rank_error import RankFailure, describe_error
 from train_fn.ray_train.seam import Worker, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from train_fn.ray_train.worker_actor import RankEnd, RankReady
+from train_fn.ray_train.worker_actor import RankEnd
 from train_fn.recovery.sizing import NodeView
 from train_fn.verdict import RankReport
-
-
-def unreachable(ready: list[RankReady], metas: list[Any]) -> tuple[RankReport, ...]:
-    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
-    reports = []
-    for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
-        if rank.problem is not None:
-            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
-            reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
-    return tuple(reports)
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
@@ -67,7 +56,7 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
 
 
 def with_answer(report: RankReport, ping: Any) -> RankReport:
-    """``report`` with what a call that is done says of its rank."""
+    """``report`` with what a call that was answered says of its rank's process."""
     try:
         ray.get(ping)
     except RayActorError as exc:

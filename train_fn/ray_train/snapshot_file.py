@@ -45,32 +45,35 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint
-    that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
+    """Put the last good copy in the file's place where Ray could not load it: gone, torn JSON, another Ray's, or naming a
+    checkpoint that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
 
     Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
     removing it: its ranks restore from manifests, never from Ray's list.
     """
     path, copy = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{_root(run_dir)}/{_COPY}"
-    try:
-        data = run_dir.files.read(path)
-    except StorageNotFound:
+    data, kept = _content(run_dir, path), _content(run_dir, copy)
+    if data is None and kept is None:
         return
-    problem = _problem(run_dir, data)
+    problem = _problem(run_dir, data) if data is not None else "it is gone"
     if problem is None:
         return
-    try:
-        kept = run_dir.files.read(copy)
-    except StorageNotFound:
-        kept = b""
     for candidate in (data, kept):
-        whole = _of_whole_checkpoints(run_dir, candidate)
+        whole = None if candidate is None else _of_whole_checkpoints(run_dir, candidate)
         if whole is not None:
             logger.warning("Ray Train's checkpoint list is mended: %s", problem)
             run_dir.files.write(path, whole)
             return
     logger.warning("Ray Train's checkpoint list is removed and begun anew: %s", problem)
     run_dir.files.delete_file(path)
+
+
+def _content(run_dir: RunDir, path: str) -> bytes | None:
+    """A file's bytes; None where there is no such file."""
+    try:
+        return run_dir.files.read(path)
+    except StorageNotFound:
+        return None
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:

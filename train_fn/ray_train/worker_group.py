@@ -15,9 +15,10 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
-from train_fn.ray_train.rank_reports import place_of, unreachable, with_answer, with_end, with_error
+from train_fn.ray_train.rank_reports import place_of, with_answer, with_end, with_error
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
     PlacementGroupHandle,
@@ -31,15 +32,14 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
+from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
 from train_fn.ray_train.stopped import find_stopped
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
-from train_fn.recovery.apart import nodes_apart
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
 from train_fn.verdict import RankReport
-from train_fn.worker import versions
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement: Placement,
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
-        on_apart: Callable[[list[str]], None],
+        on_apart: LeaveOut,
+        fitness: Fitness,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -95,6 +96,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._look_at_nodes = look
         self._on_created = on_created
         self._on_apart = on_apart
+        self._fitness = fitness
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -192,16 +194,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         launch = dataclasses.replace(self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles}))
         readiness = [actor.prepare.remote(launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
-        try:
-            ready: list[RankReady] = ray.get(readiness, timeout=self._settings.group_start_s)
-            metas = ray.get(metadata, timeout=self._settings.group_start_s)
-        except RayError as exc:
-            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        self._check_versions(ready, metas)
-        self.start_reports = unreachable(ready, metas)
-        if self.start_reports:
-            raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
-        self._check_reach(metas)
+        ready: list[RankReady] = prepared(readiness, self._settings)
+        metas = prepared(metadata, self._settings)
+        check_versions(ready, metas, self._on_apart)
+        self._begin_only_without(network_reports(ready, metas))
+        check_reach(self._actors, metas, self._nodes, self._settings, self._on_apart)
+        self._begin_only_without(self._fitness.look(self._actors, metas))
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -212,36 +210,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created(self, self._ranked)
         return self._ranked
 
-    def _check_versions(self, ready: list[RankReady], metas: list[Any]) -> None:
-        """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
-        own = versions()
-        others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
-        if others:
-            self._on_apart(list(others))
-            found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
-            raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
-
-    def _check_reach(self, metas: list[Any]) -> None:
-        """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
-        first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(self._actors, metas, strict=True)))}
-        places = {node_id: (self._nodes[node_id].ip, self._nodes[node_id].port) for node_id in first_on if node_id in self._nodes}
-        if len({ip for ip, _ in places.values()}) < 2:
-            return
-        asked = list(places)
-        tries = [first_on[node_id].reach.remote(list(places.values()), self._settings.probe_timeout_s) for node_id in asked]
-        try:
-            answers: list[list[bool]] = ray.get(tries, timeout=self._settings.group_start_s)
-        except RayError as exc:
-            raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
-        unreached = {
-            node_id: [other for other, reached in zip(asked, answer, strict=True) if not reached]
-            for node_id, answer in zip(asked, answers, strict=True)
-        }
-        apart = nodes_apart(unreached)
-        if apart:
-            self._on_apart(apart)
-            broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
-            raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
+    def _begin_only_without(self, reports: tuple[RankReport, ...]) -> None:
+        """Give the start up where there are reports on ranks that cannot do their part."""
+        self.start_reports = reports
+        if reports:
+            raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
 

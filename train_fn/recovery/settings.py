@@ -22,6 +22,8 @@ class RecoverySettings:
     apart_s: float = 60.0
     """Seconds for which a node takes no rank after others could not reach it, although the head could, or after it was found to run
     other versions than the driver's node; longer each time."""
+    preflight: bool = True
+    """Look at every node when a run's ranks come to it for the first time: compute, memory, disk, and its links to the others."""
     hold_s: float = 20.0
     """Longest wait, before a group is torn down, for survivors to leave the step and write their snapshots."""
     group_start_s: float = 120.0
@@ -43,7 +45,8 @@ class RecoverySettings:
     collective_timeout_s: int = 1800
     """Time-out of torch's process group; survivors are freed by the first of them to leave, long before it."""
     warm_pool: bool = True
-    """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules."""
+    """Keep pre-imported worker processes idle on every node, where the cluster's raylets preload modules. Off on the embedded
+    cluster, which forks its workers."""
     warm_spares: int = 1
     """Idle processes for each rank of a node; two also cover a second failure within seconds of the first."""
     warm_delay_s: float = 1.0

@@ -1,0 +1,26 @@
+"""How NCCL and gloo read the variables that tell them which network interface to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NCCL_VARIABLE, GLOO_VARIABLE = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+
+
+def lets_through(variable: str, value: str, interfaces: Iterable[str]) -> bool:
+    """Whether any of these interfaces may be used: of gloo by name; of NCCL by prefix, after ``=`` by name, after ``^`` not."""
+    return any(_chooses(variable, value, name) for name in interfaces)
+
+
+def _chooses(variable: str, value: str, name: str) -> bool:
+    if variable == GLOO_VARIABLE:
+        return name in value.split(",")
+    if value.startswith("^"):
+        return not _begins(value[1:], name)
+    return _begins(value, name)
+
+
+def _begins(value: str, name: str) -> bool:
+    if value.startswith("="):
+        return name in value[1:].split(",")
+    return any(part and name.startswith(part) for part in value.split(","))

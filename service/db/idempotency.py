@@ -1,0 +1,65 @@
+"""A client's own name for a request, so that one that is repeated makes no second run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, insert, select
+
+from service.db.engine import DatabaseError
+from service.db.rows import RunRow
+from service.db.run_lookup import find_run
+from service.db.tables import idempotency_keys
+
+
+class IdempotencyConflict(DatabaseError):
+    """The idempotency key was used before, with another body or for a run that is deleted."""
+
+
+@dataclass(frozen=True)
+class IdempotencyKey:
+    """A client's name for one request: the same key and body give the same run."""
+
+    scope: str
+    """Token id; keys of two tokens never meet."""
+    key: str
+    body_sha256: str
+
+
+def is_used(connection: Connection, idempotency: IdempotencyKey) -> bool:
+    """Whether the key was used before, whatever for."""
+    keys = idempotency_keys.c
+    query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    return connection.execute(query).one_or_none() is not None
+
+
+def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
+    """The run that this key made before, or None."""
+    if idempotency is None:
+        return None
+    keys = idempotency_keys.c
+    query = select(keys.body_sha256, keys.run_id).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        return None
+    if found.body_sha256 != idempotency.body_sha256:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a new request"
+        )
+    run = find_run(connection, found.run_id)
+    if run is None:
+        raise IdempotencyConflict(f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use a new key")
+    return run
+
+
+def remember(connection: Connection, idempotency: IdempotencyKey, run_id: str, now: float) -> None:
+    """Keep that this key made a run."""
+    connection.execute(
+        insert(idempotency_keys).values(
+            scope=idempotency.scope,
+            key=idempotency.key,
+            body_sha256=idempotency.body_sha256,
+            run_id=run_id,
+            created_at=now,
+        )
+    )

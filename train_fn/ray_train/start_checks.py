@@ -1,0 +1,70 @@
+"""What is looked at before a group of ranks trains: versions, the network that the spec names, and that nodes reach each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from train_fn.rank_error import ErrorKind, RankError
+from train_fn.ray_train.seam import WorkerGroupStartupFailedError
+from train_fn.ray_train.worker_actor import RankReady
+from train_fn.recovery.apart import nodes_apart
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.sizing import NodeView
+from train_fn.verdict import RankReport
+from train_fn.worker import versions
+
+LeaveOut = Callable[[list[str]], None]
+"""Is told the ids of nodes that are to get no rank for a while."""
+
+
+def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
+    """Answers of a starting group's processes. Raises WorkerGroupStartupFailedError where one gives none in time."""
+    try:
+        return list(ray.get(list(calls), timeout=settings.group_start_s))
+    except RayError as exc:
+        raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
+
+
+def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: LeaveOut) -> None:
+    """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
+    own = versions()
+    others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
+    if others:
+        leave_out(list(others))
+        found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
+        raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
+
+
+def network_reports(ready: Sequence[RankReady], metas: Sequence[Any]) -> tuple[RankReport, ...]:
+    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
+    reports = []
+    for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
+        if rank.problem is not None:
+            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
+            reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
+    return tuple(reports)
+
+
+def check_reach(
+    actors: Sequence[Any], metas: Sequence[Any], nodes: Mapping[str, NodeView], settings: RecoverySettings, leave_out: LeaveOut
+) -> None:
+    """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
+    first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(actors, metas, strict=True)))}
+    places = {node_id: (nodes[node_id].ip, nodes[node_id].port) for node_id in first_on if node_id in nodes}
+    if len({ip for ip, _ in places.values()}) < 2:
+        return
+    tries = [first_on[node_id].reach.remote(list(places.values()), settings.probe_timeout_s) for node_id in places]
+    unreached = {
+        node_id: [other for other, reached in zip(places, answer, strict=True) if not reached]
+        for node_id, answer in zip(places, prepared(tries, settings), strict=True)
+    }
+    apart = nodes_apart(unreached)
+    if apart:
+        leave_out(apart)
+        broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
+        raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
