@@ -25,7 +25,8 @@ from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, 
 from tests.service_process import ServiceProcess, wait_for
 from train_fn.node_dir import shared_memory_root
 
-EPOCHS = 24
+EPOCHS = {2: 60, 3: 48, 5: 36}
+"""By the number of ranks: long enough that a run outlasts a service's restart."""
 MODEL = {"name": "mini_resnet", "args": {"width": 8, "blocks_per_stage": 1}}
 SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
@@ -39,13 +40,13 @@ def world_of(seed: int) -> int:
     return WORLDS[seed % 3]
 
 
-def spec(name: str, max_workers: int) -> dict[str, Any]:
+def spec(name: str, world: int) -> dict[str, Any]:
     return {
         "name": name,
         "task": {"name": "image_classification", "model": MODEL, "data": {"name": "digits"}},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
-        "scaling": {"min_workers": 1, "max_workers": max_workers},
+        "train": {"epochs": EPOCHS[world], "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
+        "scaling": {"min_workers": 1, "max_workers": world},
         "checkpoint": {"every_steps": 10},
         "recovery": {"hang_timeout_s": 6},
     }
@@ -74,13 +75,13 @@ def num_fds() -> dict[tuple[int, float], int]:
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Segments], dict[str, torch.Tensor]]:
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Segments], dict[str, torch.Tensor]]:
     """The weights after a history's stretches in peace; many histories have the same."""
     found: dict[Segments, dict[str, torch.Tensor]] = {}
 
-    def weights_after(stretches: Segments) -> dict[str, torch.Tensor]:
+    def weights_after(world: int, stretches: Segments) -> dict[str, torch.Tensor]:
         if stretches not in found:
-            found[stretches] = replay(stretches, spec("replay", max(WORLDS)), tmp_path_factory.mktemp("replay"))
+            found[stretches] = replay(stretches, spec("replay", world), tmp_path_factory.mktemp("replay"))
         return found[stretches]
 
     return weights_after
@@ -103,22 +104,22 @@ def test_seeded_faults(
     seed: int,
     clusters: Callable[[int], ServiceProcess],
     num_fds: dict[tuple[int, float], int],
-    replayed: Callable[[Segments], dict[str, torch.Tensor]],
+    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
     world = world_of(seed)
     cluster = clusters(world)
     cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
-    done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS * STEPS_PER_EPOCH)]
+    done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS[world] * STEPS_PER_EPOCH)]
     run.wait(timeout_s=240)
 
     stretches = segments(run)
     print(json.dumps({"seed": seed, "world": world, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
-    assert run.step == EPOCHS * STEPS_PER_EPOCH
-    assert_every_sample_counted_once(run, EPOCHS)
-    _check_steps(run)
-    found, expected = weights(run, tmp_path), replayed(stretches)
+    assert run.step == EPOCHS[world] * STEPS_PER_EPOCH
+    assert_every_sample_counted_once(run, EPOCHS[world])
+    _check_steps(run, world)
+    found, expected = weights(run, tmp_path), replayed(world, stretches)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)
@@ -145,8 +146,8 @@ def _told(run: RunHandle) -> list[dict[str, Any]]:
     return told
 
 
-def _check_steps(run: RunHandle) -> None:
-    assert_every_step_is_there_once(run, EPOCHS)
+def _check_steps(run: RunHandle, world: int) -> None:
+    assert_every_step_is_there_once(run, EPOCHS[world])
     seqs = [event.seq for event in run.events()]
     assert seqs == list(range(1, len(seqs) + 1))
 

@@ -34,10 +34,10 @@ def first_error(loader: Any) -> BaseException:
 
 def kill_while_it_hands_over(monkeypatch: pytest.MonkeyPatch) -> BaseException:
     """The kernel has ended the process, and has not told its parent yet."""
-    loader: Any = iter(DataLoader(Tensors(), batch_size=None, num_workers=1, prefetch_factor=8))
+    loader: Any = iter(DataLoader(Tensors(), batch_size=None, num_workers=1))
     next(loader)
     [process] = loader._workers
-    wait_for(lambda: loader._data_queue.qsize() > 4, 20, "batches made ahead")
+    wait_for(loader._data_queue._reader.poll, 20, "a batch made ahead")
     process.kill()
     process.join()
     with monkeypatch.context() as patched:
