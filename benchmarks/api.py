@@ -60,9 +60,8 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
             found = seed(database, num_runs)
             database.close()
             print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
-            service = Replica(
-                home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"}
-            )  # seeded runs have no directories
+            # Seeded runs have no directories in which checkpoints could be read back.
+            service = Replica(home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"})
             stack.callback(service.stop)
             wait_for(service.is_ready, 60, "the service's /readyz")
             yield service, found
