@@ -61,7 +61,7 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
 
     wait_for_new_checkpoints(run, 1)
     report = assert_passed(run.drill("kill_driver").wait(180))
-    assert report.verdict == "control_plane" and report.restored_from.startswith("step-")
+    assert (report.verdict, report.steps_lost) == ("control_plane", 0) and report.restored_from.startswith("step-")
     assert run.refresh().submission == 2
 
     wait_for_new_checkpoints(run, 2)

@@ -33,6 +33,7 @@ from train_fn.ray_train.seam import (
     worker_group_module,
 )
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
+from train_fn.ray_train.stopped import find_stopped
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
@@ -48,6 +49,8 @@ _STACK_S = 2.0
 """How long a rank may take to say where it stands."""
 _PING_S = 1.0
 """How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
+_START_LOOK_S = 10.0
+"""So often is looked for ranks that are stopped while a group starts."""
 _WAIT_S = 0.5
 """A rank that is waited for says so often where it stands."""
 
@@ -119,9 +122,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         cured by killing what was created.
         """
         builder = WorkerGroupStateBuilder()
-        overdue = threading.Timer(self._settings.group_start_s, self._give_up_start)
-        overdue.daemon = True
-        overdue.start()
+        ended = threading.Event()
+        threading.Thread(target=self._watch_start, args=(ended,), name="start-watch", daemon=True).start()
         try:
             self._start_impl(builder)
         except BaseException:
@@ -131,13 +133,24 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self.kill()
             raise
         finally:
-            overdue.cancel()
+            ended.set()
 
-    def _give_up_start(self) -> None:
-        """On a timer's thread: with its actors dead, the start fails instead of waiting on."""
-        logger.warning("the worker group did not start within %g s; its processes are killed", self._settings.group_start_s)
-        for actor in list(self._actors):
-            ray.kill(actor)
+    def _watch_start(self, ended: threading.Event) -> None:
+        """On a thread: give a start up that takes too long, or in which a rank is stopped. With its actors dead it fails at once.
+
+        Who answers says nothing of who holds the others up: they all wait for each other. Their nodes know who is stopped.
+        """
+        overdue_at = time.monotonic() + self._settings.group_start_s
+        while not ended.wait(max(0.0, min(_START_LOOK_S, overdue_at - time.monotonic()))):
+            reports, overdue = self._look_at_slow_start(), time.monotonic() >= overdue_at
+            if ended.is_set() or not (overdue or any(report.unresponsive for report in reports)):
+                continue
+            why = f"did not start within {self._settings.group_start_s:g} s" if overdue else "waits for a rank that is stopped"
+            logger.warning("the worker group %s; its processes are killed", why)
+            self.start_reports = self.start_reports or reports
+            for actor in list(self._actors):
+                ray.kill(actor)
+            return
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
         """Nothing is created here: the handle reserves bundles of the run's placement when Ray waits for it."""
@@ -375,6 +388,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+
+    def _look_at_slow_start(self) -> tuple[RankReport, ...]:
+        """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+            reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(self._ranked)]
+            by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
+            found = find_stopped(by_node)
+        except Exception as exc:  # the ranks are to be killed all the same
+            logger.warning("it could not be seen which ranks hold the start up: %s", exc)
+            return ()
+        held_up = [(report.node_id, report.pid) not in found for report in reports]
+        return tuple(
+            dataclasses.replace(report, unresponsive=not waits, still_running=waits)
+            for report, waits in zip(reports, held_up, strict=True)
+        )
 
     def _look_after_failed_start(self) -> tuple[RankReport, ...]:
         """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
