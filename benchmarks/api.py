@@ -10,11 +10,8 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,57 +33,18 @@ from service.db.engine import Database
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, JournalWriter
 from storage.run_dir import RunDir
-from tests.service_process import free_port, wait_for
+from tests.replica import Replica
+from tests.service_process import wait_for
 from tests.unit import postgres_server
-from tests.unit.fake_ray import FakeRay
 
 CLIENTS: Final = 16
 FOLLOWERS: Final = 500
-
-
-class Service:
-    """``python -m service.serve`` on a database and a stand-in for Ray."""
-
-    def __init__(self, home: Path, database_url: str, ray_url: str) -> None:
-        self.home, self.port = home, free_port()
-        command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray_url]
-        command += ["--database", database_url, "--storage", str(home / "storage")]
-        # Seeded runs have no directories in which checkpoints could be read back.
-        env = {
-            **os.environ,
-            "EVERSTEP_SCRUB_MB_PER_S": "0",
-            "EVERSTEP_HOME": str(home),
-            "RAY_AUTH_TOKEN": FakeRay.token,
-            "EVERSTEP_RATE_PER_S": "0",
-        }
-        with (home / "serve.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-        wait_for(self._is_ready, 60, "the service's /readyz")
-        self.usage = psutil.Process(self.process.pid)
-
-    def _is_ready(self) -> bool:
-        if self.process.poll() is not None:
-            raise RuntimeError((self.home / "serve.log").read_text()[-3000:])
-        try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/readyz", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+HEARD_S: Final = 30.0
+"""Longest wait for the last follower to hear the last event."""
 
 
 @contextmanager
-def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Service, Seeded]]:
+def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]:
     """A service on a new database of ``num_runs`` runs."""
     home = Path(tempfile.mkdtemp(prefix="es-api-"))
     programs = postgres_server.binaries()
@@ -103,8 +61,10 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Service, Seeded]]
             found = seed(database, num_runs)
             database.close()
             print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
-            service = Service(home, url, ray.url)
+            # Seeded runs have no directories in which checkpoints could be read back.
+            service = Replica(home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"})
             stack.callback(service.stop)
+            wait_for(service.is_ready, 60, "the service's /readyz")
             yield service, found
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -145,24 +105,25 @@ def post() -> Callable[[], tuple[str, str, bytes]]:
     return lambda: ("POST", "/v1/runs", json.dumps(SPEC | {"name": f"posted-{next(numbers)}"}).encode())
 
 
-async def measured(service: Service, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
+async def measured(service: Replica, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
     """Requests a second and latencies in milliseconds of a closed loop; what the service used meanwhile."""
     await closed_loop(service.port, service.headers, CLIENTS, ask, 1.0, status)
-    before, began = sum(service.usage.cpu_times()[:2]), time.perf_counter()
+    usage = psutil.Process(service.process.pid)
+    before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
     latencies = await closed_loop(service.port, service.headers, CLIENTS, ask, seconds, status)
     took = time.perf_counter() - began
     found = {f"p{share}_ms": round(percentile(latencies, share / 100) * 1000, 2) for share in (50, 99)}
     found["longest_ms"] = round(max(latencies) * 1000, 1)
-    found["cores"] = round((sum(service.usage.cpu_times()[:2]) - before) / took, 2)
+    found["cores"] = round((sum(usage.cpu_times()[:2]) - before) / took, 2)
     return {"per_s": round(len(latencies) / took, 1), **found}
 
 
 # ---------------------------------------------------------------- followers
 
 
-async def followers(service: Service, seconds: float) -> dict[str, float]:
+async def followers(service: Replica, seconds: float) -> dict[str, float]:
     """Many followers of one run whose driver tells something ten times a second: how late the latest of them hears of it."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.port}", headers=service.headers) as http:
+    async with httpx.AsyncClient(base_url=service.url, headers=service.headers) as http:
         answer = await http.post("/v1/runs", json=SPEC | {"name": "followed", "priority": 9})
         run_id = answer.json()["id"]
         while (await http.get(f"/v1/runs/{run_id}")).json()["status"] == "QUEUED":  # noqa: ASYNC110  it is another process
@@ -172,15 +133,16 @@ async def followers(service: Service, seconds: float) -> dict[str, float]:
     connections = [await Connection.open(service.port, service.headers) for _ in range(FOLLOWERS)]
     tasks = [asyncio.create_task(_follow(each, run_id, late, heard)) for each in connections]
     await asyncio.sleep(2.0)
-    before, began = sum(service.usage.cpu_times()[:2]), time.perf_counter()
+    usage = psutil.Process(service.process.pid)
+    before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
     told = await _tell(open_storage(str(service.home / "storage")).run_dir(run_id), seconds)
-    await asyncio.wait(tasks, timeout=10.0)
-    cores = (sum(service.usage.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+    await asyncio.wait(tasks, timeout=HEARD_S)
+    cores = (sum(usage.cpu_times()[:2]) - before) / (time.perf_counter() - began)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len(heard) == told * FOLLOWERS, f"{len(heard)} of {told * FOLLOWERS} events were heard"
-    rss_mb = service.usage.memory_info().rss / 1e6
+    rss_mb = usage.memory_info().rss / 1e6
     longest = {"longest_s": round(max(late), 3), "p99_s": round(percentile(late, 0.99), 3)}
     return {**longest, "events": told, "cores": round(cores, 2), "rss_mb": round(rss_mb, 1)}
 

@@ -15,7 +15,10 @@ from everstep.cli_terminal import command
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The copy.")]
 DatabaseOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="As `serve` was given it (or EVERSTEP_DATABASE); by default SQLite in EVERSTEP_HOME."),
+    typer.Option(
+        metavar="URL",
+        help="As `serve` was given it (or EVERSTEP_DATABASE, or EVERSTEP_DATABASE_FILE); by default SQLite in EVERSTEP_HOME.",
+    ),
 ]
 StorageOption = Annotated[str | None, typer.Option(metavar="URI", help="As `serve` was given it; by default in EVERSTEP_HOME.")]
 

@@ -92,5 +92,8 @@ class EventKind(StrEnum):
     """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code, message} | null, step."""
 
 
+NODE_UNFIT = "NodeUnfit"
+"""Type of the exception in the failure of a node that was looked at before a run's ranks began on it, and was not fit."""
+
 BEGINNINGS = frozenset({"fresh", "fork"})
 """Sources of a ``restored`` event that owe nothing to what older submissions of the run did."""

@@ -26,10 +26,9 @@ from sqlalchemy.engine import URL, make_url
 
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
-from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
-from service.settings import Settings, SettingsError, home_directory
+from service.settings import Settings, SettingsError, database_url, home_directory
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
 
@@ -189,7 +188,9 @@ def _copy_tree(source: Path, target: Path) -> None:
     for top in sorted(source.iterdir()):
         if top.is_dir():
             root = top.resolve()
-            for place, _, names in os.walk(root):
+            for place, directories, names in os.walk(root):
+                # Last: else journals, copied after them, would tell of newer checkpoints than the copy has.
+                directories.sort(key=lambda name: name == "checkpoints")
                 there = target / top.name / Path(place).relative_to(root)
                 there.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for name in names:
@@ -247,7 +248,7 @@ def _summary(settings: Settings, storage: Storage, directory: Path) -> Summary:
     database = Database(settings.database_url)
     try:
         kept = CheckpointRecords(database).kept()
-        num_runs = sum(RunStore(database).count_by_status(RunFilter()).values())
+        num_runs = sum(RunStore(database).count_by_status().values())
     finally:
         database.close()
     copied = open_storage(str(directory / _STORAGE)) if (directory / _STORAGE).is_dir() else storage
@@ -264,12 +265,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=("create", "restore"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--database", default=os.environ.get("EVERSTEP_DATABASE", ""), metavar="URL")
+    parser.add_argument("--database", default="", metavar="URL")
     parser.add_argument("--storage", default="", metavar="URI")
     parser.add_argument("--database-only", action="store_true", help="create: leave the storage out")
     given = parser.parse_args(argv)
     try:
-        settings = Settings(home=home_directory(), database_url=given.database, storage_uri=given.storage)
+        settings = Settings(home=home_directory(), database_url=given.database or database_url(), storage_uri=given.storage)
         directory = given.directory.absolute()
         if given.what == "create":
             done = create(settings, directory, with_storage=not given.database_only)

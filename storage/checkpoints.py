@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,14 @@ from typing import IO, TypeVar, cast
 
 from storage.archive import Archive, file_blocks
 from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
-from storage.errors import CorruptCheckpoint, CorruptFile, InvalidStorage, StorageNotFound, StorageUnreadable
+from storage.errors import (
+    CorruptCheckpoint,
+    CorruptFile,
+    InvalidStorage,
+    StorageNotFound,
+    StorageUnavailable,
+    StorageUnreadable,
+)
 from storage.files import Files
 from storage.holds import held_checkpoints
 from storage.lineage import RestorePoint, in_lineage, restore_point
@@ -83,23 +90,40 @@ class CheckpointStore:
         return newest, rejected
 
     def read_newest(
-        self, read: Callable[[Manifest], T], before_submission: int | None = None
+        self,
+        read: Callable[[Manifest], T],
+        before_submission: int | None = None,
+        told: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
         """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is read, and read once.
 
         Args:
             read: raises CorruptCheckpoint where the checkpoint is not what its manifest says, as ``read_file`` does.
+            told: checkpoints that must be there (``told_checkpoints``), whether or not they are listed. Those that are not are
+                rejected like damaged ones.
+
+        Raises:
+            StorageUnavailable: not one of those that were told is there, nor any other: the storage is not what it was, and a run
+                must not begin again for that.
         """
         rejected: builtins.list[Rejected] = []
-        for name in reversed(self._lineage_names(before_submission)):
+        num_missing = 0
+        for name in reversed(self._lineage_names(before_submission, told)):
             try:
                 manifest = self.manifest(str(name))
                 return manifest, read(manifest), rejected
             except StorageNotFound:
-                continue  # deleted since it was listed
+                if name in told:  # else it was deleted since it was listed
+                    num_missing += 1
+                    rejected.append(Rejected(str(name), "it was committed, as the journal tells, and is not there any more"))
             except CorruptCheckpoint as exc:
                 self._rejected.add(str(name))
                 rejected.append(Rejected(str(name), str(exc)))
+        if num_missing and num_missing == len(rejected):
+            raise StorageUnavailable(
+                f"run {self._run_dir.run_id} committed {rejected[0].name}, as its journal tells, but {self._run_dir.uri} holds no "
+                "checkpoint at all; mount or put back what is missing there. To begin again, submit the spec as a new run"
+            )
         return None, None, rejected
 
     def manifest(self, name: str) -> Manifest:
@@ -265,11 +289,11 @@ class CheckpointStore:
         """Whether nobody who counts can still be writing it: the newest submission's steps only rise."""
         return name.submission < newest.submission or (name.submission == newest.submission and name.step < newest.step)
 
-    def _lineage_names(self, before_submission: int | None) -> builtins.list[CheckpointName]:
+    def _lineage_names(self, before_submission: int | None, told: Collection[CheckpointName] = ()) -> builtins.list[CheckpointName]:
         def seen(submission: int) -> bool:
             return before_submission is None or submission < before_submission
 
-        names = [name for name in self._committed() if seen(name.submission)]
+        names = {name for name in (*self._committed(), *told) if seen(name.submission)}
         for submission in filter(seen, self._run_dir.submissions()):
             if submission not in self._restore_points and (point := restore_point(self._run_dir, submission)):
                 self._restore_points[submission] = point  # the first one stays the first

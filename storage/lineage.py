@@ -42,17 +42,39 @@ def restore_point(run_dir: RunDir, submission: int) -> RestorePoint | None:
 def attempt_starts(run_dir: RunDir) -> dict[tuple[int, int], RestorePoint]:
     """Where each attempt of the run began, by (submission, attempt); attempts that never began to train are left out.
 
-    Reads all journals.
+    Looks through all journals.
     """
     found: dict[tuple[int, int], RestorePoint] = {}
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH)
-            found |= {(submission, event.attempt): _point(event) for event in events if event.kind is EventKind.RESTORED}
+            events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH, (EventKind.RESTORED,))
+            found |= {(submission, event.attempt): _point(event) for event in events}
             if not events:
                 break
     return found
+
+
+def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
+    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a listing of the storage ought to show.
+
+    Looks through all journals. An older one that is not there may have been deleted by a process that died before it told.
+    """
+    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
+    told: set[CheckpointName] = set()
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, submission, cursor, _LARGE_BATCH, kinds)
+            for event in events:
+                name = CheckpointName.parse(str(event.data.get("name")))
+                if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
+                    told.add(name)
+                elif name is not None:
+                    told.discard(name)
+            if len(events) < _LARGE_BATCH:
+                break
+    return told
 
 
 def _point(event: JournalEvent) -> RestorePoint:

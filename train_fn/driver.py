@@ -31,6 +31,7 @@ from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_jo
 from train_fn.journal_follower import JournalFollower
 from train_fn.profile_orders import ProfileOrders
 from train_fn.rank_logging import RankLog
+from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.ending import Stopping, ending
 from train_fn.recovery.environment import rank_env, ray_train_env
 from train_fn.recovery.history import History, past_failure, read_history
@@ -46,6 +47,8 @@ EXIT_TERMINATED = 143
 STOP_POLL_S = 0.5
 ORDER_POLL_S = 0.5
 FENCE_POLL_S = 5.0
+OLDER_MARGIN_S = 15.0
+"""So much longer than its ranks may take to save is an older submission's controller waited for."""
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
@@ -96,12 +99,13 @@ class Driver:
             self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
         if spec.runs_own_function:
             self._train, self._settings = OWN_FUNCTION, self._settings.for_own_function()
-        history = read_history(self._run_dir)
         self._run_dir.write_probe(self._submission, DRIVER_PROBE)
-        self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        actor = start_journal(self._run_dir, self._submission, ray.get_runtime_context().get_node_id())
+        self._end_older_submissions()
+        history = read_history(self._run_dir)
+        self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
+        actor = start_journal(self._run_dir, self._submission, DriverProcess.own(), ray.get_runtime_context().get_node_id())
         interval_s = max(0.1, self._run_dir.storage.batch_s)
         self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
@@ -130,6 +134,14 @@ class Driver:
             threading.Thread(target=self._warm_first_group, args=(job,), name="warm-up", daemon=True).start()
         outcome = self._fit_until_decided(job, history)
         self._finish(outcome)
+        ray.kill(actor)
+
+    def _end_older_submissions(self) -> None:
+        """Have what their drivers left behind end before this submission's journal begins."""
+        from train_fn.ray_train.older_submissions import end_older_submissions
+
+        if self._submission > 1:
+            end_older_submissions(self._run_dir.run_id, self._submission, self._settings.yield_timeout_s + OLDER_MARGIN_S)
 
     def _warm_first_group(self, job: RankJob) -> None:
         from train_fn.ray_train.nodes import node_look
@@ -161,6 +173,7 @@ class Driver:
                 job=job,
                 settings=self._settings,
                 history=history,
+                driver=DriverProcess.own(),
                 recovery=recovery,
                 rank_env=rank_env(job.spec, self._settings),
                 controller_env=ray_train_env(self._settings),

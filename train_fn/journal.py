@@ -11,21 +11,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.events import EventKind
 from storage.journal import JournalEvent, JournalWriter, read_journal
 from storage.run_dir import ProfileOrder, RunDir, Stop
+from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.progress import Progress, ProgressTracker
 
 NAMESPACE = "everstep"
 READ_BATCH = 5000
 MAX_POINTS = 20_000
 """Metric points that a client holds while the journal is away; beyond it every second one is let go."""
+LONELY_S = 10.0
+"""A journal whose driver is dead ends when nobody has called it for so long: controller and ranks do so twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
 
@@ -108,14 +113,39 @@ class JournalActor:
             self._profile = ProfileOrder(event.data["id"], event.data["rank"], event.data["steps"], event.attempt)
 
 
-def start_journal(run_dir: RunDir, submission: int, node_id: str) -> Any:
-    """Handle of the submission's journal actor on ``node_id``; killed, it comes back and goes on where it was."""
-    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(JournalActor)
+class LastingJournalActor(JournalActor):
+    """Outlives its driver, on whose node it is, until the ranks have told their last."""
+
+    def __init__(self, run_dir: RunDir, submission: int, driver: DriverProcess) -> None:
+        super().__init__(run_dir, submission)
+        self._driver = driver
+        self._called_at = time.monotonic()
+        threading.Thread(target=self._end_when_lonely, name="lonely", daemon=True).start()
+
+    def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
+        self._called_at = time.monotonic()
+        return super().deliver(source, events, stop)
+
+    def _end_when_lonely(self) -> None:
+        while True:
+            time.sleep(1.0)
+            if not self._driver.is_alive() and time.monotonic() > self._called_at + LONELY_S:
+                with suppress(RayError):  # the head is away; again later
+                    ray.kill(ray.get_runtime_context().current_actor)  # to exit would bring it back
+
+
+def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_id: str) -> Any:
+    """Handle of the submission's journal actor on ``node_id``; killed, it comes back and goes on where it was.
+
+    It does not end with its driver: who is done with it kills it.
+    """
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(LastingJournalActor)
     return actor_class.options(
         name=f"journal-{run_dir.run_id}-s{submission:03d}",
         namespace=NAMESPACE,
+        lifetime="detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    ).remote(run_dir, submission)
+    ).remote(run_dir, submission, driver)
 
 
 def deliver_to(actor: Any, timeout_s: float = 10.0) -> Deliver:

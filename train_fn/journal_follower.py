@@ -7,6 +7,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from everstep.events import EventKind
+from everstep.metric_names import validation_name
 from storage.errors import StorageError
 from storage.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
@@ -20,6 +22,17 @@ logger = logging.getLogger(__name__)
 
 class NotNow(Exception):
     """What was to be made could not be; the same batch comes again."""
+
+
+def measured(event: JournalEvent) -> list[tuple[int, float, dict[str, float]]]:
+    """(step, unix seconds, what was finite by name) of each point that an event tells; of an evaluation as the series are named."""
+    found: list[tuple[int, float, dict[str, float | None]]] = []
+    if event.kind is EventKind.METRICS:
+        found = [(point["step"], point["at"], point["values"]) for point in event.data["points"]]
+    elif event.kind is EventKind.EVALUATED:
+        named = {validation_name(name): value for name, value in event.data["metrics"].items()}
+        found = [(event.data["step"], event.at, named)]
+    return [(step, at, {name: value for name, value in values.items() if value is not None}) for step, at, values in found]
 
 
 class JournalFollower(ABC):

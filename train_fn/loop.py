@@ -267,7 +267,10 @@ class Attempt:
             problem = "the rank was between two states"
             if state.complete:
                 replica.put_back_buffers()
-                problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
+                try:
+                    problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
+                except BadTask as exc:  # what broke the attempt says more
+                    problem = str(exc)
                 snapshot_step = step if problem is None else None
         if self._profiler is not None:
             self._profiler.give_up()

@@ -18,7 +18,7 @@ from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.journal import JournalEvent
 from storage.run_dir import RunDir
-from train_fn.journal_follower import JournalFollower, NotNow
+from train_fn.journal_follower import JournalFollower, NotNow, measured
 
 RUN_TAG = "everstep.run_id"
 _TIMEOUT_S = 20.0
@@ -129,17 +129,9 @@ class MlflowTracking(JournalFollower):
 
 def _points(event: JournalEvent) -> Iterator[dict[str, Any]]:
     """Metrics of an event as MLflow takes them; what was not finite is left out."""
-    if event.kind is EventKind.METRICS:
-        found = [(point["step"], point["at"], point["values"]) for point in event.data["points"]]
-    elif event.kind is EventKind.EVALUATED:
-        named = {name if name.startswith("val_") else f"val_{name}": value for name, value in event.data["metrics"].items()}
-        found = [(event.data["step"], event.at, named)]
-    else:
-        return
-    for step, at, values in found:
+    for step, at, values in measured(event):
         for name, value in values.items():
-            if value is not None:
-                yield {"key": _NAME.sub("_", name), "value": value, "timestamp": int(at * 1000), "step": step}
+            yield {"key": _NAME.sub("_", name), "value": value, "timestamp": int(at * 1000), "step": step}
 
 
 def _params(value: Any, path: str = "") -> Iterator[dict[str, str]]:

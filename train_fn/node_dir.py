@@ -25,7 +25,12 @@ def snapshots_dir(run_id: str) -> Path:
 
 def cache_root() -> Path:
     """This user's directory for what can be made again."""
-    return _own_dir(Path(tempfile.gettempdir())) / "cache"
+    return own_temporary_dir() / "cache"
+
+
+def own_temporary_dir() -> Path:
+    """This user's directory on the node's temporary disk."""
+    return _own_dir(Path(tempfile.gettempdir()))
 
 
 def _own_dir(parent: Path) -> Path:

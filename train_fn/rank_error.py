@@ -26,6 +26,11 @@ _COLLECTIVE_WORDS = re.compile(
 _LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 """Torch's words for a loader process that is gone: what a data set itself raises arrives as what it is."""
 
+_LOADER_TYPES = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "FileNotFoundError", "EOFError"})
+_LOADER_FRAME = re.compile(r'torch/utils/data/dataloader\.py", line \d+, in _try_get_data\n(?:.*\n)*.*multiprocessing/')
+"""What says the same where torch met the loss first: a batch's memory is handed over by the process that made it, and that is gone.
+What a data set raises in a loader process comes out of another frame."""
+
 _USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)')
 """A frame of uploaded code, by where nodes keep it (``own_code``)."""
 
@@ -45,6 +50,8 @@ class ErrorKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     STORAGE = "storage"
     """The run's storage could not be read or written."""
+    NODE = "node"
+    """The rank's node cannot train: found out before its ranks began."""
     LOADER_LOST = "loader_lost"
     """A loader process of the rank was killed."""
     HANG = "hang"
@@ -116,9 +123,12 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
     place = user_place(trace)
     told = message if place is None or place in message else f"{message[:1800]} ({place})"
     at = getattr(exc, "at", None)
+    kind = _classify_words(type_name, message) if hasattr(exc, "type_name") else classify(exc)
+    if type_name in _LOADER_TYPES and _LOADER_FRAME.search(trace):
+        kind = ErrorKind.LOADER_LOST
     return RankError(
         rank=rank,
-        kind=_classify_words(type_name, message) if hasattr(exc, "type_name") else classify(exc),
+        kind=kind,
         type=type_name,
         message=told[:2000],
         traceback=_shorten(trace),

@@ -11,7 +11,7 @@ import torch
 
 from everstep.events import EventKind
 from storage.errors import StorageUnavailable
-from storage.lineage import attempt_starts
+from storage.lineage import attempt_starts, told_checkpoints
 from storage.run_dir import CheckpointName
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.collectives import Peers
@@ -52,7 +52,7 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     Raises:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
-        StorageError: the storage could not be asked for checkpoints.
+        StorageError: the storage could not be asked for checkpoints, or has lost all that the run had.
     """
     _check_data(replica)
     restored, state = _find(ctx, replica)
@@ -131,12 +131,15 @@ def _find_durable(
     ctx: WorkerContext, replica: Replica, elected: Elected, struck: tuple[Rejection, ...]
 ) -> tuple[Restored, dict[str, Any] | None]:
     """The newest checkpoint that verifies, read by rank 0. Where there is none the run begins: afresh, or as its spec asks from
-    another run's checkpoint."""
+    another run's checkpoint. The journals are asked too, so that a storage that has lost a checkpoint, or lists none for a moment,
+    is not taken for that of a run that never had one."""
     found: Restored | Exception | None = None
     state = None
     if replica.peers.rank == 0:
         try:
-            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir))
+            told = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
+            read = partial(load_checkpoint, ctx.run_dir)
+            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=told)
             bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,14 @@ from typing import Any
 
 import torch
 
+from train_fn.errors import BadTask
+
 PIECE_BYTES = 4 << 20
 """Pieces of about this size are copied side by side; a state that is smaller than two of them is not worth the threads."""
 COPY_THREADS = 4
 """Memory has no room for more."""
+_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+_FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,18 @@ class TensorShape:
 def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     """A copy of ``tree`` on the CPU; tensors of ``reuse``, an earlier copy, are overwritten where they fit.
 
-    Of CUDA tensors the copies lie in pinned memory, and are complete on return.
+    Of CUDA tensors the copies lie in pinned memory, and are complete on return. Nothing of the copy is shared with ``tree``, and
+    all of it loads with ``weights_only=True``. Raises BadTask, with its place, for what could not be loaded again.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copied = _laid_out(tree, reuse, pairs)
+    copied = _laid_out(tree, reuse, pairs, "")
     _copy(pairs)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
     return copied
 
 
-def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], path: str) -> Any:
     """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of target and source."""
     if isinstance(tree, torch.Tensor):
         fits = isinstance(reuse, torch.Tensor) and reuse.shape == tree.shape and reuse.dtype == tree.dtype
@@ -48,11 +54,35 @@ def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tenso
         return target
     if isinstance(tree, dict):
         old = reuse if isinstance(reuse, dict) else {}
-        return {name: _laid_out(value, old.get(name), pairs) for name, value in tree.items()}
+        return {
+            _plain(name, path): _laid_out(value, old.get(name), pairs, f"{path}/{name}" if path else str(name))
+            for name, value in tree.items()
+        }
     if isinstance(tree, list | tuple):
         same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
-        return type(tree)(_laid_out(value, reuse[position] if same else None, pairs) for position, value in enumerate(tree))
-    return tree
+        kind = list if isinstance(tree, list) else torch.Size if isinstance(tree, torch.Size) else tuple
+        return kind(
+            _laid_out(value, reuse[position] if same else None, pairs, f"{path}/{position}") for position, value in enumerate(tree)
+        )
+    return _plain(tree, path)
+
+
+def _plain(value: Any, path: str) -> Any:
+    """A value that is not shared, and that loads with ``weights_only=True``: of numpy's numbers and of enums their plain value."""
+    if type(value) in _FIXED:
+        return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return _plain(value.item(), path)
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            return kind(value)
+    if type(value) in (set, bytearray):
+        return copy.copy(value)
+    raise BadTask(
+        f"the training state cannot be kept: {path} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint "
+        "that loads with weights_only=True may hold. Let state_dict() of the model or optimizer give tensors, numbers, strings, "
+        "lists and dicts in its place"
+    )
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -14,7 +14,7 @@ from everstep.events import EventKind
 from storage.event_files import EventFile, open_event_file
 from storage.journal import JournalEvent
 from storage.run_dir import RunDir
-from train_fn.journal_follower import JournalFollower
+from train_fn.journal_follower import JournalFollower, measured
 
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
@@ -62,12 +62,9 @@ class Points:
         """Records that an event adds, none for most."""
         data = event.data
         match event.kind:
-            case EventKind.METRICS:
-                for point in data["points"]:
-                    yield from self._scalars(EventKind.METRICS, point["step"], point["at"], point["values"])
-            case EventKind.EVALUATED:
-                named = {name if name.startswith("val_") else f"val_{name}": value for name, value in data["metrics"].items()}
-                yield from self._scalars(EventKind.EVALUATED, data["step"], event.at, named)
+            case EventKind.METRICS | EventKind.EVALUATED:
+                for step, at, values in measured(event):
+                    yield from self._scalars(event.kind, step, at, values)
             case EventKind.FAILURE:
                 self._failure = event
             case EventKind.RECOVERED if self._failure is not None:
@@ -78,13 +75,12 @@ class Points:
                 failed = f"{_failed(self._failure)}\n\n" if self._failure is not None else ""
                 yield self._text(event.at, f"{failed}The run failed: {reason.get('message') or reason.get('code')}")
 
-    def _scalars(self, kind: EventKind, step: int, at: float, values: dict[str, float | None]) -> Iterator[Event]:
-        finite = {name: value for name, value in values.items() if value is not None}
-        if step <= self._furthest[kind] or not finite:
+    def _scalars(self, kind: EventKind, step: int, at: float, values: dict[str, float]) -> Iterator[Event]:
+        if step <= self._furthest[kind] or not values:
             return
         self._furthest[kind] = step
         event = _event(at, step)
-        for name, value in finite.items():
+        for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
         yield event
 

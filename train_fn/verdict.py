@@ -26,6 +26,7 @@ _VERDICT_OF_KIND = {
     ErrorKind.USER: Verdict.USER_ERROR,
     ErrorKind.OUT_OF_MEMORY: Verdict.OUT_OF_MEMORY,
     ErrorKind.STORAGE: Verdict.STORAGE,
+    ErrorKind.NODE: Verdict.NODE_LOST,
     ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
     ErrorKind.HANG: Verdict.HANG,
 }

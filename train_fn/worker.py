@@ -159,8 +159,8 @@ class RankJournal:
         note = self._launch.recovery
         assert note is not None
         lost = None
-        if note.last_step is not None and self._restored_step is not None:
-            lost = max(0, note.last_step - self._restored_step)
+        if self._restored_step is not None:
+            lost = max(0, (note.last_step or 0) - self._restored_step)  # without a last step nobody knows of any
         return {
             "detect_s": note.detect_s,
             "recovery_s": round(first_step_at - note.noticed_at, 3),

@@ -10,6 +10,7 @@ import structlog
 from sqlalchemy import Connection, select
 
 from everstep.events import EventKind
+from everstep.wire import RunStatus
 from service.db.engine import Database, DatabaseError
 from service.db.rows import CheckpointCheck, EventRow, RunRow
 from service.db.tables import checkpoint_checks, events, runs
@@ -38,7 +39,7 @@ class EventStore:
         """Apply what a submission's journal says, and the cursor behind it, in one transaction.
 
         Applying a batch again, wholly or in part, changes nothing: events are counted by their place ``n`` in the journal.
-        Nothing of a submission that a newer one replaced, and nothing after a run has ended, is taken.
+        Nothing of a submission whose successor's journal was begun with, and nothing after a run has ended, is taken.
 
         Args:
             run_id: The run.
@@ -56,7 +57,7 @@ class EventStore:
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
             run = writer.run
-            if submission != run.submission or run.status.terminal:
+            if not run.journal_submission <= submission <= run.submission or run.status.terminal:
                 return run
             if run.journal_submission != submission:
                 writer.set({"journal_submission": submission, "journal_n": 0, "journal_cursor": None})
@@ -152,7 +153,8 @@ def _apply(writer: RunWriter, event: JournalEvent) -> None:
     changes = _changes(writer.run, row)
     writer.set({**changes.columns, "journal_n": event.n})
     writer.add_points(changes.points)
-    if changes.status is not None:
+    of_the_past = event.submission < writer.run.submission and changes.status is RunStatus.RUNNING  # its driver is lost
+    if changes.status is not None and not of_the_past:
         writer.change_status(changes.status, changes.reason, at=event.at)
 
 

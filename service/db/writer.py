@@ -146,7 +146,7 @@ class RunWriter:
             guarded = update(runs).where(runs.c.id == found.id, runs.c.row_version == found.row_version).values(**fresh)
             if self._connection.execute(guarded).rowcount != 1:
                 raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
-        self._found = self.run
+        self._found = replace(self.run)
         if self._events:
             _insert_events(self._connection, self._events)
         if self._transitions:

@@ -22,6 +22,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def become_worker(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    tempfile.tempdir = None  # looked up before, in another environment
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     if "numpy" in sys.modules:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.events import BEGINNINGS, EventKind
+from everstep.metric_names import lookup, validation_name
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from service.db.rows import EventRow, MetricPoint, RunRow
-from service.projections.metric_names import lookup, validation_name
 from service.states import is_legal
 
 NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from everstep.events import BEGINNINGS, EventKind
+from everstep.metric_names import lookup
 from everstep.wire import Checkpoint
 from service.db.rows import CheckpointCheck, EventRow
-from service.projections.metric_names import lookup
 
 KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED})
 

@@ -21,7 +21,11 @@ log = structlog.get_logger(__name__)
 
 
 class JournalTail:
-    """Follows the journal of every run's newest submission. Synchronous: call it in a thread."""
+    """Follows the journal of every run's newest submission. Synchronous: call it in a thread.
+
+    Ranks whose driver died tell in its journal what they do until they have left, while the next driver starts. So that journal is
+    read until the next one begins, which it does when they have left, and then to its end.
+    """
 
     def __init__(self, storage: Storage, events: EventStore, figures: RunFigures | None = None) -> None:
         self._storage = storage
@@ -44,27 +48,42 @@ class JournalTail:
             TransitionConflict: The run is gone.
             DatabaseError: Nothing of the batch was applied; the next call does it again.
         """
-        cursor = run.journal_cursor if run.journal_submission == run.submission else None
         stamp = journal_stamp(self._storage.run_dir(run.id), run.submission)
-        known = (run.submission, cursor, stamp)
+        known = (run.submission, run.journal_cursor if run.journal_submission == run.submission else None, stamp)
         if stamp is not None and self._drained.get(run.id) == known:
             return run, TailFact.DRAINED
-        found, fact = self._drain_from(run, cursor)
+        found, fact = run, TailFact.DRAINED
+        for submission in self._to_read(run):
+            found, fact = self._drain_one(found, submission)
+            if fact != TailFact.DRAINED or found.submission != run.submission or found.status.terminal:
+                break
         if fact == TailFact.DRAINED and found.journal_submission == found.submission == run.submission:
             # The stamp is from before the look: what came since makes another one.
             self._drained[run.id] = (found.submission, found.journal_cursor, stamp)
         return found, fact
 
-    def _drain_from(self, run: RunRow, cursor: str | None) -> tuple[RunRow, TailFact]:
+    def _to_read(self, run: RunRow) -> range:
+        """Submissions whose journals come next: those that may have more to tell, and the newest one's once it has begun."""
+        older = range(run.journal_submission or run.submission, run.submission)
+        if older:
+            try:
+                first, _ = read_journal(self._storage.run_dir(run.id), run.submission, None, 1)
+            except StorageError:
+                first = []  # nothing of it can be applied now; what it says of the older ones is not known
+            if not first:
+                return older
+        return range(older.start, run.submission + 1)
+
+    def _drain_one(self, run: RunRow, submission: int) -> tuple[RunRow, TailFact]:
         try:
-            return self._drain(run, cursor)
+            return self._drain(run, submission, run.journal_cursor if run.journal_submission == submission else None)
         except JournalGap as exc:
             # The cursor and the count disagree: from the beginning, where what is known already is passed over.
             log.warning("reading a journal again from its beginning", run_id=run.id, problem=str(exc))
-            return self._drain(run, None)
+            return self._drain(run, submission, None)
 
-    def _drain(self, run: RunRow, cursor: str | None) -> tuple[RunRow, TailFact]:
-        submission, run_dir = run.submission, self._storage.run_dir(run.id)
+    def _drain(self, run: RunRow, submission: int, cursor: str | None) -> tuple[RunRow, TailFact]:
+        newest, run_dir = run.submission, self._storage.run_dir(run.id)
         for _ in range(MAX_BATCHES):
             try:
                 batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS)
@@ -80,6 +99,6 @@ class JournalTail:
                 run = self._events.apply_journal(run.id, submission, batch, cursor)
                 if run.journal_submission == submission:
                     self._figures.applied(run, [event for event in batch if known < event.n <= run.journal_n])
-            if len(batch) < BATCH_EVENTS or run.submission != submission or run.status.terminal:
+            if len(batch) < BATCH_EVENTS or run.submission != newest or run.status.terminal:
                 return run, TailFact.DRAINED
         return run, TailFact.BEHIND

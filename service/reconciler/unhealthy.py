@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from everstep.events import NODE_UNFIT
 from everstep.wire import Verdict
 from service.db.rows import NodeFailure
 from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
@@ -49,7 +50,7 @@ class Suspect:
 def find_suspects(
     failures: Iterable[NodeFailure], rule: CordonRule, now: float, pardoned_at: Mapping[str, float]
 ) -> tuple[Suspect, ...]:
-    """Nodes that failed too often, the worst first.
+    """Nodes that failed too often, or were not fit when a run came to them, the worst first.
 
     Args:
         failures: Records, in any order; those that are not a node's fault or lie outside the window do not count.
@@ -65,7 +66,12 @@ def find_suspects(
     suspects = []
     for node_id, found in by_node.items():
         runs = {failure.run_id for failure in found}
-        if 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
+        unfit = [failure for failure in found if failure.exception.startswith(NODE_UNFIT)]
+        if unfit:
+            newest = max(unfit, key=lambda failure: failure.at)
+            reason = f"not fit for {newest.run_id}: {newest.exception.removeprefix(f'{NODE_UNFIT}: ')}"
+            suspects.append(Suspect(node_id, len(found), len(runs), reason))
+        elif 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
             suspects.append(Suspect(node_id, len(found), len(runs), _reason(found, rule)))
     return tuple(sorted(suspects, key=lambda suspect: (-suspect.num_failures, -suspect.num_runs, suspect.node_id)))
 

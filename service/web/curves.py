@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from everstep.events import EventKind
+from everstep.metric_names import PREFIX
 from service.db.rows import EventRow
-from service.projections.metric_names import PREFIX
 
 MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
 _FIRST: Final = ("loss", "accuracy", "perplexity")

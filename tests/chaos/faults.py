@@ -38,11 +38,11 @@ class Fault:
     pick: float
 
 
-def plan(seed: int, total_steps: int, most: int = 4) -> list[Fault]:
-    """One to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
+def plan(seed: int, total_steps: int, most: int = 6) -> list[Fault]:
+    """Two to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
     before, that is in its recovery, and half of these at once."""
     random = Random(seed)
-    steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(1, most)))
+    steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most)))
     faults: list[Fault] = []
     for number, step in enumerate(steps):
         [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
@@ -84,7 +84,8 @@ def strike(fault: Fault, service: ServiceProcess, run: RunHandle) -> str | None:
 
 
 def _reach(step: int, run: RunHandle) -> bool:
-    wait_for(lambda: run.refresh().status.terminal or run.step >= step, 240, f"step {step} of {run.id} ({run.status})")
+    reached = f"step {step} of {run.id} ({run.status})"
+    wait_for(lambda: run.refresh().status.terminal or run.step >= step, 240, reached, every_s=0.1)
     return not run.status.terminal
 
 

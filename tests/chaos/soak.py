@@ -29,11 +29,10 @@ from tests.chaos.faults import KINDS, Fault, strike
 from tests.chaos.history_checker import Expected, of_fault, strangers, violations
 from tests.chaos.replay import replay, segments
 from tests.chaos.soak_report import write_report
+from tests.digits_run import SAMPLES, STEPS_PER_EPOCH
 from tests.service_process import ServiceProcess, wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
-SAMPLES = 1437
-STEPS_PER_EPOCH = 12
 NUM_NODES = 3
 LIVE = 4
 MEAN_PAUSE_S = 6.0

@@ -6,18 +6,15 @@ The history that is checked is what clients saw: every call with its answer. Ray
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +22,8 @@ import httpx
 import pytest
 
 from service.db.lease import LEASE_S
-from tests.service_process import free_port, wait_for
+from tests.replica import Replica
+from tests.service_process import wait_for
 from tests.unit import postgres_server
 from tests.unit.api_service import spec
 from tests.unit.fake_ray import FakeRay, serving
@@ -35,37 +33,6 @@ CLIENTS = 4
 STOPPED_S = LEASE_S + 2
 """How long a replica stands still: its lease, if it leads, is another's when it wakes."""
 DATABASE_AWAY_S = 1.0
-
-
-class Replica:
-    """One of several services that share a database, a storage and a cluster."""
-
-    def __init__(self, shared: Path, number: int, database_url: str, ray: FakeRay) -> None:
-        self.port, home = free_port(), shared / f"home-{number}"
-        self._command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray.url]
-        self._command += ["--database", database_url, "--storage", str(shared / "storage")]
-        self._env = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, "EVERSTEP_RATE_PER_S": "0"}
-        self.home = home
-        home.mkdir()
-        self.start()
-
-    def start(self) -> None:
-        with (self.home / "serve.log").open("ab") as log:
-            self.process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
-
-    def is_ready(self) -> bool:
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/readyz", timeout=2, trust_env=False).status_code == 200
-        return False
-
-    def is_listening(self) -> bool:
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=2, trust_env=False).is_success
-        return False
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(20)
 
 
 @dataclass
@@ -84,7 +51,7 @@ class Plane:
 
     def __init__(self, shared: Path, server: PostgresServer, url: str, ray: FakeRay) -> None:
         self.server, self.ray = server, ray
-        self.replicas = [Replica(shared, number, url, ray) for number in range(2)]
+        self.replicas = [Replica(shared / f"home-{number}", shared / "storage", url, ray.url) for number in range(2)]
         self.history = History()
         self._stopping = threading.Event()
         self._numbers = itertools.count()
@@ -122,7 +89,7 @@ class Plane:
 
     def call(self, http: httpx.Client, chance: random.Random, method: str, path: str, **more: object) -> httpx.Response | None:
         """The answer of either replica; None where none came, and nothing is known."""
-        url = f"http://127.0.0.1:{chance.choice(self.replicas).port}{path}"
+        url = chance.choice(self.replicas).url + path
         try:
             answer = http.request(method, url, **more)  # type: ignore[arg-type]
         except httpx.HTTPError as exc:
@@ -157,9 +124,7 @@ class Plane:
         self.server.crash()
         # A replica that stands still, or has just begun, need not say so.
         up = [replica for replica in self.replicas if replica.process.poll() is None]
-        told = [
-            httpx.get(f"http://127.0.0.1:{each.port}/readyz", timeout=10, trust_env=False) for each in up if each.is_listening()
-        ]
+        told = [httpx.get(f"{each.url}/readyz", timeout=10, trust_env=False) for each in up if each.is_listening()]
         time.sleep(DATABASE_AWAY_S)
         self.server.restart()
         assert all(answer.status_code == 503 and answer.json()["database"] == "down" for answer in told), "it says which is away"
@@ -189,8 +154,7 @@ FAULTS = (Plane.kill_a_replica, Plane.cut_the_connections, Plane.crash_the_datab
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])])
 def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(plane: Plane, rounds: int) -> None:
     chance = random.Random(rounds)
-    token = (plane.replicas[0].home / "token").read_text().strip()
-    with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False) as http:
+    with httpx.Client(headers=plane.replicas[0].headers, timeout=30, trust_env=False) as http:
         threads = list(plane.clients(http))
         try:
             for _ in range(rounds):
@@ -207,7 +171,7 @@ def check(plane: Plane, http: httpx.Client) -> None:
     """Everything that clients were told is so, on either replica; and Ray was asked to run each run once."""
     history = plane.history
     assert history.bad == [] and len(history.created) > 20, (history.bad[:3], history.statuses)
-    base = f"http://127.0.0.1:{plane.replicas[1].port}"
+    base = plane.replicas[1].url
 
     def found() -> dict[str, dict[str, object]]:
         runs, cursor = {}, None

@@ -41,12 +41,14 @@ class Cable:
             command("ip", "-n", self.namespace, "link", "set", device, "up")
         command("ip", "-n", self.namespace, "route", "add", "default", "via", GATEWAY)
 
-    def unplug(self) -> None:
-        """Take the cable out: what is sent is lost, and nobody is told."""
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """While it lasts the cable is out: what is sent is lost, and nobody is told."""
         command("ip", "link", "set", self.outer, "down")
-
-    def plug_in(self) -> None:
-        command("ip", "link", "set", self.outer, "up")
+        try:
+            yield
+        finally:
+            command("ip", "link", "set", self.outer, "up")
 
     def stop_hearing(self, other: Cable) -> None:
         """Lose everything that ``other`` sends to this host, and nothing else: a partition in one direction."""

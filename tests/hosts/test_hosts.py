@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.runs import RunHandle
+from tests.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
 from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
 from tests.hosts.docker import docker
@@ -29,7 +30,6 @@ pytestmark = [
 
 NUM_WORKERS = 3
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-STEPS_PER_EPOCH = 12
 
 
 def spec(name: str, epochs: int, ranks: int = NUM_WORKERS) -> dict[str, Any]:
@@ -92,10 +92,8 @@ class Trial:
         }
         print(json.dumps(record), flush=True)
         assert self.run.status == "SUCCEEDED"
-        steps = [step for step, _, _ in self.run.metrics("loss", max_points=10_000)["loss"]]
-        assert steps == list(range(1, self.epochs * STEPS_PER_EPOCH + 1))
-        counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in self.run.samples().epochs]
-        assert counted == [(epoch, 1437, 1437, 0, 0) for epoch in range(self.epochs)]
+        assert_every_step_is_there_once(self.run, self.epochs)
+        assert_every_sample_counted_once(self.run, self.epochs)
         return record
 
 
@@ -108,11 +106,8 @@ def host_of(trial: Trial, rank: int) -> str:
 def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
     trial = Trial.begun(whole, "unplugged", 45)
     host = whole.hosts[host_of(trial, 1)]
-    host.cable.unplug()
-    try:
+    with host.cable.unplugged():
         trial.reach(trial.run.refresh().step + 40)
-    finally:
-        host.cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
     assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
@@ -149,12 +144,9 @@ def test_a_line_of_200_ms_that_loses_every_fiftieth_frame(whole: Deployment) -> 
 def test_the_heads_host_is_away_for_a_minute(whole: Deployment) -> None:
     """The ranks train on without it, and it finds them again."""
     trial = Trial.begun(whole, "head away", 130)
-    whole.hosts["head"].cable.unplug()
-    try:
+    with whole.hosts["head"].cable.unplugged():
         time.sleep(60)
         assert trial.run.refresh().status == "RUNNING"
-    finally:
-        whole.hosts["head"].cable.plug_in()
     record = trial.finish()
     assert (record["steps_lost"], record["submissions"]) == (0, 1)
 
@@ -181,11 +173,8 @@ def test_a_hosts_clock_is_ahead_and_the_host_is_unplugged(whole: Deployment) -> 
     try:
         wait_for(lambda: whole.live_workers().count(host.cable.ip) == 1 and host.is_healthy(), 300, "the host's coming back")
         trial = Trial.begun(whole, "clock ahead", 45)
-        host.cable.unplug()
-        try:
+        with host.cable.unplugged():
             trial.reach(trial.run.refresh().step + 40)
-        finally:
-            host.cable.plug_in()
         record = trial.finish()
         assert (record["steps_lost"], record["submissions"]) == (0, 1)
     finally:

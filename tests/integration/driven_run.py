@@ -92,6 +92,20 @@ class DrivenRun:
         self.read()
         return int(code)
 
+    def kill_driver(self) -> None:
+        """SIGKILL to the driver, as when its node runs out of memory."""
+        assert self.driver is not None
+        self.driver.kill()
+        self.driver.wait()
+        self.driver = None
+
+    def wait_for_no_actors(self) -> None:
+        """Until nothing of any run is left in the cluster."""
+        deadline = time.monotonic() + PATIENCE_S
+        while left := self.cluster_actors():
+            assert time.monotonic() < deadline, f"actors are left: {left}\n{self.describe()}"
+            time.sleep(0.05)
+
     def read(self) -> None:
         found, self._cursor = read_journal(self.run_dir, self.submission, self._cursor, 5000)
         self.events += found

@@ -68,9 +68,9 @@ class RayCluster:
         log.close()
         self.env["RAY_ADDRESS"] = self._order("start")["address"]
 
-    def add_node(self) -> str:
-        """Start a node of one CPU; its id."""
-        return str(self._order("add")["node_id"])
+    def add_node(self, **env: str) -> str:
+        """Start a node of one CPU, with ``env`` in the environment of all its processes; its id."""
+        return str(self._order("add", env=env)["node_id"])
 
     def node_ids(self) -> list[str]:
         """Nodes that run ranks, oldest first."""
@@ -157,8 +157,15 @@ def _host() -> None:
             os.environ.update(WORKER_NODE_VARIABLES)
         return {"address": state["cluster"].address}
 
-    def add() -> dict[str, Any]:
-        return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
+    def add(env: dict[str, str]) -> dict[str, Any]:
+        before = dict(os.environ)
+        os.environ.update(env)
+        try:
+            return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
+        finally:
+            for name in env.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
 
     def nodes() -> dict[str, Any]:
         alive = [node for node in state["cluster"].worker_nodes if node.node_id not in state.get("killed", set())]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.digits_run import STEPS_PER_EPOCH
 from tests.service_process import ServiceProcess, wait_for
 
-EPOCHS, STEPS_PER_EPOCH = 150, 12
+EPOCHS = 150
 SPEC = {
     "name": "digits",
     "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},

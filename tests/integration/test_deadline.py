@@ -7,7 +7,7 @@ import pytest
 from everstep.events import EventKind
 from storage.filesystem import open_storage
 from storage.journal import JournalEvent, read_journal
-from tests.integration.test_main_job import digits, wait_for_step
+from tests.digits_run import digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 DEADLINE_S = 60.0

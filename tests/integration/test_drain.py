@@ -14,7 +14,7 @@ import pytest
 
 from everstep import Client
 from everstep.runs import RunHandle
-from tests.integration.test_main_job import assert_every_sample_counted_once, digits, wait_for_step
+from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 pytestmark = pytest.mark.timeout(600)

@@ -14,11 +14,10 @@ import pytest
 
 from everstep import DrillHandle
 from everstep.runs import RunHandle
-from tests.integration.test_main_job import digits, wait_for_step
+from tests.digits_run import STEPS_PER_EPOCH, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 LONG = {"epochs": 500, "checkpoint": {"every_steps": 10, "best_metric": None, "keep_latest": 3}}
-STEPS_PER_EPOCH = 12
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
 
     wait_for_new_checkpoints(run, 1)
     report = assert_passed(run.drill("kill_driver").wait(180))
-    assert report.verdict == "control_plane" and report.restored_from.startswith("step-")
+    assert (report.verdict, report.steps_lost) == ("control_plane", 0) and report.restored_from.startswith("step-")
     assert run.refresh().submission == 2
 
     wait_for_new_checkpoints(run, 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -13,9 +15,11 @@ import pytest
 
 from everstep.events import EventKind
 from everstep.spec import RecoverySpec, RunSpec
+from storage.journal import read_journal
 from storage.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
+from train_fn.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -73,6 +77,8 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
     check_lossless(run, 36)
     assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
+    listed = json.loads(Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text())
+    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001", "Ray Train knows it too"
     lines, _ = read_rank_logs(run.run_dir)
     assert {line.rank for line in lines} == {None, 0, 1}
     assert {line.attempt for line in lines if line.rank == 0} == {1}
@@ -123,6 +129,34 @@ def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, c
     for earlier, later in pairwise(sorted(first_of_attempt)):
         assert first_of_attempt[later] <= last_of_attempt[earlier] + 1, "no step is skipped"
     assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["node_lost", "resized", "stopped"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A temporary disk with room for a few small files and no more."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "everstep-test", place], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin, cluster: RayCluster, full_disk: Path) -> None:
+    unfit = cluster.add_node(TMPDIR=str(full_disk))
+    try:
+        run = begin(spec(train={"epochs": 3, "global_batch_size": 128}, workers=(2, 3)))
+        assert run.wait_for_end() == 0, run.describe()
+    finally:
+        cluster.kill_node(unfit)
+    run.check_sequence()
+    [failure] = run.of(EventKind.FAILURE)
+    assert (failure.data["verdict"], failure.data["node_id"], failure.attempt) == ("node_lost", unfit, 1)
+    assert "NodeUnfit: disk: " in failure.data["exception"] and "No space left" in failure.data["exception"]
+    [started] = run.of(EventKind.ATTEMPT_STARTED)
+    assert started.data["world_size"] == 2 and unfit not in {worker["node_id"] for worker in started.data["workers"]}
+    assert run.last(EventKind.FINISHED).data == {"outcome": "succeeded", "reason": None, "step": 36}
 
 
 def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:
@@ -200,6 +234,36 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     if how == "endless loop":
         assert "small_loop.py" in failures[0].data["evidence"]["stack"]
     check_lossless(run, 200)
+
+
+def test_a_killed_driver_costs_no_step(begin: Begin) -> None:
+    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000}))
+    run.wait_for_step(30)
+    run.kill_driver()
+    run.start(submission=2)
+    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the next submission's first step")
+    old, _ = read_journal(run.run_dir, 1, None, 100_000)
+    reached = max(point["step"] for event in old if event.kind is EventKind.METRICS for point in event.data["points"])
+    restored = run.last(EventKind.RESTORED).data
+    assert (restored["step"], restored["source"], restored["checkpoint"]) == (reached, "checkpoint", f"step-{reached:09d}.s001")
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    failure = run.last(EventKind.FAILURE).data
+    assert (failure["verdict"], failure["first_rank"]) == ("control_plane", None)
+    run.run_dir.request_stop(2, "cancel")
+    assert run.wait_for_end() == 0, run.describe()
+    run.wait_for_no_actors()
+
+
+@pytest.mark.chaos
+def test_ranks_whose_driver_nobody_replaces_save_and_end(begin: Begin) -> None:
+    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000}))
+    run.wait_for_step(30)
+    run.kill_driver()
+    run.wait_for_no_actors()
+    [manifest] = run.run_dir.checkpoints.list()
+    run.read()
+    assert manifest.step == max(step for step, _ in run.steps()), "the last step that was done is kept"
+    assert not (shared_memory_root() / run.run_dir.run_id).exists()
 
 
 def test_a_pause_is_heard_while_the_run_waits_for_capacity(begin: Begin) -> None:

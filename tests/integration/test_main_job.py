@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -15,30 +14,10 @@ import pytest
 
 from everstep import RunFailed
 from everstep.runs import RunHandle
+from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 ROOT = Path(__file__).parents[2]
-
-
-def digits(name: str, *, epochs: int = 4, workers: tuple[int, int] = (2, 2), **overrides: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
-        "optimizer": {"name": "adamw", "lr": 3e-3},
-        "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32},
-        "scaling": {"min_workers": workers[0], "max_workers": workers[1]},
-        "checkpoint": {"every_steps": 10, "best_metric": "val_accuracy"},
-        **overrides,
-    }
-
-
-def wait_for_step(run: RunHandle, step: int, timeout_s: float = 90) -> None:
-    wait_for(lambda: run.refresh().step >= step, timeout_s, f"step {step} of {run.id} ({run.status})")
-
-
-def assert_every_sample_counted_once(run: RunHandle, epochs: int, samples: int = 1437) -> None:
-    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
-    assert counted == [(epoch, samples, samples, 0, 0) for epoch in range(epochs)]
 
 
 def test_a_post_trains_to_the_end_and_the_model_stands_on_its_own(service: ServiceProcess, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from service.reconciler.decide import STOP_GRACE_S
-from tests.integration.test_main_job import assert_every_sample_counted_once, digits, wait_for_step
+from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]

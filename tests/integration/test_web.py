@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from service.db.tables import metrics
 from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story, tell
-from tests.integration.test_main_job import digits
+from tests.digits_run import digits
 from tests.service_process import ServiceProcess
 from tests.unit.api_service import NOON, ApiService, Journal
 from tests.unit.web_browser import status_of
@@ -92,10 +91,8 @@ async def test_logging_in_and_searching_by_keyboard(api: ApiService, story: Stor
     await page.goto("/runs")
     await expect(page.get_by_label("Token")).to_be_focused()
     await page.keyboard.type(api.token("admin"))
-    began = time.monotonic()
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("link", name="resnet-width-16-cosine")).to_be_visible()
-    assert time.monotonic() - began < 5
     await page.keyboard.press("/")
     await page.keyboard.type("WIDTH-32")
     await expect(page.get_by_role("link", name="resnet-width-16-cosine")).to_have_count(0)
@@ -111,9 +108,7 @@ async def test_a_run_that_trains_is_followed_and_cancelled(api: ApiService, stor
     last = api.events.after(story.running, run.last_seq - 1, 1)[0]
     journal = _journal_behind(api, story.running, last.attempt)
     api.apply(story.running, [journal.steps(561, 562, loss=0.0625)])
-    told = time.monotonic()
     await expect(loss.get_by_role("img")).to_have_attribute("aria-label", _has("0.0625 at step 562"))
-    assert time.monotonic() - told < 5
     await expect(page.locator("#figures")).to_contain_text("562")
     await expect(page.locator(".timeline li")).to_have_count(2)
     failure = {"verdict": "worker_lost", "first_rank": 0, "node_id": "3b321ac3", "step": 562, "action": "restarted"}

@@ -79,7 +79,8 @@ def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: in
     object.__setattr__(ctx, "submission", submission)
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe))
     state = make_state()
-    manifest, found, _ = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir))
+    told = told_in(directory / "claims")
+    manifest, found, _ = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir), told=told)
     if manifest is not None:
         assert found is not None
         tensors: list[torch.Tensor] = []
@@ -99,6 +100,16 @@ def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: in
         state.step += 1
         saver.offer(due=due, is_best=False)
         time.sleep(0.001)  # a step takes a while, in which the saver writes
+
+
+def told_in(claims: Path) -> set[CheckpointName]:
+    """What was said to be committed, and not to be deleted since."""
+    told: set[str] = set()
+    for line in claims.read_text().splitlines() if claims.exists() else []:
+        kind, name, _ = json.loads(line)
+        if kind != EventKind.CHECKPOINT_FAILED:
+            (told.add if kind == EventKind.CHECKPOINT_COMMITTED else told.discard)(name)
+    return {name for name in map(CheckpointName.parse, told) if name is not None}
 
 
 def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:

@@ -75,6 +75,25 @@ def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: S
     assert (there.home / "everstep.db").stat().st_mode & 0o077 == 0
 
 
+def test_a_copied_journal_tells_of_no_checkpoint_that_was_committed_after_it_was_copied(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(served.storage_uri) / "runs" / "run_a"
+    for name in ("checkpoints/step-000000001.s001", "logs", "profiles"):
+        (run / name).mkdir(parents=True)
+        (run / name / "file").touch()
+    copied: list[str] = []
+    copy = shutil.copy2
+
+    def note(source: Path, *arguments: object, **more: object) -> object:
+        copied.append(str(source))
+        return copy(source, *arguments, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(shutil, "copy2", note)
+    create(served, tmp_path / "copy")
+    assert any("/events/" in path for path in copied[:-1]) and "/checkpoints/" in copied[-1]
+
+
 def test_nothing_is_overwritten_and_no_running_service_is_disturbed(served: Settings, tmp_path: Path) -> None:
     create(served, tmp_path / "copy")
     with pytest.raises(BackupError, match="never changed"):
@@ -135,3 +154,15 @@ def test_the_command_line(
     assert "1 runs, 0 checkpoints" in capsys.readouterr().out
     assert backup.main(["restore", str(tmp_path / "copy")]) == 1
     assert "everstep restore:" in capsys.readouterr().err
+
+
+def test_the_database_may_be_named_in_a_file(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "url").write_text(f"{served.database_url}\n")
+    monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "url"))
+    assert backup.main(["create", str(tmp_path / "copy"), "--storage", served.storage_uri]) == 0
+    assert "1 runs, 0 checkpoints" in capsys.readouterr().out
+    monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "none"))
+    assert backup.main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1

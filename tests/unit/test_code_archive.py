@@ -137,7 +137,9 @@ def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"PK\x03\x04", b"\x1f\x8b", b"not an archive", gzip.compress(b"not a tar" * 200), tar_gz({}), zip_of({})]
+    "data",
+    [b"", b"PK\x03\x04", b"\x1f\x8b", b"not an archive", gzip.compress(b"not a tar" * 200), tar_gz({}), zip_of({})],
+    ids=["nothing", "zip's beginning", "gzip's beginning", "words", "gzip of no tar", "empty tar", "empty zip"],
 )
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArchive):

@@ -143,10 +143,11 @@ def test_any_way_of_reading_gives_the_same_run(stores: Stores, cuts: list[tuple[
 def test_an_older_submission_is_not_heard_any_more(stores: Stores) -> None:
     run, batch = stores.submitted(), whole_run()
     stores.events.apply_journal(run.id, 1, batch[:6], "six")
-    newer = stores.runs.claim_submission(run.id, 1)
-    assert stores.events.apply_journal(run.id, 1, batch, "end") == newer
+    stores.runs.claim_submission(run.id, 1)
+    assert stores.events.apply_journal(run.id, 1, batch[:7], "seven").journal_n == 7, "its ranks leave while the next driver starts"
     taken = stores.events.apply_journal(run.id, 2, whole_run(2)[:2], "two")
     assert (taken.journal_submission, taken.journal_n, taken.journal_cursor) == (2, 2, "two")
+    assert stores.events.apply_journal(run.id, 1, batch, "end") == taken
     assert stores.events.apply_journal(run.id, 3, whole_run(3)[:2], "two") == taken, "a submission that nobody claimed"
 
 

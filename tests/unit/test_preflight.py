@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from train_fn import preflight
-from train_fn.preflight import Figures, look_at_the_links, look_at_this_node, main, report, unfit
+from train_fn.preflight import Figures, look_at_the_links, look_at_this_node, look_for_room, main, report, unfit
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,7 @@ def test_a_sound_node_is_fit(tmp_path: Path, process_group: None) -> None:
 def test_what_fails_or_lacks_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "KEPT_FREE_BYTES", 1 << 60)
     figures = look_at_this_node(3, CPU, tmp_path / "absent")
+    look_for_room(figures, tmp_path / "absent")
     assert any(problem.startswith("disk: ") and "absent" in problem for problem in figures.problems)
     assert sum("are free of its" in problem or "are available" in problem for problem in figures.problems) == 2
     assert "rank 3 on " in report([figures], unfit([figures])) and "  UNFIT: disk: " in report([figures], unfit([figures]))

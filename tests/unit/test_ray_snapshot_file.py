@@ -1,4 +1,4 @@
-"""Ray Train's list of checkpoints is removed where Ray would refuse to start on it, and only there."""
+"""Ray Train's list of checkpoints is put right, or removed, where Ray would refuse to start on it, and only there."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def test_only_a_list_that_ray_can_load_is_kept(run_dir: RunDir, content: bytes |
         run_dir.files.write(path, content)
     repair_snapshot_file(run_dir)
     assert run_dir.files.exists(path) is kept
+
+
+def test_a_list_that_is_gone_is_taken_from_its_copy(run_dir: RunDir) -> None:
+    """Without it Ray would call a user's function from its beginning."""
+    listed = json.loads(state())
+    whole = {**listed, "checkpoint_report_indices": [0], "latest_checkpoint_result": listed["checkpoint_results"][0]}
+    run_dir.files.write("runs/run_r/checkpoint_list_copy.json", json.dumps(whole).encode())
+    repair_snapshot_file(run_dir)
+    assert json.loads(run_dir.files.read("runs/run_r/checkpoint_manager_snapshot.json")) == whole

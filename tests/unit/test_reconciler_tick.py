@@ -21,8 +21,8 @@ from storage.run_dir import RunDir
 from tests.unit.fake_ray import HANGS_S, FakeRay
 from tests.unit.reconciler_world import World, world
 
-if TYPE_CHECKING:  # the plugin is to be imported by pytest
-    from tests.unit.reconciler_fixtures import SetPatience
+if TYPE_CHECKING:
+    from tests.unit.reconciler_fixtures import SetPatience  # a plugin must not be imported before it is one
 
 pytest_plugins = ["tests.unit.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")
@@ -32,7 +32,13 @@ STARTED = (
     (EventKind.RESTORED, {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []}),
     (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
 )
-METRICS = (EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]})
+
+
+def step_done(step: int) -> tuple[EventKind, dict[str, Any]]:
+    return EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {"loss": 0.5}}]}
+
+
+METRICS = step_done(7)
 SUCCEEDED = (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10})
 
 
@@ -123,10 +129,29 @@ async def test_a_lost_driver_is_replaced_after_its_journal_was_read(here: World,
     row = here.get(run.id)
     assert (row.status, row.submission, row.step) == (RunStatus.RECOVERING, 2, 7)
     assert ray.jobs[f"{run.id}-s002"]["status"] == "RUNNING"
-    here.write(run.id, 1, SUCCEEDED, first=5)
     here.write(run.id, 2, *STARTED)
     await here.reconciler.tick()
+    here.write(run.id, 1, SUCCEEDED, first=5)
+    await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.RUNNING, "what a replaced driver still writes is not taken"
+
+
+async def test_ranks_that_leave_after_their_drivers_death_are_heard(here: World, ray: FakeRay) -> None:
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS)
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    here.write(run.id, 1, step_done(8), first=5)
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.submission, row.step) == (RunStatus.RECOVERING, 2, 8), "they train, but nobody drives them"
+    here.write(run.id, 1, step_done(9), first=6)
+    restored = {"step": 9, "epoch": 0, "source": "checkpoint", "checkpoint": "step-000000009.s001", "rejected": []}
+    here.write(run.id, 2, (EventKind.SUBMISSION_STARTED, {}), STARTED[0], (EventKind.RESTORED, restored), STARTED[2])
+    await here.reconciler.tick()
+    row = here.get(run.id)
+    assert (row.status, row.step, row.steps_lost, row.journal_submission) == (RunStatus.RUNNING, 9, 0, 2)
 
 
 async def test_a_job_that_ray_calls_failed_may_have_succeeded(here: World, ray: FakeRay) -> None:

@@ -85,6 +85,13 @@ def test_the_reason_is_the_evidence() -> None:
     assert suspect.reason == ("6 failures within 60 min began on this node (worker_lost 5, hang 1), in r5, r4, r3 and 2 more")
 
 
+def test_a_node_that_was_not_fit_for_one_run_is_one_too_many() -> None:
+    words = "NodeUnfit: disk: [Errno 28] No space left on device"
+    [suspect] = find_suspects([failure("r1", verdict="node_lost", error=words)], RULE, NOW, {})
+    assert (suspect.node_id, suspect.reason) == ("n1", "not fit for r1: disk: [Errno 28] No space left on device")
+    assert suspected([failure(verdict="node_lost", error=words, ago_s=100)], n1=50) == []
+
+
 records = st.lists(
     st.builds(
         NodeFailure,

@@ -117,7 +117,7 @@ def test_the_probe_tells_listening_from_refusing_and_from_silent() -> None:
         unused.bind(("127.0.0.1", 0))
         began = time.monotonic()
         found = accepts_connection([server.getsockname(), unused.getsockname(), silent], 0.3)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 20, "the silent host is given up, not the kernel's two minutes later"
     assert found == [True, False, False]
 
 

@@ -180,6 +180,20 @@ def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
     assert left == [newest.name], "nothing of the saves that failed is left"
 
 
+def test_a_disk_that_becomes_read_only_costs_no_step(small_disk: Path) -> None:
+    ctx, state = make_context(small_disk), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    train_until(saver, state, lambda: saver.newest_committed(0) == 10)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    train_until(saver, state, lambda: len(told(ctx)) >= 2)
+    assert told(ctx)[0]["error"].startswith("StorageDenied: cannot") and "Read-only file system" in told(ctx)[0]["error"]
+    newest, rejected = ctx.run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.step == 10 and rejected == []
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    train_until(saver, state, lambda: saver.newest_committed(10) > 10)
+    saver.close()
+
+
 # ---------------------------------------------------------------- an object store that fails
 
 

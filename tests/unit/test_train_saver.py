@@ -5,26 +5,32 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import os
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
+from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
 from train_fn import saver as saver_module
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
+from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.saver import Saver
+from train_fn.ledger import Count
+from train_fn.saver import WRITER_NICENESS, Saver
 from train_fn.state import Best, TrainState
-from train_fn.tensor_tree import take_apart
+from train_fn.tensor_tree import size_bytes, take_apart
 
 
 def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
@@ -125,7 +131,7 @@ class CountedCopies(BoundaryCopies):
         copy = super().take()
         self.held += 1
         self.most_held = max(self.most_held, self.held)
-        self.places.add(copy.state["model"]["weight"].data_ptr())
+        self.places.add(next(iter(copy.state["model"].values())).data_ptr())
         return copy
 
     def release(self, copy: BoundaryCopy) -> None:
@@ -170,6 +176,97 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
         assert len(tensors) == len(live)
         assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
         assert (saved["step"], saved["epoch"], manifest.epoch) == (manifest.step, manifest.step // 9, manifest.step // 9)
+
+
+class Rebinding(torch.optim.SGD):
+    """Has no moments at first, makes new ones at every step later, and changes a list in place."""
+
+    @torch.no_grad()
+    def advance(self, step: int) -> None:
+        self.param_groups[0]["lr"] = float(step)
+        for parameter in self.param_groups[0]["params"]:
+            if step > 3:
+                self.state[parameter]["moment"] = torch.full_like(parameter, step)
+            history = self.state[parameter].setdefault("history", [])
+            history[:] = [step] * 5
+
+
+def awkward_model() -> nn.Module:
+    """Tied weights, weights that are not contiguous, views of one storage, buffers of other dtypes and of no size."""
+    model = nn.Module()
+    model.conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.embedding, model.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    model.head.weight = model.embedding.weight
+    model.norm = nn.BatchNorm1d(4)
+    both = torch.zeros(2, 1000)
+    model.register_buffer("upper", both[0])
+    model.register_buffer("lower", both.t()[:, 1])
+    model.register_buffer("wide", torch.zeros(1).expand(300))
+    model.register_buffer("low_precision", torch.zeros(500, dtype=torch.bfloat16))
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    return model
+
+
+def test_whatever_a_state_is_made_of_a_save_is_of_its_step(tmp_path: Path) -> None:
+    """Weights, buffers, moments, rates, counters, metrics and ledger are of one moment, however torch and its users keep them."""
+    ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
+    model = awkward_model()
+    optimizer = Rebinding(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=7, fingerprint="data")
+    copies = CountedCopies(state)
+    saver = Saver(ctx, state, copies)
+    step = 0
+    deadline = time.monotonic() + 60
+    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 12:
+        assert time.monotonic() < deadline
+        due = saver.is_due()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                (tensor[:1] if tensor.stride() == (0,) else tensor).fill_(step % 128 + 1)
+        optimizer.advance(step % 128 + 1)
+        state.ledger.commit(step, Count(5, 0, 0, step))
+        step = state.step = step + 1
+        state.metrics["accuracy"], state.evaluated_step = float(step), step
+        state.best = Best("accuracy", float(step), step, "")
+        saver.offer(due=due or step == 1, is_best=False)
+    saver.close()
+    committed = ctx.run_dir.checkpoints.list()
+    assert committed[0].step == 1 and committed[-1].step > 4 and copies.most_held == 1
+    for manifest in committed:
+        saved = load_checkpoint(ctx.run_dir, manifest)
+        number = (manifest.step - 1) % 128 + 1
+        tensors: list[torch.Tensor] = []
+        take_apart(saved, tensors)
+        assert len(tensors) == len(model.state_dict()) + (len(list(model.parameters())) if manifest.step > 3 else 0)
+        assert all(bool((tensor == number).all()) for tensor in tensors), manifest.name
+        assert saved["optimizer"]["param_groups"][0]["lr"] == number
+        assert all(entry["history"] == [number] * 5 for entry in saved["optimizer"]["state"].values())
+        assert (saved["step"], saved["ledger"]["samples"], saved["evaluated_step"]) == (
+            manifest.step,
+            5 * manifest.step,
+            manifest.step,
+        )
+        assert saved["metrics"] == manifest.metrics == {"accuracy": manifest.step} and saved["best"]["step"] == manifest.step
+        assert manifest.sample_digest == saved["ledger"]["chain"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_the_thread_that_writes_stands_back_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int]] = []
+    write = CheckpointFile.write
+
+    def note(file: CheckpointFile, data: Any) -> int:
+        found.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0)))
+        return write(file, data)
+
+    monkeypatch.setattr(CheckpointFile, "write", note)
+    ctx, state = make_context(tmp_path), make_state()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    saver.save_now()
+    saver.close()
+    assert set(found) == {("checkpoint-saver", min(19, before + WRITER_NICENESS))}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
@@ -219,20 +316,28 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])
 def test_saves_leave_nothing_behind_in_memory(num_saves: int, tmp_path: Path) -> None:
-    """Neither tensors nor Python's objects grow in number, and no thread or open file is left of a save."""
-    ctx, state = make_context(tmp_path, every_steps=1, keep_latest=1), make_state()
+    """Memory does not grow, Python's objects do not grow in number, and no thread or open file is left of a save."""
+    ctx = make_context(tmp_path, every_steps=1, keep_latest=1)
     ctx.journal.emit = lambda kind, data: None  # type: ignore[method-assign]
+    model = nn.Linear(512, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=100, fingerprint="data")
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
     saver = Saver(ctx, state, BoundaryCopies(state))
+    process = psutil.Process()
 
-    def save_all(first: int, last: int) -> tuple[int, int, int]:
+    def save_all(first: int, last: int) -> tuple[int, int, int, int]:
         for step in range(first, last):
             advance(state, step)
             saver.save_now()
         gc.collect()
-        return len(gc.get_objects()), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+        return process.memory_info().rss, len(gc.get_objects()), threading.active_count(), process.num_fds()
 
-    warm = save_all(1, 10)
-    objects, threads, files = save_all(10, 10 + num_saves)
-    assert objects - warm[0] < num_saves, "less than one object for each save"
-    assert (threads, files) == warm[1:]
+    warm = save_all(1, 20)
+    resident, objects, threads, files = save_all(20, 20 + num_saves)
+    copy_bytes = size_bytes(state.state_dict())
+    assert resident - warm[0] < min(num_saves * copy_bytes / 4, 32e6), "less than a quarter of the state for each save"
+    assert objects - warm[1] < num_saves, "less than one object for each save"
+    assert (threads, files) == warm[2:]
     saver.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
+from collections import OrderedDict, deque, namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,7 @@ from torch import nn
 from train_fn import snapshot as snapshot_module
 from train_fn import tensor_tree
 from train_fn.ema import Ema
-from train_fn.errors import DataChanged
+from train_fn.errors import BadTask, DataChanged
 from train_fn.ledger import Count
 from train_fn.snapshot import Label, SnapshotStore
 from train_fn.state import Best, TrainState, digest
@@ -128,6 +131,35 @@ def test_copies_reuse_their_memory_and_trees_survive_the_wire() -> None:
     tensors: list[torch.Tensor] = []
     assert digest(put_together(take_apart(second, tensors), tensors)) == digest(second)
     assert size_bytes(second) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+def test_what_is_copied_loads_again_and_is_shared_with_nobody() -> None:
+    """Of numbers only their value is kept, whoever's they were: a file with numpy's could not be loaded with weights_only."""
+    pair = namedtuple("pair", "first second")(1, torch.ones(2))
+    tree = {
+        "numpy": [np.float64(0.5), np.float32(0.5), np.int64(7), np.bool_(True), np.array(2.5), Colour.RED],
+        "plain": [None, True, 7, 0.5, 1j, "s", b"b", torch.float32, torch.device("cpu"), torch.Size([2, 3])],
+        "changed in place": [{1, 2}, bytearray(b"xy")],
+        "nested": OrderedDict(pair=pair, empty=torch.zeros(0), scalar=torch.tensor(3)),
+        np.int64(4): "key",
+    }
+    copied = copy_to_cpu(tree)
+    tree["changed in place"][0].add(3)
+    tree["changed in place"][1].extend(b"z")
+    loaded = through_a_file(copied)
+    assert loaded["numpy"] == [0.5, 0.5, 7, True, 2.5, 3] and {type(value) for value in loaded["numpy"]} == {float, int, bool}
+    assert loaded["plain"] == tree["plain"] and loaded["changed in place"] == [{1, 2}, bytearray(b"xy")]
+    assert loaded["nested"]["pair"][0] == 1 and torch.equal(loaded["nested"]["pair"][1], torch.ones(2)) and loaded[4] == "key"
+
+
+@pytest.mark.parametrize("value", [deque([1]), np.zeros(3), io.BytesIO(b"x"), len, frozenset({1})])
+def test_what_could_not_be_loaded_again_is_refused_by_its_place(value: Any) -> None:
+    with pytest.raises(BadTask, match="optimizer/state/0/history is a "):
+        copy_to_cpu({"optimizer": {"state": {0: {"history": value}}}})
 
 
 def test_averages_follow_the_weights_and_stand_in_for_them() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import threading
 import time
 import uuid
 from typing import Any
@@ -17,6 +18,7 @@ from everstep.wire import Verdict
 from storage.run_dir import STOPS, Stop
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import node_look
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
@@ -99,6 +101,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._yield_since: float | None = None
         self._yield_at = 0.0
         self._overdue_killed = False
+        self._leaving = threading.Event()
+        """The driver is gone: the ranks are to save and leave, and the next submission goes on."""
+        self._ended = threading.Event()
         self._hang_watch = HangWatch(self._settings, engine.job.spec.recovery.hang_timeout_s)
         self._journal = ActorJournalClient(
             deliver_to(engine.job.journal),
@@ -110,6 +115,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._placement = Placement(engine.job.run_dir.run_id)
         self._look = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
         self._apart = Apart(self._settings.apart_s)
+        self._fitness = Fitness(self._settings, {place.node_id for place in engine.history.workers}, self._leave_out)
         self._sizes = LiveScalingPolicy(
             train_run_context.scaling_config,
             self._settings,
@@ -126,10 +132,39 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._pool = WarmPool(self._settings, self._look_at_nodes, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
+        threading.Thread(target=self._outlive_driver, name="driver-watch", daemon=True).start()
 
     def take_log(self) -> list[tuple[int, str]]:
         """Level and text of what was logged since the last call."""
         return self._log.take()
+
+    async def leave(self) -> None:
+        """For the driver of a newer submission: have the ranks save and leave, and end, as when this one's driver dies."""
+        self._leaving.set()
+
+    async def run(self) -> None:
+        """Ray's loop, to its end."""
+        try:
+            await super().run()
+        finally:
+            self._ended.set()
+
+    def _outlive_driver(self) -> None:
+        """On a thread: once the driver is gone let the ranks save and leave, then end this process, and them with it.
+
+        A group that is only starting has nothing to save but what its nodes keep anyway. A user's function would leave when it next
+        reports, which may be never.
+        """
+        while not self._leaving.wait(self._settings.poll_s):
+            if not self._engine.driver.is_alive():
+                self._leaving.set()
+        patience_s = 0.0 if self._engine.job.spec.runs_own_function else self._settings.yield_timeout_s
+        gives_up_at = time.monotonic() + patience_s
+        while isinstance(self.get_state(), RunningState | ShuttingDownState) and time.monotonic() < gives_up_at:
+            if self._ended.wait(self._settings.poll_s):
+                break
+        self._journal.flush(_FLUSH_S)
+        os._exit(0)
 
     def outcome(self) -> Outcome:
         """How the run was left; asked once ``run`` has returned."""
@@ -152,7 +187,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         holding resources, a stop that is heard while waiting, and resizes for which ranks save first."""
         before = self.get_state()
         waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
-        if waiting and self._journal.stop_requested is not None:
+        if waiting and (self._leaving.is_set() or self._journal.stop_requested is not None):
             self._stopped = self._journal.stop_requested
             return self._result(before, ShuttingDownState(next_state=FinishedState()))
         result = await super()._step()
@@ -171,12 +206,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return LoopResult(run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after)
 
     def _see_to_yield(self) -> None:
-        """Ask the ranks to leave once the policy wants another size; give up on it when they do not."""
-        if self._sizes.wanted is None:
+        """Ask the ranks to leave once the policy wants another size, or the driver is gone; give up on a size when they do not."""
+        if self._sizes.wanted is None and not self._leaving.is_set():
             return
         now = time.monotonic()
         if self._yield_since is None:
-            logger.info("asking %d ranks to save and leave for a group of %d", self._world_size, self._sizes.wanted)
+            followers = "the next submission" if self._leaving.is_set() else f"a group of {self._sizes.wanted}"
+            logger.info("asking %d ranks to save and leave for %s", self._world_size, followers)
             self._yield_since = now
             self._yield_at = time.time()
             self._worker_group.ask_to_yield()
@@ -184,7 +220,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._overdue_killed = True
             ranks = self._worker_group.break_hang()
             logger.warning("a node is about to be taken away, and ranks have not left; killed rank %s", ranks)
-        elif now - self._yield_since > self._settings.yield_timeout_s:
+        elif now - self._yield_since > self._settings.yield_timeout_s and not self._leaving.is_set():
             logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
             self._sizes.wanted = None
             self._yield_since = None
@@ -203,12 +239,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._hang_watch = HangWatch(self._settings, self._engine.job.spec.recovery.hang_timeout_s)
 
     def _is_training_succeeded(self, worker_group_status: Any) -> bool:
-        """Ranks that left for a resize have not succeeded: the scaling policy is asked next, and resizes."""
+        """Ranks that left for a resize have not succeeded: the scaling policy is asked next, and resizes. Those that left because
+        the driver is gone end this controller."""
         if not (worker_group_status.finished and not worker_group_status.errors):
             return False
         value = worker_group_status.worker_statuses[0].return_value
         if value == YIELDED:
-            return False
+            return self._leaving.is_set()
         self._stopped = value if value in STOPS else None
         return True
 
@@ -224,7 +261,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
         silent_peer_s = self._settings.silent_peer_s
         launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s)
         self._last_group = EverstepWorkerGroup(
-            launch, self._settings, self._placement, self._look_at_nodes, self._tell_started, self._leave_out, **kwargs
+            launch,
+            self._settings,
+            self._placement,
+            self._look_at_nodes,
+            self._tell_started,
+            self._leave_out,
+            self._fitness,
+            **kwargs,
         )
         return self._last_group
 
@@ -232,11 +276,11 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return self._apart.mark(self._look(), time.monotonic())
 
     def _leave_out(self, node_ids: list[str]) -> None:
-        """Nodes that others do not reach get no rank for a while."""
+        """Nodes that others do not reach, or that are not fit, get no rank for a while."""
         self._apart.leave_out(node_ids, time.monotonic())
 
     def _shutdown_worker_group(self) -> None:
-        if self._attempt_open:
+        if self._attempt_open and not self._leaving.is_set():  # else the next driver tells its end
             self._recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
                 self._tell_ended("stopped" if self._stopped else "finished")

@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from storage.errors import StorageError, StorageNotFound
+from storage.errors import StorageError, StorageNotFound, StorageUnavailable
 from storage.run_dir import RunDir
-from train_fn.ray_train.reported_parts import PARTS_METRIC, what_is_missing, write_manifest
+from train_fn.ray_train.reported_parts import ALL, PARTS_METRIC, what_is_missing, write_manifest
 from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 
 STEP_METRIC = "everstep_step"
@@ -45,32 +45,35 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Put the last good copy in the file's place where Ray could not load it: torn JSON, another Ray's, or naming a checkpoint
-    that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
+    """Put the last good copy in the file's place where Ray could not load it: gone, torn JSON, another Ray's, or naming a
+    checkpoint that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
 
     Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
     removing it: its ranks restore from manifests, never from Ray's list.
     """
     path, copy = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{_root(run_dir)}/{_COPY}"
-    try:
-        data = run_dir.files.read(path)
-    except StorageNotFound:
+    data, kept = _content(run_dir, path), _content(run_dir, copy)
+    if data is None and kept is None:
         return
-    problem = _problem(run_dir, data)
+    problem = _problem(run_dir, data) if data is not None else "it is gone"
     if problem is None:
         return
-    try:
-        kept = run_dir.files.read(copy)
-    except StorageNotFound:
-        kept = b""
     for candidate in (data, kept):
-        whole = _of_whole_checkpoints(run_dir, candidate)
+        whole = None if candidate is None else _of_whole_checkpoints(run_dir, candidate)
         if whole is not None:
             logger.warning("Ray Train's checkpoint list is mended: %s", problem)
             run_dir.files.write(path, whole)
             return
     logger.warning("Ray Train's checkpoint list is removed and begun anew: %s", problem)
     run_dir.files.delete_file(path)
+
+
+def _content(run_dir: RunDir, path: str) -> bytes | None:
+    """A file's bytes; None where there is no such file."""
+    try:
+        return run_dir.files.read(path)
+    except StorageNotFound:
+        return None
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
@@ -86,6 +89,32 @@ def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
     if latest is None:
         return 0, None
     return int(latest["metrics"].get(STEP_METRIC, 0)), latest["checkpoint_dir_name"]
+
+
+def rejected_reports(run_dir: RunDir) -> dict[str, str]:
+    """Checkpoints that a user's function has reported and is not to go on from, newest first, with what each lacks: those that are
+    in the copy of Ray's list and no more in the list.
+
+    Raises StorageUnavailable where nothing of any reported checkpoint is there: the storage is not what it was, and a function must
+    not begin again for that.
+    """
+    root = _root(run_dir)
+    listed, copied = (_names(_content(run_dir, f"{root}/{each}")) for each in (CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, _COPY))
+    rejected = {name: missing for name in copied[::-1] if name not in listed and (missing := _missing(run_dir, name)) is not None}
+    if rejected and not listed and set(rejected.values()) == {ALL}:
+        raise StorageUnavailable(
+            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} holds nothing of it, nor of any other checkpoint; "
+            "mount or put back what is missing there. To begin again, submit the spec as a new run"
+        )
+    return {name: f"it lacks {missing}" for name, missing in rejected.items()}
+
+
+def _names(data: bytes | None) -> list[str]:
+    """Checkpoints in a list of Ray's; none where it cannot be read."""
+    try:
+        return [result["checkpoint_dir_name"] for result in json.loads(data or b"{}").get("checkpoint_results", ())]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _problem(run_dir: RunDir, data: bytes) -> str | None:

@@ -12,7 +12,9 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec import RunSpec, ScalingSpec
+from train_fn.journal import NAMESPACE
 from train_fn.ray_train.controller import EverstepController
+from train_fn.ray_train.older_submissions import controller_name
 from train_fn.ray_train.seam import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
 from train_fn.ray_train.snapshot_file import KeepCheckpointList
 from train_fn.recovery.launch import Engine, Outcome
@@ -52,21 +54,28 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run our controller on the driver's node, without a runtime_env: its children would inherit it, and then no idle
-        process would fit them."""
+        process would fit them. It is detached, so that Ray does not end the ranks with a driver that dies: they save first."""
         del controller_init_kwargs["scaling_policy"], controller_init_kwargs["failure_policy"]
         actor_class = ray.remote(num_cpus=0, label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()})(
             EverstepController
         )
-        controller = actor_class.remote(engine=self._engine, **controller_init_kwargs)
+        name = controller_name(self._engine.job.run_dir.run_id, self._engine.job.submission)
+        controller = actor_class.options(name=name, namespace=NAMESPACE, lifetime="detached").remote(
+            engine=self._engine, **controller_init_kwargs
+        )
         ended = threading.Event()
         threading.Thread(target=_relay_log, args=(controller, ended), name="controller-log", daemon=True).start()
         try:
             ray.get(controller.run.remote())
             self.outcome = ray.get(controller.outcome.remote())
-            return ray.get(controller.get_result.remote())
-        finally:
-            ended.set()
+            result = ray.get(controller.get_result.remote())
+        except Exception:
             ray.kill(controller)
+            raise
+        finally:  # a driver that is told to end leaves its controller to see to the ranks
+            ended.set()
+        ray.kill(controller)
+        return result
 
 
 def _relay_log(controller: Any, ended: threading.Event) -> None:

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import ray
 import torch
 
 from train_fn import worker
+from train_fn.link_time import pass_time, take_in
 from train_fn.nccl import abort_collectives
 from train_fn.network_settings import interface_problem
+from train_fn.node_dir import own_temporary_dir
 from train_fn.out_of_memory import look_for_oom, oom_kills
+from train_fn.preflight import Figures, look_at_this_node
 from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.probe import accepts_connection
@@ -57,6 +61,18 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Which of the other nodes' raylets accept a connection from this one."""
         return accepts_connection(addresses, timeout_s)
+
+    def look_at_node(self, number: int) -> Figures:
+        """What its node computes, holds and writes, told as that of ``number``."""
+        return look_at_this_node(number, torch.device("cuda" if ray.get_gpu_ids() else "cpu"), own_temporary_dir())
+
+    def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
+        """Where its node takes in what another one sends to time a link."""
+        return take_in(ip, timeout_s)
+
+    def pass_time(self, address: tuple[str, int], timeout_s: float) -> float | None:
+        """Seconds of a block to another node; None where it does not arrive."""
+        return pass_time(address, timeout_s)
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and leave at the next agreed step."""

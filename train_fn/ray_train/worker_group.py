@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.rank_reports import place_of, with_answer, with_end, with_error
@@ -32,6 +33,7 @@ from train_fn.ray_train.seam import (
     worker_group_module,
 )
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
+from train_fn.ray_train.stopped import find_stopped
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import find_silent, find_stuck
 from train_fn.recovery.launch import RankLaunch
@@ -47,6 +49,8 @@ _STACK_S = 2.0
 """How long a rank may take to say where it stands."""
 _PING_S = 1.0
 """How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
+_START_LOOK_S = 10.0
+"""So often is looked for ranks that are stopped while a group starts."""
 _WAIT_S = 0.5
 """A rank that is waited for says so often where it stands."""
 
@@ -82,6 +86,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         look: Look,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         on_apart: LeaveOut,
+        fitness: Fitness,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -91,6 +96,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._look_at_nodes = look
         self._on_created = on_created
         self._on_apart = on_apart
+        self._fitness = fitness
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -116,9 +122,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         cured by killing what was created.
         """
         builder = WorkerGroupStateBuilder()
-        overdue = threading.Timer(self._settings.group_start_s, self._give_up_start)
-        overdue.daemon = True
-        overdue.start()
+        ended = threading.Event()
+        threading.Thread(target=self._watch_start, args=(ended,), name="start-watch", daemon=True).start()
         try:
             self._start_impl(builder)
         except BaseException:
@@ -128,13 +133,24 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self.kill()
             raise
         finally:
-            overdue.cancel()
+            ended.set()
 
-    def _give_up_start(self) -> None:
-        """On a timer's thread: with its actors dead, the start fails instead of waiting on."""
-        logger.warning("the worker group did not start within %g s; its processes are killed", self._settings.group_start_s)
-        for actor in list(self._actors):
-            ray.kill(actor)
+    def _watch_start(self, ended: threading.Event) -> None:
+        """On a thread: give a start up that takes too long, or in which a rank is stopped. With its actors dead it fails at once.
+
+        Who answers says nothing of who holds the others up: they all wait for each other. Their nodes know who is stopped.
+        """
+        overdue_at = time.monotonic() + self._settings.group_start_s
+        while not ended.wait(max(0.0, min(_START_LOOK_S, overdue_at - time.monotonic()))):
+            reports, overdue = self._look_at_slow_start(), time.monotonic() >= overdue_at
+            if ended.is_set() or not (overdue or any(report.unresponsive for report in reports)):
+                continue
+            why = f"did not start within {self._settings.group_start_s:g} s" if overdue else "waits for a rank that is stopped"
+            logger.warning("the worker group %s; its processes are killed", why)
+            self.start_reports = self.start_reports or reports
+            for actor in list(self._actors):
+                ray.kill(actor)
+            return
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
         """Nothing is created here: the handle reserves bundles of the run's placement when Ray waits for it."""
@@ -181,10 +197,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         ready: list[RankReady] = prepared(readiness, self._settings)
         metas = prepared(metadata, self._settings)
         check_versions(ready, metas, self._on_apart)
-        self.start_reports = network_reports(ready, metas)
-        if self.start_reports:
-            raise WorkerGroupStartupFailedError("; ".join(sorted({rank.problem for rank in ready if rank.problem is not None})))
+        self._begin_only_without(network_reports(ready, metas))
         check_reach(self._actors, metas, self._nodes, self._settings, self._on_apart)
+        self._begin_only_without(self._fitness.look(self._actors, metas))
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         workers = [
@@ -194,6 +209,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         self._on_created(self, self._ranked)
         return self._ranked
+
+    def _begin_only_without(self, reports: tuple[RankReport, ...]) -> None:
+        """Give the start up where there are reports on ranks that cannot do their part."""
+        self.start_reports = reports
+        if reports:
+            raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
 
@@ -367,6 +388,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+
+    def _look_at_slow_start(self) -> tuple[RankReport, ...]:
+        """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+            reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(self._ranked)]
+            by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
+            found = find_stopped(by_node)
+        except Exception as exc:  # the ranks are to be killed all the same
+            logger.warning("it could not be seen which ranks hold the start up: %s", exc)
+            return ()
+        held_up = [(report.node_id, report.pid) not in found for report in reports]
+        return tuple(
+            dataclasses.replace(report, unresponsive=not waits, still_running=waits)
+            for report, waits in zip(reports, held_up, strict=True)
+        )
 
     def _look_after_failed_start(self) -> tuple[RankReport, ...]:
         """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""

@@ -8,6 +8,7 @@ from typing import Any
 from everstep.spec import RunSpec
 from everstep.wire import ReasonCode
 from storage.run_dir import RunDir, Stop
+from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.history import History
 from train_fn.recovery.settings import RecoverySettings
 
@@ -77,6 +78,8 @@ class Engine:
     job: RankJob
     settings: RecoverySettings
     history: History
+    driver: DriverProcess
+    """The controller outlives it only until the ranks have saved and left."""
     recovery: RecoveryNote | None = None
     """The loss of the controller or driver before this one."""
     rank_env: dict[str, str] = field(default_factory=dict)

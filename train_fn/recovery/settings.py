@@ -22,6 +22,8 @@ class RecoverySettings:
     apart_s: float = 60.0
     """Seconds for which a node takes no rank after others could not reach it, although the head could, or after it was found to run
     other versions than the driver's node; longer each time."""
+    preflight: bool = True
+    """Look at every node when a run's ranks come to it for the first time: compute, memory, disk, and its links to the others."""
     hold_s: float = 20.0
     """Longest wait, before a group is torn down, for survivors to leave the step and write their snapshots."""
     group_start_s: float = 120.0

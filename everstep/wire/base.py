@@ -1,0 +1,47 @@
+"""What all answers share: times, pages and problems."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
+
+
+def format_time(value: datetime) -> str:
+    """RFC 3339 in UTC with milliseconds, for example ``2026-01-02T03:04:05.678Z``."""
+    return (value if value.tzinfo is UTC else value.astimezone(UTC)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+Time = Annotated[AwareDatetime, PlainSerializer(format_time, return_type=str, when_used="json")]
+
+
+class Answer(BaseModel):
+    """Base of answers: immutable; unknown fields are ignored so that an older client can read a newer service."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class ProblemError(Answer):
+    loc: tuple[str | int, ...]
+    msg: str
+
+
+class Problem(Answer):
+    """RFC 9457 answer to a request that failed."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: tuple[ProblemError, ...] = ()
+
+
+T = TypeVar("T")
+
+
+class Page(Answer, Generic[T]):
+    items: tuple[T, ...]
+    next_cursor: str | None
+    """Pass it as ``cursor`` for the next page; null on the last."""

@@ -1,0 +1,177 @@
+"""A run as it stands: status, reason, progress, protection."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from everstep.wire.base import Answer, Time
+
+
+class RunStatus(StrEnum):
+    """Where a run is in its life; the last three are terminal."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    STOPPING = "STOPPING"
+    PAUSED = "PAUSED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def terminal(self) -> bool:
+        return self in TERMINAL_STATUSES
+
+
+TERMINAL_STATUSES = frozenset({RunStatus.SUCCEEDED, RunStatus.FAILED, RunStatus.CANCELLED})
+
+
+class ReasonCode(StrEnum):
+    """Why a run is in its status, where the status alone does not say it."""
+
+    USER_ERROR = "user_error"
+    NO_PROGRESS = "no_progress"
+    SYSTEM_FAILURES_EXHAUSTED = "system_failures_exhausted"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    INFEASIBLE = "infeasible"
+    CANCELLED_BY_USER = "cancelled_by_user"
+    PAUSED_BY_USER = "paused_by_user"
+    PREEMPTED_BY_PRIORITY = "preempted_by_priority"
+    WAITING_FOR_CAPACITY = "waiting_for_capacity"
+    WAITING_FOR_CLUSTER = "waiting_for_cluster"
+    STORAGE_UNAVAILABLE = "storage_unavailable"
+
+
+class Verdict(StrEnum):
+    """What a failure was, decided from evidence."""
+
+    USER_ERROR = "user_error"
+    WORKER_LOST = "worker_lost"
+    NODE_LOST = "node_lost"
+    OUT_OF_MEMORY = "out_of_memory"
+    PREEMPTION = "preemption"
+    HANG = "hang"
+    STORAGE = "storage"
+    CONTROL_PLANE = "control_plane"
+    UNKNOWN = "unknown"
+
+
+class Reason(Answer):
+    code: ReasonCode
+    """Machine-readable cause."""
+    message: str
+    """The same in words, with what to do."""
+
+
+class Transition(Answer):
+    model_config = ConfigDict(populate_by_name=True)
+
+    from_status: RunStatus | None = Field(alias="from")
+    """Status before; null for the first."""
+    to_status: RunStatus = Field(alias="to")
+    """Status after."""
+    at: Time
+    """When it was recorded."""
+    reason: Reason | None = None
+    """Why, where the status alone does not say it."""
+
+
+class LatestCheckpoint(Answer):
+    step: int
+    """Optimizer steps in it."""
+    committed_at: Time
+    """When its manifest was written."""
+    size_bytes: int
+    """Sum of its files."""
+
+
+Loss = Literal["no_steps", "few_steps", "checkpoint"]
+"""What a death costs: no committed step, the few since a node last kept the state, or those since the last durable checkpoint."""
+
+
+class Protection(Answer):
+    survives: tuple[Literal["rank", "node", "driver", "head"], ...]
+    """What may die now without ending the run."""
+    worst_case_steps_lost: int
+    """Steps that would be repeated in the worst of these cases: those since the last durable checkpoint."""
+    process_loss: Loss | None = None
+    """What is lost when processes of ranks die and their nodes live; null while no rank trains."""
+    node_loss: Loss | None = None
+    """What is lost when a node with ranks dies; null while no rank trains."""
+    message: str | None = None
+    """The same in words."""
+
+
+class Links(Answer):
+    ray_dashboard: str | None
+    """URL of the Ray dashboard."""
+    ray_job: str | None
+    """URL of this run's newest job there."""
+    dashboard: str | None
+    """URL of this run's own page."""
+
+
+class Best(Answer):
+    metric: str
+    """Name of the validation metric."""
+    value: float
+    """Its best value."""
+    step: int
+    """Optimizer steps at that evaluation."""
+
+
+class ForkedFrom(Answer):
+    run_id: str
+    """Run whose checkpoint this one began from."""
+    step: int
+    """Steps in that checkpoint."""
+
+
+class Run(Answer):
+    """A user's training run."""
+
+    id: str
+    name: str
+    project: str
+    status: RunStatus
+    reason: Reason | None
+    priority: int
+    tags: dict[str, str]
+    attempt: int
+    """Worker groups started so far; 0 before the first."""
+    submission: int
+    """Ray Jobs submitted so far; 0 before the first."""
+    created_at: Time
+    started_at: Time | None
+    """First optimizer step."""
+    finished_at: Time | None
+    epoch: int
+    """Epoch in progress, from 0."""
+    step: int
+    """Optimizer steps done in the committed lineage."""
+    total_steps: int | None
+    """Steps of the whole run; null until the data set's size is known."""
+    world_size: int | None
+    """Ranks now; null while none run."""
+    metrics: dict[str, float]
+    """Latest value of every metric."""
+    best: Best | None
+    latest_checkpoint: LatestCheckpoint | None
+    restarts: int
+    """Attempts after the first."""
+    steps_lost: int
+    """Steps that had to be repeated, over all failures."""
+    protection: Protection
+    goodput: float | None
+    """Share of wall time that trained, 0..1; null before the first step."""
+    links: Links
+    transitions: tuple[Transition, ...]
+    forked_from: ForkedFrom | None = None
+    """By `resume_from`; null for a run that began afresh."""
+    guarantee: str | None = None
+    """What may be relied on of the samples' use over restarts and other world sizes, in words; null before the first step."""

@@ -1,0 +1,68 @@
+"""A service of its own process over a database that is given, with a stand-in for Ray: one of several, or one alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from tests.service_process import free_port
+from tests.unit.fake_ray import FakeRay
+
+
+class Replica:
+    """``python -m service.serve`` with a home of its own, which is made; nothing limits how often it is asked."""
+
+    def __init__(self, home: Path, storage: Path, database_url: str, ray_url: str, env: Mapping[str, str] | None = None) -> None:
+        self.home, self.port = home, free_port()
+        self._command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray_url]
+        self._command += ["--database", database_url, "--storage", str(storage)]
+        own = {"EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": FakeRay.token, "EVERSTEP_RATE_PER_S": "0"}
+        self._env = {**os.environ, **own, **(env or {})}
+        home.mkdir(exist_ok=True)
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a request by an administrator."""
+        return {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
+
+    def start(self) -> None:
+        with (self.home / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+
+    def is_ready(self) -> bool:
+        """Raises RuntimeError with the end of its log where it has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"serve ended with {self.process.returncode}:\n{(self.home / 'serve.log').read_text()[-3000:]}")
+        return self._answers("readyz")
+
+    def is_listening(self) -> bool:
+        return self._answers("healthz")
+
+    def _answers(self, path: str) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/{path}", timeout=2, trust_env=False).is_success
+        return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+    def stop(self) -> None:
+        """The graceful way."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()

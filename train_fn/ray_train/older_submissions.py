@@ -1,0 +1,71 @@
+"""What outlives a driver: its controller, with the ranks, until these have saved and left; and its journal, which they tell of it.
+
+Both are detached actors. The driver of the next submission waits for their end before its own journal begins, so that the older
+journal is complete by then, and nothing of the older submission writes any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from train_fn.journal import NAMESPACE
+
+_NAME = re.compile(r"(?P<kind>controller|journal)-(?P<run_id>.+)-s(?P<submission>\d+)(-[0-9a-f]+)?")
+_POLL_S = 0.05
+_END_S = 5.0
+"""How long a killed actor may take to be gone."""
+
+logger = logging.getLogger(__name__)
+
+
+def controller_name(run_id: str, submission: int) -> str:
+    """A name that no other controller has: one that was killed may keep its own for a moment."""
+    return f"controller-{run_id}-s{submission:03d}-{uuid.uuid4().hex[:8]}"
+
+
+def end_older_submissions(run_id: str, submission: int, patience_s: float) -> None:
+    """Let the ranks of older submissions save and leave, for at most ``patience_s``, and end what is left of these.
+
+    Controllers whose driver died do so by themselves; one whose driver lives, and was replaced all the same, is asked.
+    """
+
+    def left() -> list[str]:
+        return actors_of_older(list_named_actors(), run_id, submission)
+
+    controllers = [name for name in left() if name.startswith("controller")]
+    if controllers:
+        logger.info("waiting for the ranks of an older submission to save and leave (%s)", ", ".join(controllers))
+    for name in controllers:
+        with suppress(ValueError):  # it has ended meanwhile
+            ray.get_actor(name, namespace=NAMESPACE).leave.remote()
+    if not _wait(lambda: not any(name.startswith("controller") for name in left()), patience_s):
+        logger.warning("the ranks of an older submission did not leave within %g s; they are killed", patience_s)
+    for name in left():
+        with suppress(ValueError, RayError):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    if not _wait(lambda: not left(), _END_S):
+        logger.warning("actors of an older submission are killed and not gone: %s", ", ".join(left()))
+
+
+def actors_of_older(names: list[str], run_id: str, submission: int) -> list[str]:
+    """Those among the names of actors that belong to a run's submissions before this one."""
+    parsed = [match for match in map(_NAME.fullmatch, names) if match is not None]
+    return [match[0] for match in parsed if match["run_id"] == run_id and int(match["submission"]) < submission]
+
+
+def _wait(fact: Callable[[], bool], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not fact():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

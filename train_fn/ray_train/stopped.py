@@ -1,0 +1,45 @@
+"""Which processes of other nodes are stopped (SIGSTOP, a debugger, a frozen container): they look alive to everybody who waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_ANSWER_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def find_stopped(pids_by_node: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
+    """(node, process) of those that are stopped; a node that does not answer soon says nothing."""
+    asked = {
+        ray.remote(num_cpus=0, max_retries=0)(stopped)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(tuple(pids)): node_id
+        for node_id, pids in pids_by_node.items()
+    }
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found = set()
+    for ref in answered:
+        try:
+            found |= {(asked[ref], pid) for pid in ray.get(ref)}
+        except RayError as exc:
+            logger.warning("node %s did not say which of its ranks are stopped: %s", asked[ref], exc)
+    return found
+
+
+def stopped(pids: Collection[int]) -> list[int]:
+    """Those of this node's processes that exist and are stopped."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
