@@ -26,6 +26,7 @@ import psutil
 from benchmarks import report
 from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
 from benchmarks.http_loop import Connection, closed_loop, percentile
+from benchmarks.ray_stand_in import ray_stand_in
 from everstep.events import EventKind
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
@@ -34,7 +35,6 @@ from storage.journal import JournalEvent, JournalWriter
 from tests.replica import Replica
 from tests.service_process import wait_for
 from tests.unit import postgres_server
-from tests.unit.fake_ray import FakeRay, serving
 
 CLIENTS: Final = 16
 FOLLOWERS: Final = 500
@@ -52,7 +52,7 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
     server = postgres_server.running(programs, durable=True) if kind == "postgresql" and programs else nullcontext()
     try:
         with ExitStack() as stack:
-            postgresql, ray = stack.enter_context(server), stack.enter_context(serving(FakeRay()))
+            postgresql, ray = stack.enter_context(server), stack.enter_context(ray_stand_in())
             url = stack.enter_context(postgresql.database()) if postgresql else f"sqlite:///{home / 'everstep.db'}"
             database = Database(url)
             database.migrate()
@@ -60,7 +60,8 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
             found = seed(database, num_runs)
             database.close()
             print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
-            service = Replica(home, home / "storage", url, ray)
+            # Seeded runs have no directories in which checkpoints could be read back.
+            service = Replica(home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"})
             stack.callback(service.stop)
             wait_for(service.is_ready, 60, "the service's /readyz")
             yield service, found

@@ -3,8 +3,8 @@
     python -m benchmarks checkpoint --size-mb 200 --ranks 2
 
 Plain processes without Ray. Rank 0 trains an MLP with AdamW and saves its whole state (weights and two moments) by the saver of
-the training loop; with two ranks the other one trains beside it, and gradients are added up over gloo. All sides write to one
-directory, in turn, so that a disk that is busy is busy for all; figures are medians.
+the training loop; with two ranks the other one trains beside it, by DDP over gloo. All sides write to one directory, in turn, so
+that a disk that is busy is busy for all; figures are medians. A line on stderr tells how far it is, and how long a part will take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import io
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from tests.unit.one_rank import journal_of, one_rank
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
+from train_fn.replica import wrap
 from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
 from train_fn.state import TrainState
 
@@ -71,20 +73,22 @@ class Training:
             model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=1000, fingerprint="none"
         )
         self._inputs = torch.randn(options.batch, width)
-        self._ranks = ranks
-        self.context = _context(directory, rank, self._ranks)
+        self._called = wrap(model) if ranks > 1 else model
+        self.context = _context(directory, rank, ranks)
         self.journal = journal_of(self.context)
         self.copies = BoundaryCopies(self.state)
         self.saver = Saver(self.context, self.state, self.copies)
 
     def step(self) -> None:
-        loss = self.state.model(self._inputs).square().mean()
-        loss.backward()
-        if self._ranks > 1:
-            for parameter in self.state.model.parameters():
-                dist.all_reduce(parameter.grad)
+        self._called(self._inputs).square().mean().backward()
         self.state.optimizer.step()
         self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+
+    def alter(self) -> None:
+        """Another state, without the work of a step."""
+        with torch.no_grad():
+            next(self.state.model.parameters()).add_(1.0)
         self.state.step += 1
 
     def save(self) -> float:
@@ -108,6 +112,10 @@ def _context(directory: Path, rank: int, ranks: int) -> WorkerContext:
     return dataclasses.replace(alone, world_size=ranks, local_rank=rank, local_world_size=ranks)
 
 
+def told(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
@@ -124,44 +132,82 @@ def write_synced(path: Path, write_to: Callable[[io.BufferedWriter], object]) ->
 # ---------------------------------------------------------------- what saving takes from training
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """So many steps; ``saving`` where a save was offered before the first."""
+
+    stall_s: float
+    steps_s: list[float]
+    in_flight: int
+    """Steps that ended before the save was committed."""
+
+    @property
+    def total_s(self) -> float:
+        return self.stall_s + sum(self.steps_s)
+
+    @property
+    def lost_s(self) -> float:
+        """What the save took of this cycle, measured by its later steps, which comes with less noise than by another cycle."""
+        beside = self.in_flight + 2  # the commit, and retention after it, fall into the last two
+        return self.stall_s + sum(self.steps_s[:beside]) - beside * statistics.median(self.steps_s[beside:])
+
+
+def run_cycle(options: Options, training: Training, *, saving: bool) -> Cycle:
+    stall_s = training.save() if saving else 0.0
+    saved_step, steps_s, in_flight = training.state.step, [], 0
+    for _ in range(options.steps):
+        steps_s.append(timed(training.step))
+        in_flight += saving and training.saver.newest_committed(0) < saved_step
+    if saving and in_flight > options.steps // 2:
+        raise RuntimeError(
+            f"the save was in flight for {in_flight} of {options.steps} steps: nothing to compare with; raise --steps"
+        )
+    return Cycle(stall_s, steps_s, in_flight)
+
+
 def measure_training(options: Options, training: Training) -> dict[str, Any]:
-    """Cycles of so many steps: without a save, with one that is written beside the next cycle's steps, and torch.save between."""
-    plain_s, saving_s, stalls_s, synchronous_s = [], [], [], []
+    """Pairs of cycles of so many steps, with a save that is written beside them and without one, and torch.save between.
+
+    Which one comes first changes with every pair, so that what drifts does not count for one side.
+    """
+    pairs: list[tuple[Cycle, Cycle]] = []
+    synchronous_s: list[float] = []
     path = Path(options.directory) / "synchronous.pt"
-    for cycle in range(options.repeats + 1):
-        plain = timed(lambda: [training.step() for _ in range(options.steps)])
+    for number in range(options.repeats + 1):
         began = time.perf_counter()
-        stall = training.save()
-        for _ in range(options.steps):
-            training.step()
-        saving = time.perf_counter() - began
-        training.saver.save_now()
+        cycles = {saving: run_cycle(options, training, saving=saving) for saving in (number % 2 == 1, number % 2 == 0)}
         synchronous = timed(lambda: write_synced(path, lambda file: torch.save(training.state.state_dict(), file)))
-        if cycle:  # the first one allocates and warms up
-            plain_s.append(plain)
-            saving_s.append(saving)
-            stalls_s.append(stall)
+        path.unlink()
+        if number:  # the first one allocates and warms up
+            pairs.append((cycles[False], cycles[True]))
             synchronous_s.append(synchronous)
-    path.unlink()
+        left_s = (options.repeats - number) * (time.perf_counter() - began)
+        told(f"training: pair {number} of {options.repeats}, {left_s:.0f} s left")
     size_bytes = training.context.run_dir.checkpoints.list()[-1].size_bytes
     writes_s = [data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)]
+    plain_s = [plain.total_s for plain, _ in pairs]
+    stalls_s, lost_s = [saving.stall_s for _, saving in pairs], [saving.lost_s for _, saving in pairs]
     plain_median, stall_median = statistics.median(plain_s), statistics.median(stalls_s)
     return {
         "state_mb": round(size_bytes / 1e6, 1),
         "steps_between_saves": options.steps,
+        "step_s": round(plain_median / options.steps, 4),
         "stall_s": summary(stalls_s),
         "synchronous_save_s": summary(synchronous_s),
         "stall_over_synchronous": round(stall_median / statistics.median(synchronous_s), 4),
         "cycle_without_save_s": summary(plain_s),
-        "cycle_with_save_s": summary(saving_s),
+        "cycle_with_save_s": summary([saving.total_s for _, saving in pairs]),
         "share_stalled": round(stall_median / plain_median, 5),
-        "share_lost": round(statistics.median(b / a for a, b in zip(plain_s, saving_s, strict=True)) - 1, 5),
+        "share_lost": round(statistics.median(saving.total_s / plain.total_s for plain, saving in pairs) - 1, 5),
+        "lost_within_cycle_s": summary(lost_s),
+        "share_lost_within_cycle": round(statistics.median(lost_s) / plain_median, 5),
+        "steps_in_flight": statistics.median(saving.in_flight for _, saving in pairs),
         "background_write_s": summary(writes_s[1:]),
     }
 
 
 def _other_rank(options: Options, rank: int, rendezvous: str) -> None:
-    """The rank that does not save: the same steps, and the same stops where rank 0 writes by itself."""
+    """The rank that does not save: the same steps; it waits for rank 0 in the first one after each stop."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     training = Training(options, Path(options.directory), options.size_mb, rank, options.ranks)
@@ -265,21 +311,30 @@ def restore_figures(options: Options) -> dict[str, Any]:
 
 
 def memory_figures(options: Options) -> dict[str, Any]:
-    """Resident memory over many saves of a smaller state; growth is that of the second half."""
+    """Resident memory over many saves; growth and slope are those of the second half."""
     training = Training(options, Path(options.directory) / "memory", options.many_mb)
+    training.step()  # makes the optimizer's moments
     process, resident_mb = psutil.Process(), []
+    every = max(1, options.many // 50)
+    began = time.perf_counter()
     for number in range(1, options.many + 1):
-        training.step()
+        training.alter()
         training.save()
         training.wait_committed()
-        if number % max(1, options.many // 20) == 0:
+        if number % every == 0:
             resident_mb.append(process.memory_info().rss / 1e6)
-    half, tenth = len(resident_mb) // 2, max(1, len(resident_mb) // 10)
+        if number % max(1, options.many // 10) == 0:
+            left_s = (time.perf_counter() - began) / number * (options.many - number)
+            told(f"memory: {number} of {options.many} saves, {left_s:.0f} s left")
+    second = resident_mb[len(resident_mb) // 2 :]
+    tenth = max(1, len(second) // 5)
+    slope = statistics.linear_regression(range(len(second)), second).slope if len(second) > 1 else 0.0
     return {
         "saves": options.many,
         "state_mb": options.many_mb,
         "resident_mb": [round(value, 1) for value in resident_mb],
-        "growth_mb": round(statistics.median(resident_mb[-tenth:]) - statistics.median(resident_mb[half : half + tenth]), 2),
+        "growth_mb": round(statistics.median(second[-tenth:]) - statistics.median(second[:tenth]), 2),
+        "slope_kb_per_save": round(slope * 1000 / every, 3),
     }
 
 
@@ -291,13 +346,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps between two saves")
     parser.add_argument("--batch", type=int, default=64, help="samples a rank and step; more make longer steps")
     parser.add_argument("--many", type=int, default=1000, help="saves of the memory test")
-    parser.add_argument("--many-mb", type=float, default=4)
+    parser.add_argument("--many-mb", type=float, default=None, help="state of the memory test; by default --size-mb")
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--directory", default=".", help="where to write: the disk that is to be measured")
     given = vars(parser.parse_args(argv))
     only = given.pop("only")
     if unknown := set(only) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    given["many_mb"] = given["many_mb"] or given["size_mb"]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given["directory"]) as directory:
         options = Options(**{**given, "directory": str(Path(directory).absolute())})

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from sqlalchemy import insert
 
 from benchmarks import report
 from benchmarks.api_seed import SPEC
+from benchmarks.ray_stand_in import StandIn, ray_stand_in
 from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import RunStatus
@@ -29,7 +28,6 @@ from service.db.tables import runs
 from service.reconciler.decide import submission_id
 from service.reconciler.tail import JournalTail
 from storage.journal import JournalEvent, JournalWriter
-from tests.unit.fake_ray import FakeRay, serving
 from tests.unit.reconciler_world import World, world
 
 TICKS: Final = 9
@@ -42,7 +40,8 @@ def fill(here: World, num_runs: int, status: RunStatus) -> list[str]:
     spec = parse_spec(SPEC).model_dump(mode="json")
     rows = []
     for index in range(num_runs):
-        row = new_row(new_run_id(here.now), spec, "tok_seed", here.now - num_runs + index).columns()
+        created_at = here.now - num_runs + index  # ids of one moment would collide
+        row = new_row(new_run_id(created_at), spec, "tok_seed", created_at).columns()
         if status == RunStatus.RUNNING:
             row |= {
                 "submission": 1,
@@ -64,20 +63,16 @@ def fill(here: World, num_runs: int, status: RunStatus) -> list[str]:
 
 def tick(num_runs: int, status: RunStatus) -> dict[str, Any]:
     """Seconds of a tick once everything that there is was read."""
-    command = [sys.executable, "-m", "benchmarks.reconciler", "--stand-in"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
-        return asyncio.run(_ticks(num_runs, status, host))
+    with ray_stand_in() as ray:
+        return asyncio.run(_ticks(num_runs, status, ray))
 
 
-async def _ticks(num_runs: int, status: RunStatus, host: subprocess.Popen[str]) -> dict[str, Any]:
+async def _ticks(num_runs: int, status: RunStatus, ray: StandIn) -> dict[str, Any]:
     home = Path(tempfile.mkdtemp(prefix="es-tick-"))
-    assert host.stdin is not None and host.stdout is not None
     try:
-        async with world(home, host.stdout.readline().strip()) as here:
+        async with world(home, ray.url) as here:
             found = fill(here, num_runs, status)
-            host.stdin.write(" ".join(submission_id(name, 1) for name in found if status == RunStatus.RUNNING) + "\n")
-            host.stdin.flush()
-            host.stdout.readline()
+            ray.run_jobs(submission_id(name, 1) for name in found if status == RunStatus.RUNNING)
             for _ in range(4):
                 await here.reconciler.tick()
             took, cpu = [], []
@@ -88,7 +83,6 @@ async def _ticks(num_runs: int, status: RunStatus, host: subprocess.Popen[str]) 
                 took.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - used)
     finally:
-        host.stdin.close()
         shutil.rmtree(home, ignore_errors=True)
     return {"tick_s": report.summary(took), "cpu_s": report.summary(cpu)}
 
@@ -124,34 +118,11 @@ async def tail(num_events: int) -> dict[str, Any]:
     return {"events_per_s": report.summary(rates), "points_per_s": report.summary([rate * POINTS for rate in rates])}
 
 
-def stand_in() -> None:
-    """Serve as Ray's dashboard, with the jobs that the first line of input names, until the input ends."""
-    with serving(FakeRay()) as ray:
-        print(ray.url, flush=True)
-        for line in sys.stdin:
-            for job_id in line.split():
-                run_id, _, submission = job_id.rpartition("-s")
-                about: dict[str, Any] = {"metadata": {"run_id": run_id, "submission": str(int(submission))}, "entrypoint": "x"}
-                job = {
-                    "submission_id": job_id,
-                    "status": "RUNNING",
-                    "message": "",
-                    "driver_node_id": None,
-                    "driver_exit_code": None,
-                }
-                ray.jobs[job_id] = about | job
-            print("ready", flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks reconciler")
     parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--events", type=int, default=30_000)
-    parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.stand_in:
-        stand_in()
-        return
     results = {
         "training": tick(options.runs, RunStatus.RUNNING),
         "waiting": tick(options.runs, RunStatus.QUEUED),

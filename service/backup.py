@@ -188,7 +188,9 @@ def _copy_tree(source: Path, target: Path) -> None:
     for top in sorted(source.iterdir()):
         if top.is_dir():
             root = top.resolve()
-            for place, _, names in os.walk(root):
+            for place, directories, names in os.walk(root):
+                # Last: else journals, copied after them, would tell of newer checkpoints than the copy has.
+                directories.sort(key=lambda name: name == "checkpoints")
                 there = target / top.name / Path(place).relative_to(root)
                 there.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for name in names:

@@ -21,6 +21,7 @@ from types import FrameType
 
 import structlog
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from service.api.context import ApiContext
@@ -58,6 +59,7 @@ from service.settings import (
     home_directory,
     metrics_token,
     notify_rule,
+    pip_rule,
     request_limits,
     scrub_settings,
     storage_roots,
@@ -88,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_tls(settings)
             storage, database = opened(settings)
             with running_cluster(settings) as supervisor:
-                asyncio.run(serve(settings, listener, storage, database, supervisor))
+                # uvicorn takes this loop by itself only where it makes the loop.
+                uvloop.run(serve(settings, listener, storage, database, supervisor))
     except cannot_start as exc:
         print(f"everstep serve: {exc}", file=sys.stderr)
         return EXIT_CANNOT_START
@@ -152,7 +155,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         cpus_per_node=args.cpus_per_node,
         public_url=os.environ.get("EVERSTEP_PUBLIC_URL", "").strip(),
         drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
-        allow_pip=os.environ.get("EVERSTEP_ALLOW_PIP", "") not in ("", "0"),
+        pip_rule=pip_rule(),
         cordon_runs=cordon_runs,
         cordon_failures=cordon_failures,
         cordon_window_s=cordon_window_s,
@@ -264,7 +267,7 @@ async def serve(
             view,
             reconciler.lag_s,
             drills_enabled=settings.drills,
-            allow_pip=settings.allow_pip,
+            pip_rule=settings.pip_rule,
             figures=figures,
             public_url=settings.public_url or url,
             rate_per_s=settings.rate_per_s,

@@ -11,6 +11,7 @@ from typing import TypeVar
 import httpx
 
 from service.notify import NOBODY, NotifyRule, origin_of
+from service.pip_rule import NO_PACKAGES, PipRule
 
 DEFAULT_HOME = Path("~/.everstep")
 DEFAULT_HOST = "127.0.0.1"
@@ -67,8 +68,8 @@ class Settings:
     """Where webhooks may go."""
     drills: bool = False
     """Whether failure drills may be run through the API."""
-    allow_pip: bool = False
-    """Whether runs may bring packages (``runtime_env.pip``), which nodes then fetch and install."""
+    pip_rule: PipRule = NO_PACKAGES
+    """Which packages runs may bring (``runtime_env.pip``); nodes then fetch and install them."""
     cordon_runs: int = DEFAULT_CORDON_RUNS
     """So many runs that failed on one node within the window cordon it; 0 is no limit."""
     cordon_failures: int = DEFAULT_CORDON_FAILURES
@@ -272,6 +273,14 @@ def notify_rule(environ: Mapping[str, str] = os.environ) -> NotifyRule:
     if origins and len(secret) < 16:
         raise SettingsError("EVERSTEP_NOTIFY_SECRET must have at least 16 characters where EVERSTEP_NOTIFY_ORIGINS is set")
     return NotifyRule(origins, secret)
+
+
+def pip_rule(environ: Mapping[str, str] = os.environ) -> PipRule:
+    """Which packages runs may bring, from EVERSTEP_ALLOW_PIP; none by default. Raises SettingsError."""
+    try:
+        return PipRule.of(environ.get("EVERSTEP_ALLOW_PIP", ""))
+    except ValueError as exc:
+        raise SettingsError(f"EVERSTEP_ALLOW_PIP: {exc}; separate several by commas, and give 1 to allow all to everybody") from exc
 
 
 def existing_ray_token(environ: Mapping[str, str] = os.environ) -> str | None:

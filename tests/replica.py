@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from tests.unit.fake_ray import FakeRay
 class Replica:
     """``python -m service.serve`` with a home of its own, which is made; nothing limits how often it is asked."""
 
-    def __init__(self, home: Path, storage: Path, database_url: str, ray: FakeRay) -> None:
+    def __init__(self, home: Path, storage: Path, database_url: str, ray_url: str, env: Mapping[str, str] | None = None) -> None:
         self.home, self.port = home, free_port()
-        self._command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray.url]
+        self._command = [sys.executable, "-m", "service.serve", "--port", str(self.port), "--ray-address", ray_url]
         self._command += ["--database", database_url, "--storage", str(storage)]
-        self._env = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, "EVERSTEP_RATE_PER_S": "0"}
+        own = {"EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": FakeRay.token, "EVERSTEP_RATE_PER_S": "0"}
+        self._env = {**os.environ, **own, **(env or {})}
         home.mkdir(exist_ok=True)
         self.start()
 

@@ -137,7 +137,7 @@ def _find_durable(
     state = None
     if replica.peers.rank == 0:
         try:
-            told = told_checkpoints(ctx.run_dir) if ctx.attempt > 1 else ()
+            told = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
             read = partial(load_checkpoint, ctx.run_dir)
             manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=told)
             bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-import torch
-
 from everstep.events import EventKind
 from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import CheckpointName, Stop
+from train_fn import torch_file
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.context import WorkerContext
@@ -34,6 +35,8 @@ FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
+WRITER_NICENESS = 10
+"""By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +197,8 @@ class Saver:
     # -- the saver's thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.nice(WRITER_NICENESS)
         while (save := self._next()) is not None:
             while (error := self._write(save)) is not None and self._try_again(save, error):
                 pass
@@ -249,7 +254,7 @@ class Saver:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
                 with writer.write_file(name) as file:
-                    torch.save(content, cast(IO[bytes], _Watched(file, self._moved)))
+                    torch_file.save(content, _Watched(file, self._moved))
                 if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
                     with writer.write_file(safetensors_name(name)) as file:
                         write_safetensors(content, cast(IO[bytes], _Watched(file, self._moved)))

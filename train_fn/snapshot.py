@@ -24,6 +24,7 @@ from train_fn.context import WorkerContext
 from train_fn.node_dir import shared_memory_root, snapshots_dir
 from train_fn.state import digest
 from train_fn.tensor_tree import size_bytes
+from train_fn.torch_file import without_checksums
 
 OVERHEAD_BYTES = 4 << 20
 """Room for what is not tensors."""
@@ -67,7 +68,8 @@ class SnapshotStore:
         path = self._state_path(label)
         temporary = path.with_suffix(".tmp")
         try:
-            torch.save(state, temporary)
+            with without_checksums():  # the label's digest is what a reader compares
+                torch.save(state, temporary)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
+from service.api.kept_answers import KeptAnswers
 from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
 from service.api.token_use import TokenUse
@@ -29,6 +30,7 @@ from service.figures import RunFigures
 from service.kept_steps import KeptSteps
 from service.marks_file import MarksFile
 from service.notify import NOBODY, NotifyRule
+from service.pip_rule import NO_PACKAGES, PipRule
 from service.rate_limit import RateLimit
 from service.ray_jobs import RayJobs
 from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
@@ -66,7 +68,7 @@ class ApiContext:
         clock: Callable[[], float] = time.time,
         *,
         drills_enabled: bool = False,
-        allow_pip: bool = False,
+        pip_rule: PipRule = NO_PACKAGES,
         figures: RunFigures | None = None,
         public_url: str | None = None,
         rate_per_s: float = DEFAULT_RATE_PER_S,
@@ -81,7 +83,7 @@ class ApiContext:
         self.reconciler_lag_s = reconciler_lag_s
         self.clock = clock
         self.drills_enabled = drills_enabled
-        self.allow_pip = allow_pip
+        self.pip_rule = pip_rule
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
@@ -107,6 +109,7 @@ class ApiContext:
         self.logs = LogViews(self)
         self.readiness = ReadinessCheck(self)
         self.token_use = TokenUse(self)
+        self.kept_answers = KeptAnswers()
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method in a thread."""

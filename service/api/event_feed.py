@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger(__name__)
 
-POLL_S: Final = 0.2
+POLL_S: Final = 0.1
 _RING_FRAMES: Final = 2000
 _BATCH_EVENTS: Final = 500
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Query
 
 from service.db.ids import RUN_ID_PATTERN
-from service.db.rows import ListedRun
+from service.db.rows import RunHead
 from service.db.run_lookup import Place
 from service.problems import invalid_request
 
@@ -19,7 +19,7 @@ Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page."
 Cursor = Annotated[str | None, Query(max_length=200, description="`next_cursor` of the page before; leave it out for the first.")]
 
 
-def run_cursor(run: ListedRun) -> str:
+def run_cursor(run: RunHead) -> str:
     """Cursor behind this run in a list of runs, newest first."""
     return encode_run_cursor(run.created_at, run.id)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
+from pydantic_core import to_json
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import RunSpec, parse_spec
@@ -21,15 +22,10 @@ from service.api.spec_body import content_sha256, read_json
 from service.auth import Caller, ControlledRun, Principal, SeenRunOfPath, VisibleRun
 from service.db.idempotency import IdempotencyKey
 from service.db.new_run import first_transition
-from service.db.rows import RunRow, TransitionRow
+from service.db.rows import RunHead, RunRow, TransitionRow
 from service.db.run_lookup import Place, RunFilter
 from service.problems import ProblemError, invalid_request
 from service.states import TransitionConflict
-
-PIP_DENIED: Final = (
-    "is denied by this service; leave it out or set it to null, and have packages installed on the nodes or put them into your "
-    "code. The operator allows it by EVERSTEP_ALLOW_PIP=1"
-)
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -65,8 +61,7 @@ async def submitted(context: ApiContext, caller: Principal, raw: object, idempot
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
-    if spec.runtime_env is not None and not context.allow_pip:
-        raise InvalidSpec((FieldError(("runtime_env",), PIP_DENIED),))
+    context.pip_rule.check(spec)
     if spec.notify is not None and not context.notify.allows(spec.notify.url):
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
@@ -116,23 +111,42 @@ async def list_runs(
     wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
     before = parse_run_cursor(cursor)
     # The whole answer is made in the thread: meanwhile the event loop serves others.
-    return await context.database_call(lambda: as_json(_page(context, caller, wanted, limit, before)))
+    answer = await context.database_call(_page, context, caller, wanted, limit, before)
+    return Response(answer, media_type="application/json")
 
 
 async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None) -> Page[Run]:
     """A page of those of the runs that the caller may see."""
     found = await context.database_call(_page, context, caller, wanted, limit, parse_run_cursor(cursor))
-    return Page[Run].model_validate(found)
+    return Page[Run].model_validate_json(found)
 
 
-def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> JsonObject:
-    if caller.project is not None and wanted.project not in (None, caller.project):
-        return {"items": [], "next_cursor": None}
-    where = replace(wanted, project=caller.project or wanted.project)
-    found, transitions = context.runs.page(where, limit + 1, before)
-    now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
-    items = [run_json(run, transitions[run.id], dashboard_url, now, context.public_url) for run in found[:limit]]
-    return {"items": items, "next_cursor": run_cursor(found[limit - 1]) if len(found) > limit else None}
+def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
+    """The page in JSON."""
+    heads: list[RunHead] = []
+    answers: dict[str, bytes] = {}
+    if caller.project is None or wanted.project in (None, caller.project):
+        with context.database.read():
+            heads = context.runs.page(replace(wanted, project=caller.project or wanted.project), limit + 1, before)
+            answers = _answers_about(context, heads[:limit])
+    cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
+    items = b",".join(answers[head.id] for head in heads[:limit])
+    return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
+
+
+def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, bytes]:
+    """Each run in JSON; what was written about one that has ended is taken again."""
+    about = dashboard_url, public_url = context.cluster_view.dashboard_url, context.public_url
+    kept = {head.id: context.kept_answers.get(head, about) for head in heads}
+    found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
+    now, fresh = context.clock(), context.runs.listed([run_id for run_id in kept if run_id not in found])
+    for head in heads:
+        if head.id in fresh:
+            run, transitions = fresh[head.id]
+            found[head.id] = to_json(run_json(run, transitions, dashboard_url, now, public_url))
+            if run.status.terminal:
+                context.kept_answers.keep(head, about, found[head.id])
+    return found
 
 
 def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,20 @@ from typing import Any, Final
 
 from alembic import command
 from alembic.config import Config
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError, SQLAlchemyError
+
+from service.db.shared_commits import SharedCommits, WriterTimeout
 
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
 CONNECT_TIMEOUT_S: Final = 5
+IDLE_S: Final = 1.0
+"""After so long without use a connection to PostgreSQL is tried out before it is used again."""
 _MIGRATION_LOCK: Final = 0x65766572_73746570
 """Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the same moment."""
 
@@ -67,17 +72,19 @@ class Database:
             self.url,
             pool_size=POOL_SIZE,
             max_overflow=POOL_SIZE,
-            pool_pre_ping=not self.is_sqlite,
-            json_serializer=_dumps,
+            json_serializer=encoded,
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
-        # SQLite has one writer at a time. Waiting on a lock is fair and wakes at once; its own busy handler sleeps and races.
-        self._writer: threading.Lock | None = threading.Lock() if self.is_sqlite else None
+        # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
+        self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
         self._reading = threading.local()
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
+        else:
+            event.listen(self._engine, "checkin", _note_use)
+            event.listen(self._engine, "checkout", _try_out)
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
@@ -102,9 +109,7 @@ class Database:
             yield begun
             return
         with _mapped_errors(), self._engine.connect() as connection:
-            if self.is_sqlite:
-                connection = connection.execution_options(everstep_begin="BEGIN")
-            else:
+            if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
                 self._reading.connection = connection
@@ -115,10 +120,12 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that commits when the block ends, and rolls back when it raises."""
-        with _mapped_errors(), _held(self._writer), self._engine.connect() as connection:
-            connection = connection.execution_options(everstep_begin="BEGIN IMMEDIATE")
-            with connection.begin():
+        """A transaction that is committed when the block has ended, and undone when it raises.
+
+        On SQLite several threads' may be committed at once (shared_commits.py).
+        """
+        with _mapped_errors():
+            with self._engine.begin() if self._shared_commits is None else self._shared_commits.write() as connection:
                 if self._guard is not None:
                     self._guard(connection)
                 yield connection
@@ -166,23 +173,12 @@ _POSTGRESQL_OPTIONS: Final = {
 
 
 @contextmanager
-def _held(lock: threading.Lock | None) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
-    if not lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
-        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s")
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
 def _mapped_errors() -> Iterator[None]:
     """The one place where the driver's errors become ours. Integrity errors and bugs stay what they are."""
     try:
         yield
+    except WriterTimeout as exc:
+        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s") from exc
     except OperationalError as exc:
         raise DatabaseUnavailable(str(exc.orig)) from exc
     except DBAPIError as exc:
@@ -204,7 +200,7 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA cache_size=-32768")
+    cursor.execute("PRAGMA cache_size=-8192")
     cursor.close()
 
 
@@ -212,5 +208,25 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql(connection.get_execution_options().get("everstep_begin", "BEGIN"))
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _try_out(connection: Any, record: Any, _proxy: object) -> None:
+    """See that a connection that was not used for a while still is one; the pool makes another where it is not.
+
+    One that was used just now is not asked, which would cost each request a question of its own.
+    """
+    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
+        return
+    try:
+        connection.autocommit = True
+        connection.execute("SELECT 1")
+        connection.autocommit = False
+    except connection.Error as exc:
+        raise DisconnectionError from exc
+
+
+def encoded(value: Any) -> str:
+    """What a column of JSON is given; what is no number is null there."""
+    return to_json(value, inf_nan_mode="null").decode()

@@ -110,6 +110,14 @@ class RunRow(Row):
         return most
 
 
+class RunHead(NamedTuple):
+    """That a run is in a list, and which version of its row it is."""
+
+    id: str
+    created_at: float
+    row_version: int
+
+
 class ListedRun(NamedTuple):
     """A run as lists tell of it: what takes long to read and is not told is left out. Columns as in RunRow."""
 

@@ -20,7 +20,7 @@ from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.projects import join_queue
-from service.db.rows import ListedRun, RunRow, TransitionRow
+from service.db.rows import ListedRun, RunHead, RunRow, TransitionRow
 from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
 from service.db.tables import run_tags, runs, transitions
 from service.db.writer import RunWriter
@@ -33,6 +33,8 @@ _CHUNK_IDS: Final = 500
 _ROWS: Final = RunRow.select(runs)
 _LISTED: Final = ListedRun.select(runs)
 _LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
+_LISTED_BY_IDS: Final = _LISTED.where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
 _LIVE: Final = _ROWS.where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
@@ -125,13 +127,17 @@ class RunStore:
         with self._database.read() as connection:
             return [RunRow(*row) for row in connection.execute(page_query(_ROWS, where, limit, before)).all()]
 
-    def page(
-        self, where: RunFilter, limit: int, before: Place | None = None
-    ) -> tuple[list[ListedRun], dict[str, list[TransitionRow]]]:
-        """What ``find`` finds, as a list tells of it, with the ``transitions`` of each run, at one moment."""
+    def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
+        """What ``find`` finds, of which ``listed`` tells more."""
         with self._database.read() as connection:
-            found = [ListedRun.of(row) for row in connection.execute(page_query(_LISTED, where, limit, before)).all()]
-            return found, self.transitions([run.id for run in found])
+            return [RunHead._make(row) for row in connection.execute(page_query(_HEADS, where, limit, before)).all()]
+
+    def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
+        """These runs with the changes of their status, oldest first, by id; a run that is gone is left out."""
+        with self._database.read() as connection:
+            found = [ListedRun.of(row) for row in connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()]
+            transitions = self.transitions([run.id for run in found])
+        return {run.id: (run, transitions[run.id]) for run in found}
 
     def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
         """Every run that the reconciler has work with, oldest first: neither ended nor paused.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, bindparam, insert, update
+from sqlalchemy import Connection, Dialect, bindparam, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.events import EventKind
 from everstep.wire import Reason, RunStatus
+from service.db.engine import encoded
 from service.db.notifications import notification_of
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.db.tables import events, metrics, notifications, runs, transitions
@@ -23,7 +25,7 @@ logger = structlog.get_logger(__name__)
 
 _INSERT_CHUNK_ROWS = 500
 _LOCKED = RunRow.select(runs).where(runs.c.id == bindparam("run_id")).with_for_update()
-_INSERT_RUN, _INSERT_EVENTS, _INSERT_TRANSITIONS = insert(runs), insert(events), insert(transitions)
+_INSERT_RUN, _INSERT_TRANSITIONS = insert(runs), insert(transitions)
 
 
 class RunWriter:
@@ -146,7 +148,7 @@ class RunWriter:
                 raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
         self._found = replace(self.run)
         if self._events:
-            self._connection.execute(_INSERT_EVENTS, self._events)
+            _insert_events(self._connection, self._events)
         if self._transitions:
             self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
@@ -169,3 +171,17 @@ class RunWriter:
         ]
         for start in range(0, len(rows), _INSERT_CHUNK_ROWS):
             self._connection.execute(statement, rows[start : start + _INSERT_CHUNK_ROWS])
+
+
+def _insert_events(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    """As the driver takes them: a journal's events come by the thousand, and making statements of them costs the most."""
+    statement, places = _event_insert(connection.dialect)
+    told = [row | {"data": encoded(row["data"])} for row in rows]
+    connection.exec_driver_sql(statement, told if places is None else [tuple(row[name] for name in places) for row in told])
+
+
+@lru_cache(maxsize=2)
+def _event_insert(dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+    """The statement, and the order of its parameters where it does not name them."""
+    compiled = insert(events).compile(dialect=dialect)
+    return compiled.string, compiled.positiontup

@@ -30,7 +30,7 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     }
 )
 """What the loss of processes and of a node costs, by how nodes keep the state of a run that trains."""
-_ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
+ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
 
 
 def protection(run: RunRow | ListedRun) -> Protection:
@@ -42,7 +42,7 @@ def protection(run: RunRow | ListedRun) -> Protection:
     not claimed here.
     """
     if run.status.terminal:
-        return _ENDED
+        return ENDED
     begun_at = run.resume_from["step"] if run.resume_from else 0
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)

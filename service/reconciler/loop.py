@@ -35,6 +35,9 @@ from storage.errors import StorageError
 from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
+"""From one tick's beginning to that of the next."""
+SHORTEST_PAUSE_S: Final = 0.1
+"""However long ticks take, others get their turn."""
 TROUBLE_INTERVAL_S: Final = 2.0
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
@@ -122,7 +125,8 @@ class Reconciler:
             self.last_tick_at = self._clock()
             return ()
         facts = await self._observer.look()
-        decisions = decide(facts)
+        # In a thread: thousands of waiting runs take long enough to hold up requests.
+        decisions = await asyncio.to_thread(decide, facts)
         await self._executor.execute(decisions)
         self._node_care.tick()
         for work in self._beside:
@@ -133,9 +137,10 @@ class Reconciler:
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again: nothing else restarts this loop."""
         while not stopping.is_set():
+            began = time.monotonic()
             try:
                 await self.tick()
-                pause_s = INTERVAL_S
+                pause_s = max(SHORTEST_PAUSE_S, INTERVAL_S - (time.monotonic() - began))
             except LeaseLost as exc:
                 log.warning("what was begun is left to another process", problem=str(exc))
                 pause_s = INTERVAL_S

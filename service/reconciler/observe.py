@@ -26,7 +26,7 @@ IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
 MANY_JOBS: Final = 64
 """From so many jobs on Ray is asked for the list of all, and not for one after the other."""
-PATIENCE_S: Final = 0.5
+PATIENCE_S: Final = 0.2
 """How long a look waits for Ray's answer; one that comes later is taken by a later look."""
 
 

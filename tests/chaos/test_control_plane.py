@@ -51,7 +51,7 @@ class Plane:
 
     def __init__(self, shared: Path, server: PostgresServer, url: str, ray: FakeRay) -> None:
         self.server, self.ray = server, ray
-        self.replicas = [Replica(shared / f"home-{number}", shared / "storage", url, ray) for number in range(2)]
+        self.replicas = [Replica(shared / f"home-{number}", shared / "storage", url, ray.url) for number in range(2)]
         self.history = History()
         self._stopping = threading.Event()
         self._numbers = itertools.count()

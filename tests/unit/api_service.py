@@ -1,4 +1,4 @@
-"""A real API for tests: SQLite and storage in a temporary directory, uvicorn on a free port, a clock that tests set."""
+"""A real API for tests: a database (SQLite unless named) and storage of its own, uvicorn on a free port, a clock that tests set."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class Journal:
 class ApiService:
     """The service's API over HTTP. ``http`` carries the admin's token; ``client(token)`` another's."""
 
-    def __init__(self, directory: Path, *, drills: bool = False) -> None:
+    def __init__(self, directory: Path, *, drills: bool = False, database_url: str | None = None) -> None:
         self.drills = drills
         self.home = directory / "home"
         self.clock = ManualClock()
-        self.database = Database(f"sqlite:///{directory / 'everstep.db'}")
+        self.database = Database(database_url or f"sqlite:///{directory / 'everstep.db'}")
         self.storage = open_storage(str(directory / "storage"))
         self.cluster = OneNodeCluster()
         self.lag_s: float | None = 0.25

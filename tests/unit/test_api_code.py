@@ -11,6 +11,7 @@ import pytest
 
 from everstep.wire import CodeArchive
 from service.api import code as code_api
+from service.pip_rule import PipRule
 from tests.unit.api_service import ApiService
 from tests.unit.code_archives import TASK, tar_gz, zip_of
 
@@ -89,6 +90,11 @@ async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiServ
     denied = await api.http.post("/v1/runs", json=spec)
     assert denied.status_code == 422
     [fault] = denied.json()["errors"]
-    assert fault["loc"] == ["runtime_env"] and "EVERSTEP_ALLOW_PIP=1" in fault["msg"]
-    api.context.allow_pip = True
+    assert fault["loc"] == ["runtime_env"] and "EVERSTEP_ALLOW_PIP" in fault["msg"]
+    api.context.pip_rule = PipRule.of("other:*, default:Ein_Ops")
+    refused = await api.http.post("/v1/runs", json=spec)
+    assert [(fault["loc"], fault["msg"]) for fault in refused.json()["errors"]] == [
+        (["runtime_env", "pip", 0], "'einops>=0.8' is not among the packages that project 'default' may bring: ein-ops")
+    ]
+    api.context.pip_rule = PipRule.of("default:EINOPS")
     assert (await api.http.post("/v1/runs", json=spec)).status_code == 201

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -14,12 +15,21 @@ import pytest
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from everstep.wire import Problem, Run
+from service.api.kept_answers import KeptAnswers
+from service.db.rows import RunHead
 from tests.unit.api_service import NOON, ApiService, spec
 
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture
+async def either(tmp_path: Path, database_url: str) -> AsyncIterator[ApiService]:
+    """On SQLite and on PostgreSQL."""
+    async with ApiService(tmp_path, database_url=database_url) as service:
         yield service
 
 
@@ -51,16 +61,16 @@ async def test_a_run_is_made_and_read(api: ApiService) -> None:
     assert await api.get(f"/v1/runs/{run.id}") == answer.json()
 
 
-async def test_answers_are_written_as_the_model_would(api: ApiService) -> None:
+async def test_answers_are_written_as_the_model_would(either: ApiService) -> None:
     """They are put together without it, from a row that knows less of the spec in lists."""
-    run_id, journal = await api.running(recovery={"max_system_failures": 0}, tags={"team": "vision"})
-    api.apply(run_id, [journal.steps(2, 3), journal.checkpoint(3, val_accuracy=0.5)])
-    other = await api.create()
-    await api.http.post(f"/v1/runs/{other}/cancel")
-    for answer in [await api.http.get(f"/v1/runs/{each}") for each in (run_id, other)]:
+    run_id, journal = await either.running(recovery={"max_system_failures": 0}, tags={"team": "vision"})
+    either.apply(run_id, [journal.steps(2, 3), journal.checkpoint(3, val_accuracy=0.5)])
+    other = await either.create()
+    await either.http.post(f"/v1/runs/{other}/cancel")
+    for answer in [await either.http.get(f"/v1/runs/{each}") for each in (run_id, other)]:
         assert answer.text == Run.model_validate_json(answer.text).model_dump_json(by_alias=True)
-    listed = {run["id"]: run for run in (await api.get("/v1/runs"))["items"]}
-    assert listed == {each: await api.get(f"/v1/runs/{each}") for each in (run_id, other)}
+    listed = {run["id"]: run for run in (await either.get("/v1/runs"))["items"]}
+    assert listed == {each: await either.get(f"/v1/runs/{each}") for each in (run_id, other)}
     found = listed[run_id]
     assert found["latest_checkpoint"]["step"] == 3 and found["protection"]["survives"] == ["driver"]
     assert found["transitions"][-1]["to"] == found["status"] and listed[other]["reason"]["code"] == "cancelled_by_user"
@@ -163,25 +173,39 @@ async def test_odd_fields_are_faults_of_the_request(api: ApiService, fields: dic
 # ---------------------------------------------------------------- idempotency
 
 
-async def test_an_idempotency_key(api: ApiService) -> None:
+async def test_an_idempotency_key(either: ApiService) -> None:
     headers = {"Idempotency-Key": "k-1"}
-    first = await api.http.post("/v1/runs", json=spec(), headers=headers)
+    first = await either.http.post("/v1/runs", json=spec(), headers=headers)
     reordered = json.dumps(dict(reversed(spec().items())), indent=2)
-    again = await api.http.post("/v1/runs", content=reordered, headers={**headers, "content-type": "application/json"})
+    again = await either.http.post("/v1/runs", content=reordered, headers={**headers, "content-type": "application/json"})
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.json() == again.json()
-    problem(await api.http.post("/v1/runs", json=spec(name="other"), headers=headers), 409, "idempotency_conflict")
-    other = await api.http.post("/v1/runs", json=spec(name="other"), headers={"Idempotency-Key": "k-2"})
+    problem(await either.http.post("/v1/runs", json=spec(name="other"), headers=headers), 409, "idempotency_conflict")
+    other = await either.http.post("/v1/runs", json=spec(name="other"), headers={"Idempotency-Key": "k-2"})
     assert other.status_code == 201
-    assert len((await api.get("/v1/runs"))["items"]) == 2
+    assert len((await either.get("/v1/runs"))["items"]) == 2
 
 
-async def test_one_key_sent_many_times_at_once_makes_one_run(api: ApiService) -> None:
+async def test_one_key_sent_many_times_at_once_makes_one_run(either: ApiService) -> None:
     headers = {"Idempotency-Key": "k"}
-    answers = await asyncio.gather(*(api.http.post("/v1/runs", json=spec(), headers=headers) for _ in range(20)))
+    answers = await asyncio.gather(*(either.http.post("/v1/runs", json=spec(), headers=headers) for _ in range(20)))
     assert sorted(answer.status_code for answer in answers) == [200] * 19 + [201]
     assert len({answer.json()["id"] for answer in answers}) == 1
-    assert len((await api.get("/v1/runs"))["items"]) == 1
+    assert len((await either.get("/v1/runs"))["items"]) == 1
+
+
+async def test_nothing_that_is_sent_becomes_a_header(api: ApiService) -> None:
+    injected = "x\r\nX-Injected: 1"
+    made = await api.http.post("/v1/runs", json=spec(tags={"t": injected}))
+    paths = [f"/v1/runs/{quote(injected)}", f"/v1/runs?cursor={quote(injected)}", f"/v1/runs?tag={quote(injected)}"]
+    answers = [made, *[await api.http.get(path) for path in paths]]
+    assert [answer.status_code for answer in answers] == [201, 404, 422, 200]
+    assert not any("x-injected" in answer.headers for answer in answers)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
+    writer.write(b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nIdempotency-Key: a\rX-Injected: 1\r\nContent-Length: 0\r\n\r\n")
+    told = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    assert told.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401")) and b"x-injected" not in told.lower()
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\tb", "ä"])
@@ -194,22 +218,22 @@ async def test_a_bad_idempotency_key(api: ApiService, key: str) -> None:
 # ---------------------------------------------------------------- listed
 
 
-async def test_lists_page_and_filter(api: ApiService) -> None:
+async def test_lists_page_and_filter(either: ApiService) -> None:
     ids = []
     for index in range(7):
-        api.clock.now = NOON + index // 2
-        ids.append(await api.create(name=f"n{index % 2}", tags={"i": str(index)}))
+        either.clock.now = NOON + index // 2
+        ids.append(await either.create(name=f"n{index % 2}", tags={"i": str(index)}))
     seen: list[str] = []
     cursor: str | None = ""
     while cursor is not None:
-        page = await api.get(f"/v1/runs?limit=3&cursor={cursor}" if cursor else "/v1/runs?limit=3")
+        page = await either.get(f"/v1/runs?limit=3&cursor={cursor}" if cursor else "/v1/runs?limit=3")
         seen += [item["id"] for item in page["items"]]
         cursor = page["next_cursor"]
     assert sorted(seen) == sorted(ids)
-    await api.http.post(f"/v1/runs/{ids[0]}/cancel")
+    await either.http.post(f"/v1/runs/{ids[0]}/cancel")
 
     async def found(query: str) -> set[int]:
-        return {ids.index(item["id"]) for item in (await api.get(f"/v1/runs?{query}"))["items"]}
+        return {ids.index(item["id"]) for item in (await either.get(f"/v1/runs?{query}"))["items"]}
 
     assert await found("name=n1") == {1, 3, 5}
     assert await found("status=CANCELLED") == {0}
@@ -298,18 +322,18 @@ async def test_a_run_that_trains_shows_where_and_how(api: ApiService) -> None:
     assert Run.model_validate(await api.get(f"/v1/runs/{run_id}")).links.ray_job is None
 
 
-async def test_deleting_removes_directory_and_history(api: ApiService, tmp_path: Path) -> None:
-    run_id = await api.create()
-    problem(await api.http.delete(f"/v1/runs/{run_id}"), 409, "invalid_transition")
+async def test_deleting_removes_directory_and_history(either: ApiService, tmp_path: Path) -> None:
+    run_id = await either.create()
+    problem(await either.http.delete(f"/v1/runs/{run_id}"), 409, "invalid_transition")
     directory = tmp_path / "storage" / "runs" / run_id
-    api.storage.run_dir(run_id).write_spec(RunSpec.model_validate(spec()))
+    either.storage.run_dir(run_id).write_spec(RunSpec.model_validate(spec()))
     assert directory.is_dir()
-    await api.http.post(f"/v1/runs/{run_id}/cancel")
-    answer = await api.http.delete(f"/v1/runs/{run_id}")
+    await either.http.post(f"/v1/runs/{run_id}/cancel")
+    answer = await either.http.delete(f"/v1/runs/{run_id}")
     assert (answer.status_code, answer.content) == (204, b"")
     assert not directory.exists()
-    problem(await api.http.get(f"/v1/runs/{run_id}"), 404, "not_found")
-    problem(await api.http.delete(f"/v1/runs/{run_id}"), 404, "not_found")
+    problem(await either.http.get(f"/v1/runs/{run_id}"), 404, "not_found")
+    problem(await either.http.delete(f"/v1/runs/{run_id}"), 404, "not_found")
 
 
 async def test_a_directory_that_cannot_be_removed_keeps_the_run(api: ApiService, tmp_path: Path) -> None:
@@ -346,3 +370,31 @@ async def test_a_database_that_is_away(api: ApiService, tmp_path: Path) -> None:
     answer = await api.http.get(f"/v1/runs/{run_id}")
     problem(answer, 503, "database_unavailable")
     assert answer.headers["retry-after"] == "2"
+
+
+async def test_what_was_answered_of_an_ended_run_is_answered_again_until_it_changes(api: ApiService) -> None:
+    ended, waiting = await api.create(name="ended"), await api.create(name="waiting")
+    await api.http.post(f"/v1/runs/{ended}/cancel")
+    first = await api.get("/v1/runs")
+    assert await api.get("/v1/runs") == first
+    assert first["items"] == [await api.get(f"/v1/runs/{run_id}") for run_id in sorted((ended, waiting), reverse=True)]
+    await api.http.post(f"/v1/runs/{waiting}/cancel")
+    api.cluster.dashboard_url = "http://elsewhere:8265"
+    second = {run["id"]: run for run in (await api.get("/v1/runs"))["items"]}
+    assert {run["status"] for run in second.values()} == {"CANCELLED"}
+    assert {run["links"]["ray_dashboard"] for run in second.values()} == {"http://elsewhere:8265"}
+    assert (await api.http.delete(f"/v1/runs/{ended}")).status_code == 204
+    assert [run["id"] for run in (await api.get("/v1/runs"))["items"]] == [waiting]
+
+
+def test_answers_that_were_not_asked_for_longest_make_room() -> None:
+    kept = KeptAnswers(most_bytes=2000)
+    heads = [RunHead(f"run_{index}", 0.0, 1) for index in range(3)]
+    for head in heads[:2]:
+        kept.keep(head, "x", b"a" * 600)
+    assert kept.get(heads[0], "x") == b"a" * 600
+    kept.keep(heads[2], "x", b"b" * 600)
+    assert [kept.get(head, "x") is not None for head in heads] == [True, False, True]
+    assert kept.get(heads[0], "y") is None and kept.get(heads[0]._replace(row_version=2), "x") is None
+    kept.keep(heads[0], "x", b"c" * 5000)
+    assert [kept.get(head, "x") for head in heads] == [None, None, None], "one that is larger than the room is not kept"

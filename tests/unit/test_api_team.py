@@ -19,8 +19,8 @@ from tests.unit.test_cli import everstep
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
+async def api(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path, database_url=database_url) as service:
         service.announce(monkeypatch)
         yield service
 

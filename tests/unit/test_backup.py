@@ -75,6 +75,25 @@ def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: S
     assert (there.home / "everstep.db").stat().st_mode & 0o077 == 0
 
 
+def test_a_copied_journal_tells_of_no_checkpoint_that_was_committed_after_it_was_copied(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(served.storage_uri) / "runs" / "run_a"
+    for name in ("checkpoints/step-000000001.s001", "logs", "profiles"):
+        (run / name).mkdir(parents=True)
+        (run / name / "file").touch()
+    copied: list[str] = []
+    copy = shutil.copy2
+
+    def note(source: Path, *arguments: object, **more: object) -> object:
+        copied.append(str(source))
+        return copy(source, *arguments, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(shutil, "copy2", note)
+    create(served, tmp_path / "copy")
+    assert any("/events/" in path for path in copied[:-1]) and "/checkpoints/" in copied[-1]
+
+
 def test_nothing_is_overwritten_and_no_running_service_is_disturbed(served: Settings, tmp_path: Path) -> None:
     create(served, tmp_path / "copy")
     with pytest.raises(BackupError, match="never changed"):

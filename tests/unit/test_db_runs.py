@@ -142,7 +142,7 @@ def test_pages_of_every_kind_are_the_whole_list_cut(runs: RunStore, clock: Manua
         if run and (not where.statuses or run.status in where.statuses) and team in (None, run.tags["team"])
     }
     seen, before = [], None
-    while page := runs.page(where, 2, before)[0]:
+    while page := runs.page(where, 2, before):
         seen += page
         before = (page[-1].created_at, page[-1].id)
     assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted

@@ -25,7 +25,7 @@ from train_fn.errors import StepFailed
 from train_fn.rank_error import ErrorKind, describe_error
 from train_fn.ray_train import own_function
 from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
-from train_fn.ray_train.snapshot_file import KeepCheckpointList, latest_reported, repair_snapshot_file
+from train_fn.ray_train.snapshot_file import KeepCheckpointList, latest_reported, rejected_reports, repair_snapshot_file
 from train_fn.recovery.settings import RecoverySettings
 
 __all__ = ["own_node"]
@@ -218,6 +218,34 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
     run_dir.files.delete_dir("runs/run_own/checkpoint_a")
     repair_snapshot_file(run_dir)
     assert not run_dir.files.exists(path)
+
+
+def test_reports_that_are_gone_are_named_and_a_function_does_not_begin_again_for_them(
+    storage: Storage, ray_context: RayContext
+) -> None:
+    run_dir, names = storage.run_dir("run_own"), ["checkpoint_a", "checkpoint_b"]
+    run_list(storage, names, [1, 5])
+    for name in names:
+        KeepCheckpointList(run_dir).after_report(
+            SimpleNamespace(checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5}), [{}]
+        )
+    assert rejected_reports(run_dir) == {}
+    run_dir.files.delete_dir("runs/run_own/checkpoint_b")
+    repair_snapshot_file(run_dir)
+    assert rejected_reports(run_dir) == {"checkpoint_b": "it lacks all of it"}
+    ray_context.checkpoint = "checkpoint_a"
+    ctx = context(storage, n=0, kept=[])
+    own_function.train(ctx)
+    [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["checkpoint"]) == ("checkpoint", "checkpoint_a")
+    assert restored["rejected"] == [{"name": "checkpoint_b", "problem": "it lacks all of it"}]
+
+    run_dir.files.delete_dir("runs/run_own/checkpoint_a")
+    repair_snapshot_file(run_dir)
+    ray_context.checkpoint = None
+    with pytest.raises(StepFailed, match="has reported checkpoint_b") as caught:
+        own_function.train(context(storage, n=1, kept=[]))
+    assert describe_error(caught.value, 0).kind is ErrorKind.STORAGE
 
 
 @pytest.mark.parametrize("harm", ["cut short", "longer", "gone"])

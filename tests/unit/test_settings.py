@@ -15,6 +15,7 @@ from service.settings import (
     existing_ray_token,
     home_directory,
     metrics_token,
+    pip_rule,
 )
 
 
@@ -105,3 +106,17 @@ def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(secret:
     with pytest.raises(SettingsError) as refused:
         metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(tmp_path / "secret")})
     assert "EVERSTEP_METRICS_TOKEN_FILE" in str(refused.value) and secret not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [("", ()), ("0", ()), ("1", ("*",)), ("einops, vision:Tim_M", ("einops", "tim-m")), ("speech:*, einops", ("einops",))],
+)
+def test_packages_that_a_project_may_bring(text: str, allowed: tuple[str, ...]) -> None:
+    assert pip_rule({"EVERSTEP_ALLOW_PIP": text}).allowed("vision") == allowed
+
+
+@pytest.mark.parametrize("text", ["einops,", "vision:", "einops>=0.8", "--index-url=x", "https://x/y.whl", "yes please"])
+def test_what_is_no_package_is_told(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"EVERSTEP_ALLOW_PIP: .* neither PACKAGE nor PROJECT:PACKAGE"):
+        pip_rule({"EVERSTEP_ALLOW_PIP": text})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
+from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
@@ -25,7 +28,7 @@ from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.ledger import Count
-from train_fn.saver import Saver
+from train_fn.saver import WRITER_NICENESS, Saver
 from train_fn.state import Best, TrainState
 from train_fn.tensor_tree import size_bytes, take_apart
 
@@ -245,6 +248,25 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(tmp_path: Path) -> No
         )
         assert saved["metrics"] == manifest.metrics == {"accuracy": manifest.step} and saved["best"]["step"] == manifest.step
         assert manifest.sample_digest == saved["ledger"]["chain"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_the_thread_that_writes_stands_back_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int]] = []
+    write = CheckpointFile.write
+
+    def note(file: CheckpointFile, data: Any) -> int:
+        found.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0)))
+        return write(file, data)
+
+    monkeypatch.setattr(CheckpointFile, "write", note)
+    ctx, state = make_context(tmp_path), make_state()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    saver.save_now()
+    saver.close()
+    assert set(found) == {("checkpoint-saver", min(19, before + WRITER_NICENESS))}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:

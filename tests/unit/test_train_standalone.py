@@ -83,8 +83,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text)
     assert standalone.run_local(spec, storage.uri, "whole").code == 0
     whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
-    assert len(whole.checkpoints.list()) == 3
-    assert kinds(whole, 1)[-1] is EventKind.FINISHED
+    [finished] = [event.data for event in read_journal(whole, 1, None, 1000)[0] if event.kind is EventKind.FINISHED]
+    assert finished["outcome"] == "succeeded" and kinds(whole, 1)[-1] is EventKind.FINISHED
+    saved = [manifest.step for manifest in whole.checkpoints.list()]
+    assert saved[-1] == finished["step"] and set(saved) <= {3, 6, finished["step"]}, "one that is due beside another is merged"
     [evaluated] = [event.data for event in read_journal(whole, 1, None, 1000)[0] if event.kind is EventKind.EVALUATED]
     measured = ("val_loss", "val_accuracy", "val_bits_per_token")
     assert evaluated["metrics"].keys() == {*measured, *(f"ema_{name}" for name in measured)}

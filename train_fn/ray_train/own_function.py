@@ -29,7 +29,7 @@ from train_fn.own_packages import bring_packages
 from train_fn.profiler import StepProfiler
 from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
 from train_fn.ray_train.seam import get_train_context
-from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported
+from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported, rejected_reports
 from train_fn.replica import end_process_group
 
 GUARANTEE = (
@@ -132,10 +132,12 @@ def _begin(ctx: WorkerContext) -> Reports:
     add_to_path(ctx.run_dir.storage, _code(ctx).archive)
     context = get_train_context()
     step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
+    rejected = rejected_reports(ctx.run_dir)
     context.report = reports = Reports(ctx, context, step, kept=name is not None)
     if ctx.world_rank == 0:
         source = "fresh" if name is None else "checkpoint"
-        restored = {"step": step, "epoch": 0, "source": source, "checkpoint": name, "rejected": []}
+        restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
+        restored["rejected"] = [{"name": each, "problem": problem} for each, problem in rejected.items()]
         ctx.journal.emit(EventKind.RESTORED, restored)
         ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx))
     return reports

@@ -20,6 +20,8 @@ PARTS_METRIC = "everstep_parts"
 """Name under which a rank's files travel with its metrics, to the controller."""
 MANIFEST = "everstep_manifest.json"
 SCHEMA_VERSION = 1
+ALL = "all of it"
+"""What a checkpoint lacks that is not there."""
 
 
 def parts_of(checkpoint: Any) -> dict[str, int]:
@@ -51,7 +53,7 @@ def what_is_missing(run_dir: RunDir, directory: str) -> str | None:
     try:
         manifest = json.loads(files.read(f"{directory}/{MANIFEST}"))
     except StorageNotFound:
-        return None if files.list(directory) else "all of it"
+        return None if files.list(directory) else ALL
     except ValueError as exc:
         return f"a manifest that can be read ({exc})"
     for path, known in manifest["files"].items():

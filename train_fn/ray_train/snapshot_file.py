@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from storage.errors import StorageError, StorageNotFound
+from storage.errors import StorageError, StorageNotFound, StorageUnavailable
 from storage.run_dir import RunDir
-from train_fn.ray_train.reported_parts import PARTS_METRIC, what_is_missing, write_manifest
+from train_fn.ray_train.reported_parts import ALL, PARTS_METRIC, what_is_missing, write_manifest
 from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 
 STEP_METRIC = "everstep_step"
@@ -89,6 +89,32 @@ def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
     if latest is None:
         return 0, None
     return int(latest["metrics"].get(STEP_METRIC, 0)), latest["checkpoint_dir_name"]
+
+
+def rejected_reports(run_dir: RunDir) -> dict[str, str]:
+    """Checkpoints that a user's function has reported and is not to go on from, newest first, with what each lacks: those that are
+    in the copy of Ray's list and no more in the list.
+
+    Raises StorageUnavailable where nothing of any reported checkpoint is there: the storage is not what it was, and a function must
+    not begin again for that.
+    """
+    root = _root(run_dir)
+    listed, copied = (_names(_content(run_dir, f"{root}/{each}")) for each in (CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, _COPY))
+    rejected = {name: missing for name in copied[::-1] if name not in listed and (missing := _missing(run_dir, name)) is not None}
+    if rejected and not listed and set(rejected.values()) == {ALL}:
+        raise StorageUnavailable(
+            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} holds nothing of it, nor of any other checkpoint; "
+            "mount or put back what is missing there. To begin again, submit the spec as a new run"
+        )
+    return {name: f"it lacks {missing}" for name, missing in rejected.items()}
+
+
+def _names(data: bytes | None) -> list[str]:
+    """Checkpoints in a list of Ray's; none where it cannot be read."""
+    try:
+        return [result["checkpoint_dir_name"] for result in json.loads(data or b"{}").get("checkpoint_results", ())]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _problem(run_dir: RunDir, data: bytes) -> str | None:
