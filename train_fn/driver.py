@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
@@ -102,7 +104,7 @@ class Driver:
         self._run_dir.write_probe(self._submission, DRIVER_PROBE)
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        self._end_older_submissions()
+        self._end_older_submissions(spec)
         history = read_history(self._run_dir)
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         actor = start_journal(self._run_dir, self._submission, DriverProcess.own(), ray.get_runtime_context().get_node_id())
@@ -134,14 +136,16 @@ class Driver:
             threading.Thread(target=self._warm_first_group, args=(job,), name="warm-up", daemon=True).start()
         outcome = self._fit_until_decided(job, history)
         self._finish(outcome)
-        ray.kill(actor)
+        with suppress(RayError):  # it ends by itself, too
+            ray.kill(actor)
 
-    def _end_older_submissions(self) -> None:
+    def _end_older_submissions(self, spec: RunSpec) -> None:
         """Have what their drivers left behind end before this submission's journal begins."""
         from train_fn.ray_train.older_submissions import end_older_submissions
 
         if self._submission > 1:
-            end_older_submissions(self._run_dir.run_id, self._submission, self._settings.yield_timeout_s + OLDER_MARGIN_S)
+            leave_s = 0.0 if spec.runs_own_function else self._settings.yield_timeout_s
+            end_older_submissions(self._run_dir.run_id, self._submission, leave_s + OLDER_MARGIN_S)
 
     def _warm_first_group(self, job: RankJob) -> None:
         from train_fn.ray_train.nodes import node_look

@@ -30,10 +30,12 @@ from ray._private.parameter import RayParams
 from service.embedded import worker_start
 from service.embedded.environment import HEAD_VARIABLES, PRELOADED_MODULES, WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
-from service.embedded.processes import end_members, give_way, lives, started_at
+from service.embedded.processes import end_members, give_way, lives, members, started_at
 
 WATCH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
+RETRY_S = 10.0
+"""From a node that did not start to the next one in its place."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
@@ -56,6 +58,8 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._refill = False
+        self._refill_at: float | None = None
+        """When the places of nodes that did not start are tried again; by ``time.monotonic``."""
 
     def install_signals(self) -> None:
         """SIGTERM and SIGINT end the cluster; SIGUSR1 puts a new node in the place of each that died."""
@@ -70,6 +74,8 @@ class Keeper:
         self._start_head()
         log.info("head is up after %.1f s; dashboard at %s", time.monotonic() - began, self._note.dashboard_url)
         self._fill()
+        if self._note.num_nodes and not [node for node in self._note.nodes if not node.is_head]:
+            raise RuntimeError("no node started; what is above says why")
         self._note = replace(self._note, state="ready")
         self._publish()
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
@@ -106,8 +112,9 @@ class Keeper:
         if not lives(note.fork_server_pid, note.temp_dir) and not self._stopping:
             log.warning("the fork server is gone; starting another")
             self._start_fork_server()
-        if self._refill and not self._stopping:
-            self._refill = False
+        overdue = self._refill_at is not None and time.monotonic() >= self._refill_at
+        if (self._refill or overdue) and not self._stopping:
+            self._refill, self._refill_at = False, None
             self._fill()
         return True
 
@@ -170,18 +177,32 @@ class Keeper:
         self._publish()
 
     def _fill(self) -> None:
-        """Start a node in every free place, side by side, and note them."""
+        """Start a node in every free place, side by side, and note them. Where one does not start another is tried later."""
         taken = {node.slot for node in self._note.nodes}
         free = [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
         if not free or self._stopping:
             return
         with ThreadPoolExecutor(len(free)) as pool:
-            added = list(pool.map(self._start_node, free))
+            added = [node for node in pool.map(self._try_to_start_node, free) if node is not None]
+        if len(added) < len(free):
+            self._refill_at = time.monotonic() + RETRY_S
         nodes = sorted([*self._note.nodes, *added], key=lambda node: node.slot)
         self._note = replace(self._note, nodes=tuple(nodes))
         self._publish()
         for node in added:
             log.info("node %s is up in place %d", node.node_id, node.slot)
+
+    def _try_to_start_node(self, slot: int) -> NodeNote | None:
+        """None where it does not start: Ray gives a raylet 30 s, which a machine may need that is busy. Nothing of it is left."""
+        try:
+            return self._start_node(slot)
+        except Exception:
+            log.exception("the node in place %d did not start", slot)
+        for process in list(members(self._note.temp_dir, without=(os.getpid(),))):
+            with contextlib.suppress(psutil.Error):
+                if any(f"/n{slot}." in part for part in process.cmdline()):
+                    _kill_pids([process.pid, *(child.pid for child in process.children(recursive=True))])
+        return None
 
     def _start_node(self, slot: int) -> NodeNote:
         """One raylet. Its directory is its own: nodes that start side by side in one would take each other's socket names."""

@@ -1,0 +1,60 @@
+"""The keeper of an embedded cluster where a node does not start: the others are there, and its place is tried again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.embedded import keeper as keeper_module
+from service.embedded.keeper import Keeper
+from service.embedded.note import ClusterNote, NodeNote, read_note
+from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
+
+
+def node(slot: int) -> NodeNote:
+    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), 0.0, 1, ())
+
+
+class Slow(Keeper):
+    """A cluster on a machine that is so busy that the raylet in place 2 is not there in time, at first."""
+
+    failures = 1
+    left: subprocess.Popen[bytes] | None = None
+
+    def _start_node(self, slot: int) -> NodeNote:
+        if slot == 2 and self.failures:
+            self.failures -= 1
+            command = [sys.executable, "-c", "import time; time.sleep(60)", f"{self._note.temp_dir}/n2.0/raylet"]
+            self.left = subprocess.Popen(command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir})
+            raise Exception("The current node timed out during startup.")  # as Ray says it
+        return node(slot)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    temp_dir = tmp_path / "cluster"
+    temp_dir.mkdir()
+    pid = os.getpid()
+    note = ClusterNote("ready", pid, started_at(pid), str(temp_dir), 3, 1)
+    note = replace(note, gcs_pid=pid, dashboard_pid=pid, fork_server_pid=pid, nodes=(node(0),))
+    monkeypatch.setattr(keeper_module, "lives", lambda *_: True)
+    return Slow(tmp_path / "cluster.json", note)
+
+
+def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow._fill()
+    note = read_note(slow._note_path)
+    assert note is not None and [each.slot for each in note.nodes] == [0, 1, 3]
+    assert slow.left is not None and slow.left.wait(20) == -9, "what Ray had begun for it is ended"
+
+    assert slow.tick()
+    assert len(slow._note.nodes) == 3, "not at once"
+    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: 1e9)
+    assert slow.tick()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+    assert slow._refill_at is None
