@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, Dialect, bindparam, insert, update
+from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.events import EventKind
@@ -148,7 +149,8 @@ class RunWriter:
                 raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
         self._found = replace(self.run)
         if self._events:
-            _insert_events(self._connection, self._events)
+            rows = [row | {"data": encoded(row["data"])} for row in self._events]
+            _execute_rows(self._connection, _events_insert, rows)
         if self._transitions:
             self._connection.execute(_INSERT_TRANSITIONS, self._transitions)
         if self._points:
@@ -159,29 +161,35 @@ class RunWriter:
         return self.run
 
     def _upsert_points(self) -> None:
-        dialect = postgresql if self._connection.dialect.name == "postgresql" else sqlite
-        statement = dialect.insert(metrics)
-        statement = statement.on_conflict_do_update(
-            index_elements=["run_id", "name", "step"],
-            set_={"at": statement.excluded.at, "value": statement.excluded.value},
-        )
         rows = [
             {"run_id": self.run.id, "name": point.name, "step": point.step, "at": point.at, "value": point.value}
             for point in self._points.values()
         ]
         for start in range(0, len(rows), _INSERT_CHUNK_ROWS):
-            self._connection.execute(statement, rows[start : start + _INSERT_CHUNK_ROWS])
+            _execute_rows(self._connection, _points_upsert, rows[start : start + _INSERT_CHUNK_ROWS])
 
 
-def _insert_events(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    """As the driver takes them: a journal's events come by the thousand, and making statements of them costs the most."""
-    statement, places = _event_insert(connection.dialect)
-    told = [row | {"data": encoded(row["data"])} for row in rows]
-    connection.exec_driver_sql(statement, told if places is None else [tuple(row[name] for name in places) for row in told])
+def _events_insert(_dialect: Dialect) -> Insert:
+    return insert(events)
 
 
-@lru_cache(maxsize=2)
-def _event_insert(dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+def _points_upsert(dialect: Dialect) -> Insert:
+    statement = (postgresql if dialect.name == "postgresql" else sqlite).insert(metrics)
+    upsert: Insert = statement.on_conflict_do_update(
+        index_elements=["run_id", "name", "step"],
+        set_={"at": statement.excluded.at, "value": statement.excluded.value},
+    )
+    return upsert
+
+
+def _execute_rows(connection: Connection, make: Callable[[Dialect], Insert], rows: list[dict[str, Any]]) -> None:
+    """As the driver takes them: a journal tells of thousands of rows, and making a statement of each costs the most."""
+    statement, places = _compiled(make, connection.dialect)
+    connection.exec_driver_sql(statement, rows if places is None else list(map(itemgetter(*places), rows)))
+
+
+@lru_cache(maxsize=4)
+def _compiled(make: Callable[[Dialect], Insert], dialect: Dialect) -> tuple[str, Sequence[str] | None]:
     """The statement, and the order of its parameters where it does not name them."""
-    compiled = insert(events).compile(dialect=dialect)
+    compiled = make(dialect).compile(dialect=dialect)
     return compiled.string, compiled.positiontup

@@ -27,7 +27,8 @@ def test_a_lower_run_shrinks_then_pauses_and_comes_back_by_itself() -> None:
 
         wide = client.runs.create(digits("wide", epochs=30, workers=(3, 3), priority=1))
         wait_for(lambda: low.refresh().status == "QUEUED", 60, "its pause")
-        assert low.reason is not None and low.reason.code == "preempted_by_priority"
+        paused = [passed.reason for passed in low.run.transitions if passed.to_status == "PAUSED"]
+        assert [reason and reason.code for reason in paused] == ["preempted_by_priority"]
         wide.wait(timeout_s=120)
         low.wait(timeout_s=240)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from everstep.events import EventKind
+from storage import object_files
 from storage.checkpoints import CheckpointStore
 from storage.errors import StorageFull, StorageUnavailable
 from storage.local_files import LocalFiles
@@ -266,6 +268,23 @@ def test_a_server_that_fails_every_nth_request(
         assert weight_in(ctx, manifest.name) == manifest.step
     newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == state.step and rejected == []
+
+
+@pytest.mark.chaos
+def test_a_server_that_never_answers_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and is silent: a request's time runs out, and that is a failed save."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(object_files, "_REQUEST_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ctx = make_context(tmp_path, uri=f"s3://bucket/p?endpoint_override={address}&scheme=http&region=us-east-1", every_steps=1)
+        state = make_state()
+        saver = Saver(ctx, state, BoundaryCopies(state))
+        train_until(saver, state, lambda: len(told(ctx)) >= 1)
+    assert told(ctx)[0]["error"].startswith("StorageUnavailable: cannot") and state.step > 10
+    saver.close()
 
 
 def test_a_commit_whose_answer_is_lost_is_found_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
