@@ -122,7 +122,8 @@ class Deployment:
 
     def _ready(self) -> bool:
         try:
-            return self.http().get("/readyz").status_code == 200
+            with self.http() as http:
+                return http.get("/readyz").status_code == 200
         except httpx.HTTPError:
             return False
 
