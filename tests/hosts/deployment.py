@@ -53,6 +53,7 @@ class Deployment:
     def __init__(self, base: Path, workers: int, env: Mapping[str, Mapping[str, str]]) -> None:
         self.base = base
         self.hosts: dict[str, Host] = {}
+        self._clients = contextlib.ExitStack()
         self._extra_env = env
         self._parts = read_compose(SETTINGS)
         for name in ("volumes", "secrets"):
@@ -128,6 +129,7 @@ class Deployment:
             return False
 
     def close(self) -> None:
+        self._clients.close()
         os.environ.pop("SSL_CERT_FILE", None)
         for host in reversed(self.hosts.values()):
             host.kill()
@@ -158,7 +160,8 @@ class Deployment:
         return answer.json()
 
     def client(self) -> Client:
-        return Client(self.url, self.token())
+        """It is closed with the deployment."""
+        return self._clients.enter_context(Client(self.url, self.token()))
 
     def live_workers(self) -> list[str]:
         """Addresses of the worker nodes that the cluster counts on."""
