@@ -17,6 +17,8 @@ logger = structlog.get_logger(__name__)
 
 UPLOAD_PATHS: Final = frozenset({"/v1/code"})
 """Routes that take files: they have a limit of their own."""
+_FAULTS_OF_OURS: Final = 500
+"""Statuses from here on."""
 _LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 
@@ -50,7 +52,8 @@ class AuditMiddleware:
     """Every call that may change something gets a line in the audit log.
 
     What a call writes takes its line along in the same transaction; a call that wrote nothing, mostly because it was refused, gets
-    one after its answer. Calls that are not let in, without a valid token or too many of them, are told to the service's own log
+    one before its answer, so that the log's order is that of the answers. A fault of the service's own, mostly a database that is
+    away, is answered first. Calls that are not let in, without a valid token or too many of them, are told to the service's own log
     only: anybody could fill this one with them.
     """
 
@@ -64,10 +67,15 @@ class AuditMiddleware:
             return
         client = scope.get("client")
         entry = AuditEntry(scope["method"], scope["path"], client[0] if client else None)
+        recorded = False
 
         async def noting_send(message: Message) -> None:
+            nonlocal recorded
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
+                if entry.seq is None and entry.status < _FAULTS_OF_OURS:
+                    recorded = True
+                    await self._record(entry)
             await send(message)
 
         begin_entry(entry)
@@ -78,10 +86,11 @@ class AuditMiddleware:
             raise
         finally:
             begin_entry(None)
-            if entry.seq is None or entry.told != (entry.target, entry.status):
+            if not recorded and (entry.seq is None or entry.told != (entry.target, entry.status)):
                 await self._record(entry)
 
     async def _record(self, entry: AuditEntry) -> None:
+        begin_entry(None)  # what is written from here on is the log itself
         words = {"method": entry.method, "path": entry.path, "address": entry.address, "status": entry.status}
         if entry.token_id is None:
             logger.info("a call was not let in", **words)

@@ -96,10 +96,12 @@ class AuditStore:
         return committed
 
     def complete(self, entry: AuditEntry) -> None:
-        """Once a call is answered: write it where it wrote nothing itself, and correct it where it was answered otherwise."""
+        """Once a call's answer is known: write it where it wrote nothing itself, and correct it where it was answered otherwise."""
         if entry.seq is None:
             with self._database.write() as connection:
-                connection.execute(_INSERT, entry.columns(self._clock()))
+                key = connection.execute(_INSERT, entry.columns(self._clock())).inserted_primary_key
+            assert key is not None
+            entry.seq, entry.told = int(key[0]), (entry.target, entry.status)
         elif entry.told != (entry.target, entry.status):
             answered = update(audit_log).where(audit_log.c.seq == entry.seq)
             with self._database.write() as connection:
