@@ -19,14 +19,14 @@ Segments = tuple[tuple[int, int], ...]
 
 def segments(run: RunHandle) -> Segments:
     """The stretches of the history that the run kept: what a later attempt took back is not in it."""
+    events = list(run.events())
+    # The controller tells of an attempt, its ranks of what they restored: a quick rank may be heard first.
+    world_sizes = {event.attempt: event.data["world_size"] for event in events if event.kind == "attempt_started"}
     starts: list[tuple[int, int]] = []
-    world_size = 0
-    for event in run.events():
-        if event.kind == "attempt_started":
-            world_size = event.data["world_size"]
-        elif event.kind == "restored":
+    for event in events:
+        if event.kind == "restored":
             starts = [start for start in starts if start[0] < event.data["step"]]
-            starts.append((event.data["step"], world_size))
+            starts.append((event.data["step"], world_sizes[event.attempt]))
     joined: list[tuple[int, int]] = []
     for (_, size), end in zip(starts, [*(step for step, _ in starts[1:]), run.step], strict=True):
         if joined and joined[-1][1] == size:
