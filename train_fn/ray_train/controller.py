@@ -404,6 +404,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             for worker in workers
         ]
         self._journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places})
+        self._journal.flush(_ASK_S)  # what its ranks tell is to come after it
         self._pool.note_ranks(group.processes_by_node())
 
     def _tell_ended(self, cause: str, last_step: int | None = None) -> None:
