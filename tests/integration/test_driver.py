@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -19,6 +18,7 @@ from storage.journal import read_journal
 from storage.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.small_disk import mounted_small_disk
 from train_fn.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
@@ -134,13 +134,8 @@ def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, c
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A temporary disk with room for a few small files and no more."""
-    place = tmp_path / "full"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "everstep-test", place], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    with mounted_small_disk(tmp_path / "full") as place:
+        yield place
 
 
 def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin, cluster: RayCluster, full_disk: Path) -> None:

@@ -19,6 +19,7 @@ from storage import object_files
 from storage.checkpoints import CheckpointStore
 from storage.errors import StorageFull, StorageUnavailable
 from storage.local_files import LocalFiles
+from tests.small_disk import mounted_small_disk
 from tests.unit.one_rank import journal_of
 from tests.unit.test_train_saver import CountedCopies, SlowStorage, make_context, make_state, train_step, weight_in
 from train_fn import save_failures
@@ -149,13 +150,8 @@ def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(tmp_p
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "everstep-test", place], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"needs the right to mount a small tmpfs: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    with mounted_small_disk(tmp_path / "disk") as place:
+        yield place
 
 
 def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
