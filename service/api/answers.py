@@ -10,7 +10,7 @@ from fastapi import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from everstep.wire import Event, Run
+from everstep.wire import Event, Run, format_time
 from service.db.rows import EventRow, ListedRun, RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, protection
@@ -111,8 +111,7 @@ def run_json(
 
 
 def _told(seconds: float) -> str:
-    """``format_time`` of the moment, in one go: a page has hundreds."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+    return format_time(to_time(seconds))
 
 
 def _reason(code: str | None, message: str | None) -> JsonObject | None:
