@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
+from functools import partial
 
-BLOCK_BYTES = 4 << 20
-REPEATS = 3
-"""The best of so many counts."""
+from train_fn.preflight import LINK_BYTES, best_time
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -29,20 +28,18 @@ def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
 
 
 def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
-    """Seconds in which a block of ``BLOCK_BYTES`` came to ``address``, the best of several; None where one did not in time."""
-    block = bytes(BLOCK_BYTES)
-    times = []
+    """Seconds in which a block of ``LINK_BYTES`` came to ``address``, the best of several; None where one did not in time."""
     try:
         with socket.create_connection(address, timeout_s) as connection:
-            for _ in range(REPEATS):
-                began = time.perf_counter()
-                connection.sendall(block)
-                if not connection.recv(1):
-                    return None
-                times.append(time.perf_counter() - began)
+            return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))
     except OSError:
         return None
-    return min(times)
+
+
+def _pass_block(connection: socket.socket, block: bytes) -> None:
+    connection.sendall(block)
+    if not connection.recv(1):
+        raise ConnectionResetError("the other end has closed")
 
 
 def _take_in(listener: socket.socket, timeout_s: float) -> None:
@@ -53,5 +50,5 @@ def _take_in(listener: socket.socket, timeout_s: float) -> None:
             received = 0
             while data := connection.recv(_CHUNK_BYTES):
                 received += len(data)
-                if received % BLOCK_BYTES == 0:
+                if received % LINK_BYTES == 0:
                     connection.sendall(b".")

@@ -89,12 +89,12 @@ def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -
         pair = (first, (first + 1) % world_size)
         if figures.rank in pair:
             other = pair[1] if figures.rank == pair[0] else pair[0]
-            links.append(_best(lambda peer=other: _exchange(block, peer, figures.rank)))  # type: ignore[misc]
+            links.append(best_time(lambda peer=other: _exchange(block, peer, figures.rank)))  # type: ignore[misc]
     if links:
         figures.seconds["link"] = min(links)  # a node whose better link is slow is slow itself; else its neighbour is
     for size_bytes in SUM_BYTES:
         numbers = torch.ones(size_bytes // 4, device=device)
-        figures.seconds[f"sum_{size_bytes >> 10}k"] = _best(lambda tensor=numbers: _add_up(tensor, world_size))  # type: ignore[misc]
+        figures.seconds[f"sum_{size_bytes >> 10}k"] = best_time(lambda tensor=numbers: _add_up(tensor, world_size))  # type: ignore[misc]
 
 
 def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int, list[str]]:
@@ -115,12 +115,12 @@ def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int,
 
 def _enter(figures: Figures, name: str, action: Callable[[], None]) -> None:
     try:
-        figures.seconds[name] = _best(action, enough_s=NOTICEABLE_S)
+        figures.seconds[name] = best_time(action, enough_s=NOTICEABLE_S)
     except (OSError, RuntimeError, ValueError) as exc:
         figures.problems.append(f"{name}: {exc}")
 
 
-def _best(action: Callable[[], None], enough_s: float = 0.0) -> float:
+def best_time(action: Callable[[], None], enough_s: float = 0.0) -> float:
     """Seconds of the fastest of several runs, or of the first that took less than ``enough_s``; actions end when the device has."""
     times: list[float] = []
     while len(times) < REPEATS and min(times, default=math.inf) >= enough_s:

@@ -15,7 +15,7 @@ from everstep.events import NODE_UNFIT
 from train_fn.preflight import Figures, unfit
 from train_fn.rank_error import ErrorKind, RankError
 from train_fn.ray_train.seam import WorkerGroupStartupFailedError
-from train_fn.ray_train.start_checks import LeaveOut, prepared
+from train_fn.ray_train.start_checks import LeaveOut, first_on_nodes, prepared
 from train_fn.recovery.apart import nodes_apart
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.verdict import RankReport
@@ -45,14 +45,14 @@ class Fitness:
 
         Raises WorkerGroupStartupFailedError where no bytes pass between two nodes, or a process does not answer.
         """
-        firsts = {meta.node_id: (number, meta) for number, meta in reversed(list(enumerate(metas)))}
+        firsts = first_on_nodes(metas)
         if not self._settings.preflight or firsts.keys() <= self._known:
             return ()
         began = time.monotonic()
         node_ids = sorted(firsts)
-        chosen = [actors[firsts[node_id][0]] for node_id in node_ids]
+        chosen = [actors[firsts[node_id]] for node_id in node_ids]
         found: list[Figures] = prepared([actor.look_at_node.remote(n) for n, actor in enumerate(chosen)], self._settings)
-        ips = [firsts[node_id][1].node_ip for node_id in node_ids]
+        ips = [metas[firsts[node_id]].node_ip for node_id in node_ids]
         if len(set(ips)) == len(ips) > 1:
             self._time_links(chosen, dict(zip(node_ids, ips, strict=True)), found)
             problems = unfit(found)
@@ -62,7 +62,7 @@ class Fitness:
         out = {node_ids[number]: told for number, told in problems.items()}
         self._known |= firsts.keys() - out.keys()
         self._leave_out(list(out))
-        return tuple(_report(*firsts[node_id], told) for node_id, told in out.items())
+        return tuple(_report(firsts[node_id], metas[firsts[node_id]], told) for node_id, told in out.items())
 
     def _time_links(self, actors: Sequence[Any], ips: Mapping[str, str], found: Sequence[Figures]) -> None:
         """Enter into each node's figures the better of its two links."""

@@ -30,6 +30,11 @@ def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
         raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
 
 
+def first_on_nodes(metas: Sequence[Any]) -> dict[str, int]:
+    """The number of the first rank's process on each node, by node id."""
+    return {meta.node_id: number for number, meta in reversed(list(enumerate(metas)))}
+
+
 def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: LeaveOut) -> None:
     """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
     own = versions()
@@ -54,7 +59,7 @@ def check_reach(
     actors: Sequence[Any], metas: Sequence[Any], nodes: Mapping[str, NodeView], settings: RecoverySettings, leave_out: LeaveOut
 ) -> None:
     """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
-    first_on = {meta.node_id: actor for actor, meta in reversed(list(zip(actors, metas, strict=True)))}
+    first_on = {node_id: actors[number] for node_id, number in first_on_nodes(metas).items()}
     places = {node_id: (nodes[node_id].ip, nodes[node_id].port) for node_id in first_on if node_id in nodes}
     if len({ip for ip, _ in places.values()}) < 2:
         return
