@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.run_dir import RunDir, Stop
+from tests.integration.trainees import Regression
+from train_fn import node_dir, replica, snapshot
 from train_fn.context import WorkerContext
+from train_fn.saver import Saver
 
 
 class Journal:
@@ -52,6 +59,17 @@ def one_rank(spec: RunSpec, run_dir: RunDir, *, submission: int = 1, attempt: in
         journal=Journal(),
         report_checkpoint=lambda name, metrics: None,
     )
+
+
+@contextmanager
+def small_task_alone(shared_memory: Path, offer: Callable[..., None]) -> Iterator[None]:
+    """Every run trains a small regression, keeps snapshots below ``shared_memory``, and offers its saves to ``offer``."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (snapshot, node_dir):
+            patch.setattr(module, "shared_memory_root", lambda: shared_memory)
+        patch.setattr(replica, "build_task", lambda spec: Regression())
+        patch.setattr(Saver, "offer", offer)
+        yield
 
 
 def journal_of(ctx: WorkerContext) -> Journal:

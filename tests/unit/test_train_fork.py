@@ -18,10 +18,9 @@ from storage.filesystem import Storage, open_storage
 from storage.manifest import Manifest
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
-from tests.unit.one_rank import Journal, journal_of, one_rank
+from tests.unit.one_rank import Journal, journal_of, one_rank, small_task_alone
 from tests.unit.storage_places import quick_directory
-from train_fn import node_dir, replica
-from train_fn import snapshot as snapshot_module
+from train_fn import replica
 from train_fn.errors import StepFailed
 from train_fn.loop import train
 from train_fn.saver import Saver
@@ -44,12 +43,7 @@ def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One rank, a small task, shared memory of its own, and saves that are not merged: every one is made before the next step."""
-    root = tmp_path_factory.mktemp("shm")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (snapshot_module, node_dir):
-            patch.setattr(module, "shared_memory_root", lambda: root)
-        patch.setattr(replica, "build_task", lambda spec: Regression())
-        patch.setattr(Saver, "offer", save_each)
+    with small_task_alone(tmp_path_factory.mktemp("shm"), save_each):
         yield
 
 

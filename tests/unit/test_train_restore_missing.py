@@ -20,11 +20,8 @@ from storage.journal import JournalEvent, read_journal
 from storage.lineage import told_checkpoints
 from storage.local_files import LocalFiles
 from storage.run_dir import CheckpointName, RunDir
-from tests.integration.trainees import Regression
-from tests.unit.one_rank import one_rank
+from tests.unit.one_rank import one_rank, small_task_alone
 from tests.unit.storage_places import quick_directory
-from train_fn import node_dir, replica
-from train_fn import snapshot as snapshot_module
 from train_fn.errors import StepFailed
 from train_fn.local_journal import open_local_journal
 from train_fn.loop import train
@@ -42,12 +39,7 @@ def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One rank, a small task, shared memory of its own, and saves that are not merged."""
-    root = tmp_path_factory.mktemp("shm")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (snapshot_module, node_dir):
-            patch.setattr(module, "shared_memory_root", lambda: root)
-        patch.setattr(replica, "build_task", lambda spec: Regression())
-        patch.setattr(Saver, "offer", save_each)
+    with small_task_alone(tmp_path_factory.mktemp("shm"), save_each):
         yield
 
 
