@@ -31,7 +31,8 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]
 STORAGE_CREDENTIALS = frozenset(
     {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"}
 )
-REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "DYLD_", "PYTHON", "GLIBC_", "TORCHELASTIC_")
+REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "DYLD_", "PYTHON", "PIP_", "GLIBC_", "TORCHELASTIC_")
+"""What belongs to the service, to Ray, the loader, Python, and to the operator: PIP_* says where packages come from."""
 REFUSED_ENV_NAMES = frozenset(
     {
         *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -44,7 +45,7 @@ MAX_WORKERS = 16_384
 
 def _belongs_to_user(name: str) -> str:
     if name.upper().startswith(REFUSED_ENV_PREFIXES):
-        raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_* and PYTHON* belong to the service")
+        raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_*, PYTHON* and PIP_* belong to the service")
     if name.upper() in STORAGE_CREDENTIALS:
         raise PydanticCustomError(
             "credentials_refused",

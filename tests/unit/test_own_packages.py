@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.wheels import add_wheel, only_from
 from train_fn import own_packages
 from train_fn.errors import BadTask
 from train_fn.own_packages import add_packages
-
-METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
 
 
 @pytest.fixture(autouse=True)
@@ -23,25 +21,12 @@ def own_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    wheel(tmp_path, "everstep_try_needs", "1.0", "Requires-Dist: everstep_try_needed>=2\nRequires-Dist: numpy\n")
-    wheel(tmp_path, "everstep_try_needed", "2.5")
-    wheel(tmp_path, "numpy", "99.0")
+    for name, value in only_from(tmp_path / "index").items():
+        monkeypatch.setenv(name, value)
+    add_wheel(tmp_path / "index", "everstep_try_needs", "1.0", requires=("everstep_try_needed>=2", "numpy"))
+    add_wheel(tmp_path / "index", "everstep_try_needed", "2.5")
+    add_wheel(tmp_path / "index", "numpy", "99.0")
     return tmp_path
-
-
-def wheel(tmp_path: Path, name: str, version: str, requires: str = "") -> None:
-    info = f"{name}-{version}.dist-info"
-    path = tmp_path / "index" / f"{name}-{version}-py3-none-any.whl"
-    path.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name}.py", f"version = {version!r}\n")
-        archive.writestr(f"{info}/METADATA", METADATA.format(name=name, version=version, requires=requires))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
 
 
 def test_what_is_lacking_is_installed_once_and_last_on_the_path(own_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,7 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(checkpoint={"min_interval_s": 9, "max_interval_s": 8}), "checkpoint.max_interval_s", "smaller than min_interval_s"),
         (spec(env={"AWS_SECRET_ACCESS_KEY": "x"}), "env.AWS_SECRET_ACCESS_KEY", "a spec is shown to others"),
         (spec(env={"MASTER_PORT": "1"}), "env.MASTER_PORT", "may not be set"),
+        (spec(env={"PIP_INDEX_URL": "http://elsewhere"}), "env.PIP_INDEX_URL", "may not be set"),
         (spec(env={"TOKEN": "1"}, secrets={"TOKEN": "hub"}), "secrets", "TOKEN is in env, too"),
         (spec(name="../../etc"), "name", "pattern"),
         (spec(train={"global_batch_size": 10**12}), "train.global_batch_size", "less than or equal"),
