@@ -1,7 +1,7 @@
 """Errors of the training function, raised on a rank.
 
 TrainError
-├── NonFiniteLoss      the loss of a global batch is NaN or infinite; no rank took the step
+├── NonFiniteLoss      the loss of a global batch, or its gradient, is NaN or infinite; no rank took the step
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
 ├── DataChanged        the data set is not the one that the state to resume was trained on
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
@@ -40,12 +40,13 @@ def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]
 
 class NonFiniteLoss(TrainError):
     """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame.
-    ``source`` says what computed the loss."""
+    ``source`` says what computed the loss, ``what`` whether it is the loss itself."""
 
-    def __init__(self, step: int, rank: int | None, value: float, source: str = "the task's loss") -> None:
-        where = f"on rank {rank}" if rank is not None else "on several ranks"
+    def __init__(self, step: int, rank: int | None, value: float, source: str = "the task's loss", *, what: str = "loss") -> None:
+        several = "on several ranks" if what == "loss" else "on all ranks"
+        where = f"on rank {rank}" if rank is not None else several
         super().__init__(
-            f"the loss of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
+            f"the {what} of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
             f"set train.grad_clip_norm, or look for samples with non-finite values. It comes from {source}"
         )
         self.step = step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import traceback
 
 import torch
@@ -176,8 +177,11 @@ class Attempt:
         spec, state = self.ctx.spec, replica.state
         if totals.num_nonfinite:
             raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, told(replica.task, "loss"))
-        if totals.weight <= 0:
-            raise BadTask(f"the weights that the task's loss returned for step {state.step + 1} add up to {totals.weight}")
+        if not 0 < totals.weight < math.inf:
+            raise BadTask(
+                f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
+                "a weight is how many samples or tokens loss_sum is a sum over"
+            )
         if totals.weight != totals.count.num_samples:  # the loss is a sum over tokens, say: its mean is known only now
             gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, totals.count.num_samples / totals.weight)
@@ -185,6 +189,8 @@ class Attempt:
         grad_norm = None
         if spec.train.grad_clip_norm is not None:
             grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, spec.train.grad_clip_norm))
+            if not math.isfinite(grad_norm) and not state.scaler.is_enabled():  # a scaler leaves such a step out
+                raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
         set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
         with state.committing():
             state.scaler.step(state.optimizer)

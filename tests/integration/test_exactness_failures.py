@@ -45,6 +45,14 @@ def test_a_data_set_that_raises_is_told_from_its_consequences(tmp_path: Path) ->
     assert all(error.kind is ErrorKind.COLLECTIVE for error in errors if error is not culprit)
 
 
+def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_path: Path) -> None:
+    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:shorter_on_second_rank"
+    errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 2, setup=setup), tmp_path))
+    assert {(error.type, error.kind) for error in errors} == {("DataChanged", ErrorKind.USER)}
+    told = "the training data differs between nodes (rank 0: Lines/90, rank 1: Lines/89); make it the same on all"
+    assert {error.message for error in errors} == {told}
+
+
 def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     train_to_end(Job(run_dir, spec, 1, stopped=("pause", 13)), tmp_path)

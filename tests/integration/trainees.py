@@ -23,12 +23,12 @@ NUM_SAMPLES = 90
 class Lines(Dataset[dict[str, torch.Tensor]]):
     """Plain map-style data, with transforms that draw from numpy's and torch's global generators. ``tokens`` is a weight."""
 
-    def __init__(self, broken_index: int | None = None) -> None:
+    def __init__(self, broken_index: int | None = None, num_samples: int = NUM_SAMPLES) -> None:
         self._broken_index = broken_index
-        self._x = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 4)).astype(np.float32)
+        self._x = np.random.default_rng(0).normal(size=(num_samples, 4)).astype(np.float32)
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self._x)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == self._broken_index:
@@ -186,6 +186,17 @@ class StreamedRegression(Regression):
 
 def streamed_regression() -> None:
     replica.build_task = lambda spec: StreamedRegression()
+
+
+class ShorterOnSecondRank(Regression):
+    """Rank 1 finds one sample less than its peers."""
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Lines(num_samples=NUM_SAMPLES - int(torch.distributed.get_rank() == 1)), "val": None}
+
+
+def shorter_on_second_rank() -> None:
+    replica.build_task = lambda spec: ShorterOnSecondRank()
 
 
 class SlowSecondRank(Regression):

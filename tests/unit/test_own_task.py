@@ -226,6 +226,15 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
             changed(LOSS, "return model(x).sum() * float('nan'), 8"),
             r"the loss of step 1 is nan on rank 0.* from Line\.loss \(task\.py, line 28\)",
         ),
+        (
+            changed(LOSS, "return model(x).sum(), torch.tensor(float('nan'))"),
+            r"Line\.loss \(task\.py, line 28\): the weights of step 1 add up to nan; a weight is how many samples",
+        ),
+        (changed(LOSS, "return model(x).sum(), 0"), r"line 28\): the weights of step 1 add up to 0\.0"),
+        (
+            changed(LOSS, "return (model(x) * 0).abs().sum().sqrt(), 8"),
+            r"the gradient norm of step 1 is nan on all ranks; the step was not taken.* from Line\.loss \(task\.py, line 28\)",
+        ),
         (changed(LOSS, "raise KeyError('y')"), r"^'y' \(task\.py, line 30\)$"),
         (changed("return self.x[index : index + 1], ", "raise LookupError(index); "), r"\(task\.py, line 15\)$"),
         (
@@ -243,7 +252,7 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
     ],
 )
 def test_a_fault_names_file_and_line(storage: Storage, source: str, words: str) -> None:
-    error = failure(context(storage, source))
+    error = failure(context(storage, source, train={"grad_clip_norm": 1.0}))
     assert re.search(words, error.message, re.DOTALL), error.message
 
 
