@@ -50,7 +50,7 @@ def typed(service: ServiceProcess, words: str, *more: str, run_id: str = "", exi
 
 def test_from_a_script_to_a_recovered_run(service: ServiceProcess, tmp_path: Path) -> None:
     assert "accuracy 0." in typed(service, "digits_script.py")
-    assert "done at step 20" in typed(service, "run --local", "--storage", str(tmp_path))
+    assert "done at step 10" in typed(service, "run --local", "--storage", str(tmp_path))
     run_id = typed(service, "--task task:DigitsTask --set train.epochs").strip()
     run = service.client().runs.get(run_id)
     wait_for(lambda: run.refresh().run.step > 100, PATIENCE_S, "step 100")
