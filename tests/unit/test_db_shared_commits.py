@@ -39,10 +39,10 @@ class Writers:
         def first(connection: Connection) -> None:
             connection.execute(INSERT, {"name": "first"})
             begun.set()
-            assert done.wait(20)
+            assert done.wait(60)
 
         futures = [self._pool.submit(self._write, first)]
-        assert begun.wait(20)
+        assert begun.wait(60)
         commits = self.database._shared_commits
         assert commits is not None
         for number, write in enumerate(later, start=1):

@@ -93,14 +93,14 @@ def test_a_stand_in_that_is_killed_takes_its_worker_along(address: str, tmp_path
     worker = psutil.Process(pid)
     started.process.kill()
     started.process.communicate()
-    psutil.wait_procs([worker], timeout=10)
+    psutil.wait_procs([worker], timeout=60)
     assert not psutil.pid_exists(pid)
 
 
 def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path: Path) -> None:
     started = Started(address, tmp_path, "stay")
     os.kill(int(str(started.said()["pid"])), signal.SIGKILL)
-    started.process.communicate(timeout=10)
+    started.process.communicate(timeout=60)
     assert started.process.returncode == 0
 
 

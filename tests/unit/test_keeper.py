@@ -50,7 +50,7 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow
     slow._fill()
     note = read_note(slow._note_path)
     assert note is not None and [each.slot for each in note.nodes] == [0, 1, 3]
-    assert slow.left is not None and slow.left.wait(20) == -9, "what Ray had begun for it is ended"
+    assert slow.left is not None and slow.left.wait(60) == -9, "what Ray had begun for it is ended"
 
     assert slow.tick()
     assert len(slow._note.nodes) == 3, "not at once"

@@ -151,7 +151,7 @@ def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
         finally:
             for process in replicas.values():
                 process.kill()
-                process.wait(10)
+                process.wait(60)
             database.close()
 
 

@@ -163,7 +163,7 @@ async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client
     log(0, 1, "first")
     seen: list[str] = []
     following = asyncio.create_task(asyncio.to_thread(lambda: seen.extend(line.message for line in run.logs(follow=True))))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(seen) < 2:  # noqa: ASYNC110  the lines come in another thread
             await asyncio.sleep(0.01)
     log(0, 2, "second")
