@@ -102,7 +102,7 @@ def test_the_first_rank_is_the_one_that_was_hit_and_no_line_is_lost_or_repeated(
         assert drill.state == "recovered", (drill.state, drill.problem)
         hit.append(("hang" if kind == "hang_worker" else "worker_lost", rank))
     run.cancel()
-    wait_for(lambda: run.refresh().status.terminal, 60, "the cancel")
+    wait_for(lambda: run.refresh().status.terminal, 120, "the cancel")
     follower.join(60)
     assert not follower.is_alive(), "following ends with the run"
 

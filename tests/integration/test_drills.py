@@ -33,7 +33,7 @@ def wait_for_new_checkpoints(run: RunHandle, num: int) -> None:
     def committed() -> bool:
         return sum(each.state == "committed" and each.step > begun_at for each in run.checkpoints()) >= num
 
-    wait_for(committed, 90, f"{num} checkpoints after step {begun_at}")
+    wait_for(committed, 120, f"{num} checkpoints after step {begun_at}")
 
 
 def assert_passed(drill: DrillHandle) -> Any:
@@ -76,7 +76,7 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
     assert kinds.count("drill_requested") == kinds.count("drill_started") == 3 and "drill_failed" not in kinds
     _assert_every_ended_epoch_is_whole(run)
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
 def _assert_every_ended_epoch_is_whole(run: RunHandle) -> None:
@@ -84,7 +84,7 @@ def _assert_every_ended_epoch_is_whole(run: RunHandle) -> None:
     last = run.drills()[-1].refresh().report
     assert last is not None and last.restored_step is not None
     wait_for_step(run, (last.restored_step // STEPS_PER_EPOCH + 2) * STEPS_PER_EPOCH)
-    wait_for(lambda: _once(run) is not None, 60, "the sample ledger of the epoch")
+    wait_for(lambda: _once(run) is not None, 120, "the sample ledger of the epoch")
     assert _once(run) is True
     epochs = run.samples().epochs
     assert [each.epoch for each in epochs] == list(range(len(epochs)))
@@ -106,4 +106,4 @@ def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["report"]["verdict"] == "worker_lost"
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")

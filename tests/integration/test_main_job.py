@@ -61,7 +61,7 @@ def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProce
     run = client.runs.create(digits("cancelled", epochs=500))
     wait_for_step(run, 15)
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
     assert run.latest_checkpoint is not None and run.latest_checkpoint.step == run.step >= 15
     with pytest.raises(RunFailed, match="CANCELLED"):
         run.wait(timeout_s=5)
@@ -73,7 +73,7 @@ def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> N
     run = service.client().runs.create(digits("paused", epochs=12))
     wait_for_step(run, 20)
     run.pause()
-    wait_for(lambda: run.refresh().status == "PAUSED", 60, "the pause")
+    wait_for(lambda: run.refresh().status == "PAUSED", 120, "the pause")
     paused_at = run.step
     run.resume()
     run.wait(timeout_s=120)
@@ -95,11 +95,11 @@ def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
 
 def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) -> None:
     run = service.client().runs.create(digits("too large", workers=(4, 4)))
-    wait_for(lambda: run.refresh().reason is not None, 20, "a reason")
+    wait_for(lambda: run.refresh().reason is not None, 120, "a reason")
     assert run.status == "QUEUED" and run.reason is not None and run.reason.code == "infeasible"
     assert "CPU" in run.reason.message
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 20, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(service: ServiceProcess) -> None:

@@ -222,7 +222,7 @@ async def test_the_command_line_drains_and_waits(api: ApiService) -> None:
             await asyncio.sleep(0.01)
     api.apply(run_id, [journal.event(EventKind.ATTEMPT_ENDED, cause="preemption", last_step=1)])
     api.clock.now += HEARD_S
-    done = await asyncio.wait_for(waiting, 20)
+    done = await asyncio.wait_for(waiting, 60)
     assert done.exit_code == 0 and "node-1 host is DRAINED" in done.stdout and run_id in done.stderr
 
 

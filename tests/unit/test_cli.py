@@ -197,7 +197,7 @@ async def test_submit_and_watch_follow_a_run_live(api: ApiService, spec_file: Pa
             await asyncio.sleep(0.01)
     run_id = items[0]["id"]
     api.runs.request_stop(run_id, "cancel")
-    result = await asyncio.wait_for(watching, 20)
+    result = await asyncio.wait_for(watching, 60)
     values = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.exit_code == 1
     assert [value["seq"] for value in values[:-1]] == list(range(1, len(values)))

@@ -60,9 +60,9 @@ def test_it_answers_over_tls_and_tells_its_clients_so(tmp_path: Path) -> None:
         process = serve(home, ray, port, **env)
         try:
             trusting = ssl.create_default_context(cafile=str(cert))
-            wait_for(lambda: (home / "url").exists(), 30, "the service's URL")
+            wait_for(lambda: (home / "url").exists(), 60, "the service's URL")
             with httpx.Client(base_url=url, verify=trusting, trust_env=False) as http:
-                wait_for(lambda: answers(http), 30, "an answer")
+                wait_for(lambda: answers(http), 60, "an answer")
             assert (home / "url").read_text().strip() == url
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 httpx.get(f"{url}/healthz", trust_env=False)
