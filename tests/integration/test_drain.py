@@ -84,7 +84,7 @@ def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(c
     assert cordoned not in nodes_of(run)
     run.wait(timeout_s=240)
     assert run.steps_lost == 0
-    other.wait(timeout_s=120)
+    other.wait(timeout_s=240)
     assert cordoned not in nodes_of(other)
 
 

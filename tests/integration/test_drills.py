@@ -54,18 +54,18 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
     run = drilled.client().runs.create(digits("drilled", **LONG))
     wait_for_step(run, 25)
 
-    killed = run.drill("kill_worker", rank=1).wait(120)
+    killed = run.drill("kill_worker", rank=1).wait(240)
     report = assert_passed(killed)
     assert (report.verdict, report.steps_lost, report.restored_from) == ("worker_lost", 0, "snapshot")
     assert run.refresh().submission == 1
 
     wait_for_new_checkpoints(run, 1)
-    report = assert_passed(run.drill("kill_driver").wait(180))
+    report = assert_passed(run.drill("kill_driver").wait(240))
     assert (report.verdict, report.steps_lost) == ("control_plane", 0) and report.restored_from.startswith("step-")
     assert run.refresh().submission == 2
 
     wait_for_new_checkpoints(run, 2)
-    report = assert_passed(run.drill("corrupt_checkpoint").wait(180))
+    report = assert_passed(run.drill("corrupt_checkpoint").wait(240))
     assert report.rejected == (report.checkpoint,), "the damaged one was read, found out and passed over"
     assert report.restored_from not in (report.checkpoint, "snapshot", "fresh")
     assert report.steps_lost > 0 and "passed over" in report.note

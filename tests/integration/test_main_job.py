@@ -66,7 +66,7 @@ def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProce
     with pytest.raises(RunFailed, match="CANCELLED"):
         run.wait(timeout_s=5)
     again = client.runs.create(digits("after the cancelled one", epochs=1, workers=(3, 3)))
-    again.wait(timeout_s=120)
+    again.wait(timeout_s=240)
 
 
 def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> None:
@@ -76,7 +76,7 @@ def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> N
     wait_for(lambda: run.refresh().status == "PAUSED", 120, "the pause")
     paused_at = run.step
     run.resume()
-    run.wait(timeout_s=120)
+    run.wait(timeout_s=240)
     restored = [event.data["step"] for event in run.events() if event.kind == "restored"]
     assert restored == [0, paused_at]
     assert run.step == 12 * 12
@@ -88,7 +88,7 @@ def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
     spec["task"]["data"] = {"name": "image_folder", "args": {"root": "/nowhere/to/be/found"}}
     run = service.client().runs.create(spec)
     with pytest.raises(RunFailed, match="user_error"):
-        run.wait(timeout_s=120)
+        run.wait(timeout_s=240)
     assert run.failures()[-1].verdict == "user_error"
     assert "/nowhere/to/be/found" in (run.failures()[-1].exception or "")
 

@@ -21,7 +21,7 @@ def test_a_lower_run_shrinks_then_pauses_and_comes_back_by_itself() -> None:
 
         urgent = client.runs.create(digits("urgent", epochs=30, workers=(2, 2), priority=1))
         wait_for(lambda: low.refresh().world_size == 1, 120, "its shrinking")
-        urgent.wait(timeout_s=120)
+        urgent.wait(timeout_s=240)
         assert (low.refresh().submission, low.status) == (1, "RUNNING"), "it was not paused"
         wait_for(lambda: low.refresh().world_size == 3, 120, "its growth")
 
@@ -29,7 +29,7 @@ def test_a_lower_run_shrinks_then_pauses_and_comes_back_by_itself() -> None:
         wait_for(lambda: low.refresh().status == "QUEUED", 120, "its pause")
         paused = [passed.reason for passed in low.run.transitions if passed.to_status == "PAUSED"]
         assert [reason and reason.code for reason in paused] == ["preempted_by_priority"]
-        wide.wait(timeout_s=120)
+        wide.wait(timeout_s=240)
         low.wait(timeout_s=240)
 
         assert (low.status, low.step, low.steps_lost, low.submission) == ("SUCCEEDED", epochs * 12, 0, 2)
@@ -49,4 +49,4 @@ def test_a_run_whose_driver_does_not_answer_is_cancelled_all_the_same() -> None:
         wait_for(lambda: run.refresh().status == "CANCELLED", STOP_GRACE_S["cancel"] + 45, "the cancel")
         assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
         again = client.runs.create(digits("after it", epochs=1))
-        again.wait(timeout_s=90)
+        again.wait(timeout_s=240)

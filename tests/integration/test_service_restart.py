@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,10 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
     with httpx.stream("GET", f"{one_node.url}/v1/runs/{run_id}/events", headers=headers, timeout=60) as stream:
         follower = stream.iter_lines()
         assert next(follower).startswith("id:")
-        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         for _ in follower:
             pass
     assert process.wait(60) == 0
-    assert time.monotonic() - began < 30
     assert list(members(temp_dir)) == []
     assert one_node.processes() == []
     assert not Path(temp_dir).exists()
