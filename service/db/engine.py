@@ -96,6 +96,8 @@ class Database:
         with self.write() as connection:
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                # It is Python that a migration waits for between two statements, and a busy machine has little time for it.
+                connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
