@@ -105,7 +105,10 @@ class ServiceProcess:
             except httpx.HTTPError:
                 return False
 
-        wait_for(ready, timeout_s, "the service's /readyz")
+        try:
+            wait_for(ready, timeout_s, "the service's /readyz")
+        except TimeoutError as exc:
+            raise TimeoutError(f"{exc}:\n{self.log()[-4000:]}") from None
 
     def log(self) -> str:
         return (self.home / "serve.log").read_text(errors="replace")
@@ -171,4 +174,6 @@ class ServiceProcess:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+        if self.process is not None:
+            self.process.wait(10)
         shutil.rmtree(self.home, ignore_errors=True)
