@@ -95,9 +95,12 @@ class Database:
                 raise DatabaseUnavailable(f"cannot create the directory of {self.url.database}: {exc}") from exc
         with self.write() as connection:
             if not self.is_sqlite:
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-                # It is Python that a migration waits for between two statements, and a busy machine has little time for it.
+                # It is Python that a migration waits for between two statements, and on a busy machine both it and another
+                # replica's migration before it take long. Locks of tables are waited for no longer than ever: others queue behind.
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
+                connection.execute(text("SET LOCAL lock_timeout = '60s'"))
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                connection.execute(text(f"SET LOCAL lock_timeout = {BUSY_TIMEOUT_MS}"))
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -44,6 +45,24 @@ def test_replicas_that_start_at_once_migrate_one_after_the_other(postgresql: Pos
         databases[0].probe()
         for database in databases:
             database.close()
+
+
+def test_a_migration_may_stand_still_for_longer_than_a_request(postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, told = text("SHOW idle_in_transaction_session_timeout"), []
+    upgrade = command.upgrade
+
+    def look_and_upgrade(config: Config, revision: str) -> None:
+        told.append(config.attributes["connection"].execute(asked).scalar_one())
+        upgrade(config, revision)
+
+    monkeypatch.setattr(command, "upgrade", look_and_upgrade)
+    with postgresql.database("template0") as url:
+        database = Database(url)
+        database.migrate()
+        with database.write() as connection:
+            told.append(connection.execute(asked).scalar_one())
+        database.close()
+    assert told == ["1min", "4s"]
 
 
 def test_projects_of_before_are_known(tmp_path: Path) -> None:
