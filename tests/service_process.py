@@ -94,7 +94,7 @@ class ServiceProcess:
             )
         return self.process
 
-    def start(self, timeout_s: float = 90) -> None:
+    def start(self, timeout_s: float = 180) -> None:
         process = self.launch()
 
         def ready() -> bool:
