@@ -20,6 +20,7 @@ from service.db.projects import ProjectStore
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import RayEndpoint, RayJobs
+from service.reconciler import execute, observe
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from storage.filesystem import open_storage
@@ -95,6 +96,9 @@ async def world(home: Path, url: str, database_url: str | None = None) -> AsyncI
 
 
 async def _one_tick(home: Path, url: str) -> None:
+    """A whole one: it waits for Ray and for what it began, however long that takes."""
+    for part in (observe, execute):
+        vars(part)["PATIENCE_S"] = 60.0
     async with world(home, url) as made:
         await made.reconciler.tick()
 
