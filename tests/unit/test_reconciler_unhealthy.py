@@ -231,6 +231,7 @@ async def test_ticks_look_after_nodes(here: World) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("whole_ticks")
 async def test_a_marked_node_is_no_room_for_a_queued_run(here: World, ray: FakeRay) -> None:
     for node in ("n1", "n2", "n3"):
         here.marks.say(node, "cordoned", "ann")
