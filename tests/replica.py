@@ -15,6 +15,9 @@ import httpx
 from tests.service_process import free_port
 from tests.unit.fake_ray import FakeRay
 
+ANSWER_S = 20.0
+"""Longest wait for an answer of a replica that is asked whether it is there: one that is asked by many may be slow to say so."""
+
 
 class Replica:
     """``python -m service.serve`` with a home of its own, which is made; nothing limits how often it is asked."""
@@ -52,7 +55,7 @@ class Replica:
 
     def _answers(self, path: str) -> bool:
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/{path}", timeout=2, trust_env=False).is_success
+            return httpx.get(f"{self.url}/{path}", timeout=ANSWER_S, trust_env=False).is_success
         return False
 
     def kill(self) -> None:

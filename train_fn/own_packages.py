@@ -51,15 +51,15 @@ def _ready_key(ctx: WorkerContext, rank: int) -> str:
 
 def add_packages(requirements: Sequence[str]) -> None:
     """Make the packages importable in this process. Raises BadTask where pip cannot, or would replace what ranks run with."""
-    directory = _directory(requirements)
+    directory = packages_dir(requirements)
     once_a_node(directory, partial(_install, requirements))
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
     importlib.invalidate_caches()
 
 
-def _directory(requirements: Sequence[str]) -> Path:
-    """By what is asked for and by what asks: another Python has a directory of its own."""
+def packages_dir(requirements: Sequence[str]) -> Path:
+    """Where this node keeps what such requirements brought, for the Python that asks: another one has a directory of its own."""
     asked = json.dumps([sys.version, sys.prefix, sorted(requirements)])
     return cache_root() / "packages" / hashlib.sha256(asked.encode()).hexdigest()
 
