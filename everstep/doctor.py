@@ -164,7 +164,7 @@ def _clocks(
             way = "ahead of" if node.clock_offset_s > 0 else "behind"
             level: Level = "problem" if sure > CLOCK_PROBLEM_S else "warning"
             words = f"the clock of {names[node.id]} is {abs(node.clock_offset_s):.1f} s {way} the head's"
-            yield Finding("clocks", level, words + "; times in logs and figures are off by as much", remedy)
+            yield Finding("clocks", level, words + "; so are the times in its own logs", remedy)
     # The report was written between these two moments of the service's clock.
     early, late = (asked_at - report.at).total_seconds(), (report.at - service.at).total_seconds()
     between = max(early, late, 0.0)

@@ -16,10 +16,10 @@ TrainError
 
 from __future__ import annotations
 
-import time
 import traceback
 from typing import Any
 
+from train_fn import head_clock
 from train_fn.rank_error import ErrorKind, classify
 
 
@@ -130,7 +130,7 @@ class StepFailed(TrainError):
         self.step = step
         """Steps done when it happened."""
         self.phase = phase
-        self.at = time.time()
+        self.at = head_clock.now()
         self.snapshot_step = snapshot_step
         """Step of the state that was left behind on this node; None where none could be."""
         self.snapshot_problem = snapshot_problem

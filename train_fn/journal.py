@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from everstep.events import EventKind
 from storage.journal import JournalEvent, JournalWriter, read_journal
 from storage.run_dir import ProfileOrder, RunDir, Stop
+from train_fn import head_clock
 from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.progress import Progress, ProgressTracker
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceEvent:
-    """One event as its source numbered it; ``at`` in unix seconds by the source's clock."""
+    """One event as its source numbered it; ``at`` in unix seconds by the head's clock, as far as the source knows it."""
 
     source_n: int
     at: float
@@ -58,6 +59,8 @@ class Reply:
     progress: Progress
     profile: ProfileOrder | None = None
     """The newest one that the driver passed on."""
+    at: float = field(default_factory=time.time)
+    """What the journal's clock showed."""
 
 
 Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
@@ -195,6 +198,7 @@ class ActorJournalClient:
         self._num_replies_taken = 0
         self._asked = False
         self._hurry = threading.Event()
+        self._hurry.set()  # the first reply tells the head's time
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
         self._thread.start()
@@ -210,7 +214,7 @@ class ActorJournalClient:
                     self._thin()
                     return
                 data = {**data, "points": list(data["points"])}
-            self._pending.append((time.time(), kind, number, data))
+            self._pending.append((head_clock.now(), kind, number, data))
             self._handed_over += 1
 
     @property
@@ -305,7 +309,9 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
+        asked_at = time.time()
         reply = self._call(self._source, tuple(self._sealed), self._announced)
+        head_clock.learn(asked_at, reply.at, time.time())
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
         self._reply = reply
         self._num_replies += 1

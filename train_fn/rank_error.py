@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import traceback
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +10,7 @@ from typing import Any
 
 import storage.errors
 from storage.errors import StorageError
+from train_fn import head_clock
 
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
@@ -134,7 +134,7 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
         traceback=_shorten(trace),
         step=_integer(exc, "step"),
         phase=_text(exc, "phase"),
-        at=float(at) if isinstance(at, int | float) else time.time(),
+        at=float(at) if isinstance(at, int | float) else head_clock.now(),
         snapshot_step=_integer(exc, "snapshot_step"),
         memory=_text(exc, "memory"),
     )

@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 from storage.errors import StorageError
 from storage.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
+from train_fn import head_clock
 
 MAX_LINES = 100_000
 """Lines held while storage is away; beyond it the oldest are let go."""
@@ -105,7 +106,7 @@ class RankLog:
             message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
         if len(self._lines) == MAX_LINES:
             self.budget.leave_out(1, len(self._lines[0].message))
-        self._lines.append(LogRecord(at=time.time(), level=level, message=message))
+        self._lines.append(LogRecord(at=head_clock.now(), level=level, message=message))
 
     def flush(self) -> bool:
         """Write what was gathered; False when storage did not take it, which is tried again later."""
@@ -115,7 +116,7 @@ class RankLog:
                 batch.append(self._lines.popleft())
             notice = self.budget.notice()
             if notice is not None:
-                batch.append(LogRecord(at=time.time(), level="WARNING", message=notice))
+                batch.append(LogRecord(at=head_clock.now(), level="WARNING", message=notice))
             if not batch:
                 return True
             try:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from everstep.events import EventKind
+from train_fn import head_clock
 from train_fn.context import WorkerContext
 from train_fn.state import TrainState
 
@@ -35,7 +36,7 @@ class Reporter:
         timed = {**finite, "samples_per_s": num_samples / step_s, "step_s": step_s}
         point = {
             "step": self._state.step,
-            "at": time.time(),
+            "at": head_clock.now(),
             "values": {name: value if math.isfinite(value) else None for name, value in timed.items()},
         }
         self._state.tail.append({"kind": EventKind.METRICS.value, "at": point["at"], "data": point})
@@ -49,7 +50,7 @@ class Reporter:
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Report something that happens between steps; the clock of the next step starts after it."""
-        self._state.tail.append({"kind": kind.value, "at": time.time(), "data": data})
+        self._state.tail.append({"kind": kind.value, "at": head_clock.now(), "data": data})
         if self._journal is not None:
             self._journal.emit(kind, data)
 

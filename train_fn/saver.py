@@ -16,7 +16,7 @@ from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import CheckpointName, Stop
-from train_fn import torch_file
+from train_fn import head_clock, torch_file
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.context import WorkerContext
@@ -329,7 +329,7 @@ class Saver:
 
     def _observed(self) -> ObservedFailures:
         """Failures so far; the journals are read once, since in this attempt there was none yet."""
-        now = time.time()
+        now = head_clock.now()
         if self._past is None:
             try:
                 self._past = (now, observed_failures(self._ctx.run_dir, now))

@@ -25,6 +25,7 @@ from everstep.events import EventKind
 from everstep.interface_choice import GLOO_VARIABLE
 from storage.errors import StorageUnavailable
 from storage.run_dir import ProfileOrder, Stop
+from train_fn import head_clock
 from train_fn.checkpoint_reports import CheckpointReports
 from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
@@ -131,13 +132,12 @@ class RankJournal:
         self._launch = launch
         self._world_size = world_size
         self._recovering = launch.recovery is not None and world_rank == 0
-        self._entered_at = time.time()
-        self._restored_at = self._entered_at
+        self._entered = self._restored = time.monotonic()
         self._restored_step: int | None = None
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         if kind is EventKind.RESTORED:
-            self._restored_at = time.time()
+            self._restored = time.monotonic()
             self._restored_step = data.get("step")
         if kind is EventKind.METRICS and self._recovering and data["points"]:
             self._recovering = False
@@ -158,6 +158,7 @@ class RankJournal:
     def _recovered(self, first_step_at: float) -> dict[str, Any]:
         note = self._launch.recovery
         assert note is not None
+        entered_at, restored_at = head_clock.time_of(self._entered), head_clock.time_of(self._restored)
         lost = None
         if self._restored_step is not None:
             lost = max(0, (note.last_step or 0) - self._restored_step)  # without a last step nobody knows of any
@@ -170,9 +171,9 @@ class RankJournal:
             "phases": {
                 "leave": round(note.left_at - note.noticed_at, 3),
                 "decide": round(self._launch.started_at - note.left_at, 3),
-                "start": round(self._entered_at - self._launch.started_at, 3),
-                "restore": round(self._restored_at - self._entered_at, 3),
-                "first_step": round(first_step_at - self._restored_at, 3),
+                "start": round(entered_at - self._launch.started_at, 3),
+                "restore": round(restored_at - entered_at, 3),
+                "first_step": round(first_step_at - restored_at, 3),
             },
         }
 

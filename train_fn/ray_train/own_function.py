@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from everstep.events import EventKind
 from everstep.spec import CodeSpec
 from storage.run_dir import Stop
+from train_fn import head_clock
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
@@ -101,7 +102,7 @@ class Reports:
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
         values = {**_numbers(metrics), "step_s": step_s}
-        self._ctx.journal.emit(EventKind.METRICS, {"points": [{"step": self.step, "at": time.time(), "values": values}]})
+        self._ctx.journal.emit(EventKind.METRICS, {"points": [{"step": self.step, "at": head_clock.now(), "values": values}]})
 
 
 def train(ctx: WorkerContext) -> Stop | None:
