@@ -31,8 +31,8 @@ from benchmarks.steps import around
 from benchmarks.workloads import WORKLOADS
 from tests.service_process import ServiceProcess, free_port, wait_for
 
-SETTLE_STEPS = 1200
-"""Steps before the kill: past start-up, checkpoints, and what Everstep's spare processes take to import."""
+SETTLE_STEPS = 325
+"""Steps before the kill: past start-up and the first checkpoints, half-way to the next."""
 GIVE_UP_S = 240.0
 
 

@@ -34,6 +34,7 @@ from service.embedded.processes import end_members, give_way, lives, members, st
 
 WATCH_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
+START_TRIES = 2
 RETRY_S = 10.0
 """From a node that did not start to the next one in its place."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
@@ -73,9 +74,7 @@ class Keeper:
         self._start_fork_server()
         self._start_head()
         log.info("head is up after %.1f s; dashboard at %s", time.monotonic() - began, self._note.dashboard_url)
-        self._fill()
-        if self._note.num_nodes and not [node for node in self._note.nodes if not node.is_head]:
-            raise RuntimeError("no node started; what is above says why")
+        self._fill_first()
         self._note = replace(self._note, state="ready")
         self._publish()
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
@@ -175,6 +174,14 @@ class Keeper:
         )
         give_way(self._note.nodes[0].pids)
         self._publish()
+
+    def _fill_first(self) -> None:
+        """Start every node, and where none comes up in time, as on a machine that is very busy, once more."""
+        for _ in range(START_TRIES):
+            self._fill()
+            if self._stopping or not self._note.num_nodes or any(not node.is_head for node in self._note.nodes):
+                return
+        raise RuntimeError("no node started; what is above says why")
 
     def _fill(self) -> None:
         """Start a node in every free place, side by side, and note them. Where one does not start another is tried later."""

@@ -130,6 +130,6 @@ def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
         return None
     service.kill_node(node_id)
-    wait_for(lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]}, 20, "the keeper's notice")
+    wait_for(lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]}, 120, "the keeper's notice")
     service.refill()
     return f"node {node_id[:8]}"

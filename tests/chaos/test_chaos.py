@@ -164,7 +164,7 @@ def _check_nothing_left(service: ServiceProcess, run: RunHandle) -> None:
         left = _placement_groups(service, run.id) or _processes(run.id) or _actors(service)
         return not left and not (shared_memory_root() / run.id).exists()
 
-    wait_for(clean, 30, f"the end of all that {run.id} held")
+    wait_for(clean, 120, f"the end of all that {run.id} held")
 
 
 def _actors(service: ServiceProcess) -> list[str]:

@@ -108,7 +108,7 @@ class Plane:
         replica.kill()
         time.sleep(chance.random())
         replica.start()
-        wait_for(replica.is_ready, 60, "its /readyz: a service that begins while its database is away ends")
+        wait_for(replica.is_ready, 120, "its /readyz: a service that begins while its database is away ends")
 
     def stop_a_replica(self, chance: random.Random) -> None:
         """Stand still for longer than the lease lasts, and wake up."""
@@ -189,7 +189,7 @@ def check(plane: Plane, http: httpx.Client) -> None:
     lost = {name: run_id for name, run_id in history.created.items() if run_id not in runs or runs[run_id]["name"] != name}
     assert lost == {}, "acknowledged, and gone"
     assert {runs[run_id]["status"] for run_id in history.cancelled} <= {"CANCELLED", "STOPPING"}
-    wait_for(lambda: not any(run["status"] == "QUEUED" for run in found().values()), 60, "the start of every run")
+    wait_for(lambda: not any(run["status"] == "QUEUED" for run in found().values()), 120, "the start of every run")
     submissions = Counter(job.rpartition("-")[0] for job in plane.ray.jobs)
     assert [run_id for run_id, count in submissions.items() if count > 1] == [], "two submissions of one run"
     assert set(submissions) <= runs.keys(), "a job without a run"

@@ -98,11 +98,11 @@ def test_the_first_rank_is_the_one_that_was_hit_and_no_line_is_lost_or_repeated(
     hit: list[tuple[str, int]] = []
     for _ in range(NUM_DRILLS):
         kind, rank = random.choices(("kill_worker", "hang_worker"), (18, 2))[0], random.randrange(NUM_RANKS)
-        drill = run.drill(kind, rank=rank).wait(120)
+        drill = run.drill(kind, rank=rank).wait(240)
         assert drill.state == "recovered", (drill.state, drill.problem)
         hit.append(("hang" if kind == "hang_worker" else "worker_lost", rank))
     run.cancel()
-    wait_for(lambda: run.refresh().status.terminal, 60, "the cancel")
+    wait_for(lambda: run.refresh().status.terminal, 120, "the cancel")
     follower.join(60)
     assert not follower.is_alive(), "following ends with the run"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -278,9 +277,7 @@ def test_a_terminated_driver_leaves_its_run_unfinished_and_the_next_goes_on(begi
     run.wait_for_step(30)
     assert run.driver is not None
     run.driver.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     assert run.wait_for_end() not in (0, 3)
-    assert time.monotonic() - began < 10
     assert run.of(EventKind.FINISHED) == []
     last_attempt = run.last(EventKind.ATTEMPT_STARTED).attempt
 

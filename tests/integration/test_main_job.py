@@ -61,22 +61,22 @@ def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProce
     run = client.runs.create(digits("cancelled", epochs=500))
     wait_for_step(run, 15)
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
     assert run.latest_checkpoint is not None and run.latest_checkpoint.step == run.step >= 15
     with pytest.raises(RunFailed, match="CANCELLED"):
         run.wait(timeout_s=5)
     again = client.runs.create(digits("after the cancelled one", epochs=1, workers=(3, 3)))
-    again.wait(timeout_s=120)
+    again.wait(timeout_s=240)
 
 
 def test_pause_and_resume_go_on_from_the_very_step(service: ServiceProcess) -> None:
     run = service.client().runs.create(digits("paused", epochs=12))
     wait_for_step(run, 20)
     run.pause()
-    wait_for(lambda: run.refresh().status == "PAUSED", 60, "the pause")
+    wait_for(lambda: run.refresh().status == "PAUSED", 120, "the pause")
     paused_at = run.step
     run.resume()
-    run.wait(timeout_s=120)
+    run.wait(timeout_s=240)
     restored = [event.data["step"] for event in run.events() if event.kind == "restored"]
     assert restored == [0, paused_at]
     assert run.step == 12 * 12
@@ -88,18 +88,18 @@ def test_an_error_of_the_data_is_the_users(service: ServiceProcess) -> None:
     spec["task"]["data"] = {"name": "image_folder", "args": {"root": "/nowhere/to/be/found"}}
     run = service.client().runs.create(spec)
     with pytest.raises(RunFailed, match="user_error"):
-        run.wait(timeout_s=120)
+        run.wait(timeout_s=240)
     assert run.failures()[-1].verdict == "user_error"
     assert "/nowhere/to/be/found" in (run.failures()[-1].exception or "")
 
 
 def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) -> None:
     run = service.client().runs.create(digits("too large", workers=(4, 4)))
-    wait_for(lambda: run.refresh().reason is not None, 20, "a reason")
+    wait_for(lambda: run.refresh().reason is not None, 120, "a reason")
     assert run.status == "QUEUED" and run.reason is not None and run.reason.code == "infeasible"
     assert "CPU" in run.reason.message
     run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 20, "the cancel")
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(service: ServiceProcess) -> None:

@@ -30,7 +30,7 @@ from tests.unit.web_browser import status_of
 
 AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
 
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="needs Chromium: apt-get install chromium")
 
@@ -148,7 +148,7 @@ async def test_a_hundred_thousand_points_are_thinned_and_drawn(api: ApiService, 
         connection.execute(insert(metrics), points)
     await page.goto(f"/runs/{story.running}")
     chart = page.locator("figure.chart", has_text="loss").first.get_by_role("img")
-    await expect(chart).to_have_attribute("aria-label", _has("at step 100999"), timeout=30_000)
+    await expect(chart).to_have_attribute("aria-label", _has("at step 100999"), timeout=60_000)
     await expect(chart).to_have_attribute("aria-label", _has("and 9;"))
     drawn_ms = await page.evaluate(
         """() => { const began = performance.now();
@@ -165,7 +165,7 @@ async def test_nothing_serious_is_found_by_axe(story: Story, page: Page) -> None
         for path in paths(story):
             await page.goto(path)
             if await page.locator("#charts").count():
-                await expect(page.locator("figure.chart").first).to_be_visible(timeout=20_000)
+                await expect(page.locator("figure.chart").first).to_be_visible(timeout=60_000)
             await page.evaluate(AXE.read_text())
             result = await page.evaluate("(rules) => axe.run({resultTypes: ['violations'], ...rules})", rules)
             bad = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
@@ -196,17 +196,17 @@ async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button(
             await expect(page.locator(".timeline li")).to_have_count(0)
             attempts = await asyncio.to_thread(run.attempts)
             os.kill(attempts[-1].workers[1].pid, signal.SIGKILL)
-            await expect(page.locator(".timeline li")).to_have_count(1, timeout=30_000)
+            await expect(page.locator(".timeline li")).to_have_count(1, timeout=60_000)
             await expect(page.locator(".timeline li")).to_contain_text("rank 1")
             lane = page.get_by_role("img", name=re.compile("^Rank 1:"))
             await expect(lane).to_have_attribute("aria-label", re.compile(r"2 attempts, failed first in .*worker_lost"))
-            await expect(page.locator("#top .badge")).to_have_text("Running", timeout=30_000)
+            await expect(page.locator("#top .badge")).to_have_text("Running", timeout=60_000)
             await _drawn_step(page, grown + 30)
             await expect(page.locator("#figures")).to_contain_text(re.compile(r"Restarts\s*1"))
             await page.get_by_text("Profile…").click()
             await page.get_by_role("spinbutton", name="Steps").fill("3")
             await page.get_by_role("button", name="Profile this rank").click()
-            await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(timeout=30_000)
+            await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(timeout=60_000)
             [profile] = await asyncio.to_thread(run.profiles)
             assert profile.steps == 3 and [each.bucket for each in profile.all_reduces if each.bucket is not None]
             await page.get_by_text("Cancel…").click()

@@ -143,7 +143,7 @@ class ApiService:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(create_app(self.context), log_config=None, lifespan="on"))
         self._serving = asyncio.create_task(self._server.serve([listener]))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self._server.started:  # noqa: ASYNC110  uvicorn has no event for it
                 await asyncio.sleep(0.005)
         self.http = await self.client(self.token("admin"))

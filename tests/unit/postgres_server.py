@@ -42,7 +42,7 @@ class PostgresServer:
     def crash(self) -> None:
         """End it at once, as a crash does: it will have to recover when it is started again."""
         self.process.send_signal(signal.SIGQUIT)
-        self.process.wait(20)
+        self.process.wait(60)
 
     def restart(self) -> None:
         self.process = self._start()

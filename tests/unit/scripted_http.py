@@ -110,7 +110,7 @@ def scripted() -> Iterator[ScriptedServer]:
         server.released.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 def reply(value: Any, status: int = 200, **headers: str) -> Answer:
@@ -211,6 +211,6 @@ def silent_after(*parts: bytes) -> Answer:
         handler.begin_stream()
         for part in parts:
             handler.chunk(part)
-        handler.server.released.wait(30)
+        handler.server.released.wait(60)
 
     return answer

@@ -192,7 +192,7 @@ async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) 
         data = first + b"".join([block async for block in blocks])
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while store.retain(1, None) != ["step-000000010.s001"]:  # noqa: ASYNC110  the service lets go once the last block has left it
             await asyncio.sleep(0.01)
 

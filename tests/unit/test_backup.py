@@ -58,7 +58,7 @@ def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: S
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        assert begun.wait(10)
+        assert begun.wait(60)
         made = create(served, tmp_path / "copy")
     finally:
         stop.set()

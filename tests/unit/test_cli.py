@@ -192,12 +192,12 @@ async def test_watch_ends_with_the_run_and_tells_how(api: ApiService, outcome: s
 
 async def test_submit_and_watch_follow_a_run_live(api: ApiService, spec_file: Path) -> None:
     watching = asyncio.create_task(everstep("submit", spec_file, "--watch", "--json"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (items := (await api.get("/v1/runs"))["items"]):  # noqa: ASYNC110  it comes from another thread
             await asyncio.sleep(0.01)
     run_id = items[0]["id"]
     api.runs.request_stop(run_id, "cancel")
-    result = await asyncio.wait_for(watching, 20)
+    result = await asyncio.wait_for(watching, 60)
     values = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.exit_code == 1
     assert [value["seq"] for value in values[:-1]] == list(range(1, len(values)))
@@ -366,7 +366,7 @@ def test_a_reader_that_has_enough_is_no_error(server: ScriptedServer) -> None:
             assert cli.stdout is not None and cli.stderr is not None
             assert "x" * 200 in cli.stdout.readline()
             cli.stdout.close()
-            assert cli.wait(30) == 0
+            assert cli.wait(60) == 0
             assert cli.stderr.read() == ""
 
 
@@ -377,7 +377,7 @@ def test_control_c_leaves_the_run_and_says_so(server: ScriptedServer) -> None:
         assert cli.stdout is not None and cli.stderr is not None
         assert "accuracy 0.5" in cli.stdout.readline()
         cli.send_signal(signal.SIGINT)
-        assert cli.wait(30) == 130
+        assert cli.wait(60) == 130
         told = cli.stderr.read()
     assert f"everstep cancel {RUN_ID}" in told and "Traceback" not in told
     assert all(request.method == "GET" for request in server.requests)

@@ -39,15 +39,15 @@ class Writers:
         def first(connection: Connection) -> None:
             connection.execute(INSERT, {"name": "first"})
             begun.set()
-            assert done.wait(20)
+            assert done.wait(60)
 
         futures = [self._pool.submit(self._write, first)]
-        assert begun.wait(20)
+        assert begun.wait(60)
         commits = self.database._shared_commits
         assert commits is not None
         for number, write in enumerate(later, start=1):
             futures.append(self._pool.submit(self._write, write))
-            wait_for(lambda number=number: commits._num_waiting == number, 20, "a writer that waits")  # type: ignore[misc]
+            wait_for(lambda number=number: commits._num_waiting == number, 60, "a writer that waits")  # type: ignore[misc]
         yield futures
         done.set()
 
@@ -134,7 +134,7 @@ def test_a_writer_that_gives_up_leaves_the_commit_to_those_that_wait(writers: Wr
     assert commits is not None
     monkeypatch.setattr(commits, "_num_waiting", 1)  # as it is at the very moment at which the last one gives up
     future = writers._pool.submit(writers._write, named("a"))
-    wait_for(lambda: commits._open is not None, 20, "a transaction that is left open")
+    wait_for(lambda: commits._open is not None, 60, "a transaction that is left open")
     assert not future.done()
     commits._num_waiting = 0
     future.result(20)

@@ -161,7 +161,7 @@ def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Databa
     inside, taken = threading.Event(), []
 
     def take_over() -> None:
-        inside.wait(10)
+        inside.wait(60)
         taken.append(leases.take("reconciler", "b"))
 
     thread = threading.Thread(target=take_over)
@@ -171,7 +171,7 @@ def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Databa
         thread.join(0.3)
         assert taken == []
         connection.execute(text("DELETE FROM idempotency_keys"))
-    thread.join(10)
+    thread.join(60)
     assert taken[0] is not None and taken[0].holder == "b"
 
 

@@ -176,7 +176,7 @@ async def everstep(*arguments: str) -> Result:
 
 async def finish(api: ApiService, ray: FakeRay, report: DeploymentReport | None, status: str = "SUCCEEDED", code: int = 0) -> None:
     """Do what the check's job would, once it is there."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not ray.submissions:  # noqa: ASYNC110  another process's queue would be no different
             await asyncio.sleep(0.01)
     [check_id] = ray.submissions

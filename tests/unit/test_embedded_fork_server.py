@@ -40,7 +40,7 @@ if "stay" in sys.argv:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = tmp_path_factory.mktemp("fork") / "s"
     server = subprocess.Popen([sys.executable, "-m", "service.embedded.fork_server", str(path), "no_such_module"], cwd=ROOT)
-    wait_for(path.exists, 30, "the fork server's socket")
+    wait_for(path.exists, 60, "the fork server's socket")
     yield str(path)
     server.kill()
     server.wait()
@@ -93,14 +93,14 @@ def test_a_stand_in_that_is_killed_takes_its_worker_along(address: str, tmp_path
     worker = psutil.Process(pid)
     started.process.kill()
     started.process.communicate()
-    psutil.wait_procs([worker], timeout=10)
+    psutil.wait_procs([worker], timeout=60)
     assert not psutil.pid_exists(pid)
 
 
 def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path: Path) -> None:
     started = Started(address, tmp_path, "stay")
     os.kill(int(str(started.said()["pid"])), signal.SIGKILL)
-    started.process.communicate(timeout=10)
+    started.process.communicate(timeout=60)
     assert started.process.returncode == 0
 
 
@@ -115,7 +115,7 @@ def test_a_worker_whose_raylet_dies_ends(address: str, tmp_path: Path) -> None:
     pid = json.loads(out.read_text())["pid"]
     raylet.kill()
     raylet.wait()
-    wait_for(lambda: not psutil.pid_exists(pid), 10, "the worker's end")
+    wait_for(lambda: not psutil.pid_exists(pid), 60, "the worker's end")
 
 
 def test_what_a_fork_cannot_give_is_left_to_ray() -> None:

@@ -39,7 +39,7 @@ class Gpu:
 def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
     gpu = Gpu(Look(0.5, 70, 100, 30), Look(None, 60, 100, 40))
     with gpu.watch():
-        assert gpu.lost.wait(20)
+        assert gpu.lost.wait(60)
     assert [(told["rank"], told["node_id"], told["busy"], told["used_bytes"]) for told in gpu.told] == [
         (3, "node-a", 0.5, 70),
         (3, "node-a", None, 60),

@@ -156,7 +156,7 @@ def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_d
     assert controller.flush(timeout_s=20)
     controller.ask(timeout_s=20)
     assert controller.last_step == 7
-    assert superseded.wait(timeout=20)
+    assert superseded.wait(timeout=60)
     old.ask(timeout_s=20)
     assert old.stop_requested == "cancel"
     assert old.close(timeout_s=20)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -21,16 +22,16 @@ def node(slot: int) -> NodeNote:
 
 
 class Slow(Keeper):
-    """A cluster on a machine that is so busy that the raylet in place 2 is not there in time, at first."""
+    """A cluster on a machine that is so busy that the raylets in some places are not there in time, at first."""
 
-    failures = 1
-    left: subprocess.Popen[bytes] | None = None
+    late: ClassVar[list[int]] = []
+    left: ClassVar[list[subprocess.Popen[bytes]]] = []
 
     def _start_node(self, slot: int) -> NodeNote:
-        if slot == 2 and self.failures:
-            self.failures -= 1
-            command = [sys.executable, "-c", "import time; time.sleep(60)", f"{self._note.temp_dir}/n2.0/raylet"]
-            self.left = subprocess.Popen(command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir})
+        if slot in self.late:
+            self.late.remove(slot)
+            command = [sys.executable, "-c", "import time; time.sleep(60)", f"{self._note.temp_dir}/n{slot}.0/raylet"]
+            self.left.append(subprocess.Popen(command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir}))
             raise Exception("The current node timed out during startup.")  # as Ray says it
         return node(slot)
 
@@ -43,14 +44,16 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     note = ClusterNote("ready", pid, started_at(pid), str(temp_dir), 3, 1)
     note = replace(note, gcs_pid=pid, dashboard_pid=pid, fork_server_pid=pid, nodes=(node(0),))
     monkeypatch.setattr(keeper_module, "lives", lambda *_: True)
+    monkeypatch.setattr(Slow, "left", [])
     return Slow(tmp_path / "cluster.json", note)
 
 
 def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "late", [2])
     slow._fill()
     note = read_note(slow._note_path)
     assert note is not None and [each.slot for each in note.nodes] == [0, 1, 3]
-    assert slow.left is not None and slow.left.wait(20) == -9, "what Ray had begun for it is ended"
+    assert [process.wait(60) for process in slow.left] == [-9], "what Ray had begun for it is ended"
 
     assert slow.tick()
     assert len(slow._note.nodes) == 3, "not at once"
@@ -58,3 +61,15 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow
     assert slow.tick()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     assert slow._refill_at is None
+
+
+def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "late", [1, 2, 3])
+    slow._fill_first()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+
+    slow._note = replace(slow._note, nodes=(node(0),))
+    monkeypatch.setattr(slow, "late", [1, 1, 2, 2, 3, 3])
+    with pytest.raises(RuntimeError, match="no node started"):
+        slow._fill_first()
+    assert [process.wait(60) for process in slow.left] == [-9] * 9

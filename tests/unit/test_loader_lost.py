@@ -37,7 +37,7 @@ def kill_while_it_hands_over(monkeypatch: pytest.MonkeyPatch) -> BaseException:
     loader: Any = iter(DataLoader(Tensors(), batch_size=None, num_workers=1))
     next(loader)
     [process] = loader._workers
-    wait_for(loader._data_queue._reader.poll, 20, "a batch made ahead")
+    wait_for(loader._data_queue._reader.poll, 60, "a batch made ahead")
     process.kill()
     process.join()
     with monkeypatch.context() as patched:

@@ -156,7 +156,7 @@ class _Gate(MemoryObjects):
 
     def read(self, relpath: str) -> bytes:
         self.num_reads += 1
-        assert self.answers.wait(20)
+        assert self.answers.wait(60)
         if self.broken:
             raise StorageUnavailable("away")
         return super().read(relpath)

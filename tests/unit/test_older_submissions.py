@@ -24,11 +24,11 @@ def test_a_driver_is_dead_once_it_has_ended_and_not_while_it_is_stopped() -> Non
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         driver = DriverProcess(process.pid, psutil.Process(process.pid).create_time())
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, 20, "its stop")
+        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, 60, "its stop")
         assert driver.is_alive()
         assert not dataclasses.replace(driver, began_at=driver.began_at - 1).is_alive(), "another process has its id"
         process.kill()
-        wait_for(lambda: not driver.is_alive(), 20, "its end")
+        wait_for(lambda: not driver.is_alive(), 60, "its end")
         assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
     assert not driver.is_alive()
     assert DriverProcess.own().is_alive()

@@ -32,7 +32,7 @@ async def listed(api: ApiService, run_id: str) -> list[Profile]:
 
 async def asked(api: ApiService, run_id: str) -> Profile:
     """The profile that a client in another thread asks for, once its order is on its way."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while api.storage.run_dir(run_id).profile_ordered(1) is None:  # noqa: ASYNC110  it comes from a thread
             await asyncio.sleep(0.01)
     return (await listed(api, run_id))[0]

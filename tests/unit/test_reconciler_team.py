@@ -137,7 +137,7 @@ def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
         command = [sys.executable, "-m", "tests.unit.reconciler_world", str(tmp_path), ray.url, url]
         replicas = {str(process.pid): process for process in (subprocess.Popen(command) for _ in range(2))}
         try:
-            wait_for(lambda: holder() in replicas, 30, "a first leader")
+            wait_for(lambda: holder() in replicas, 60, "a first leader")
             leader = replicas[holder()]
             os.kill(leader.pid, number)
             wait_for(lambda: holder() != str(leader.pid), 10, "the next leader")
@@ -151,7 +151,7 @@ def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
         finally:
             for process in replicas.values():
                 process.kill()
-                process.wait(10)
+                process.wait(60)
             database.close()
 
 

@@ -226,7 +226,7 @@ async def test_the_file_is_healed_and_old_marks_are_forgotten_whatever_ray_says(
 async def test_ticks_look_after_nodes(here: World) -> None:
     here.marks.say("n1", "draining", "ann")
     await here.reconciler.tick()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not read_node_marks(here.storage):  # noqa: ASYNC110  written beside the ticks
             await asyncio.sleep(0.01)
 
@@ -240,7 +240,7 @@ async def test_a_marked_node_is_no_room_for_a_queued_run(here: World, ray: FakeR
     assert ray.submissions == [] and reason is not None and reason.code == "waiting_for_capacity"
     assert "3 of 4 nodes are cordoned or draining" in reason.message
     here.marks.say("n2", "open", "ann")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not ray.submissions:
             await here.reconciler.tick()
             await asyncio.sleep(0.05)

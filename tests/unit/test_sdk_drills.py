@@ -32,7 +32,7 @@ async def running(api: ApiService) -> tuple[RunHandle, Journal]:
 
 async def asked(api: ApiService, run_id: str) -> Drill:
     """The drill that a client in another thread asks for."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (items := (await api.get(f"/v1/runs/{run_id}/drills"))["items"]):  # noqa: ASYNC110  it comes from a thread
             await asyncio.sleep(0.01)
     return Drill.model_validate(items[0])
@@ -40,7 +40,7 @@ async def asked(api: ApiService, run_id: str) -> Drill:
 
 async def test_a_drill_is_waited_for_to_its_report(api: ApiService) -> None:
     run, journal = await running(api)
-    waiting = asyncio.create_task(asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(20)))
+    waiting = asyncio.create_task(asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(60)))
     drill = await asked(api, run.id)
     start(api, journal, run.id, drill)
     recover(api, journal, run.id, 11, *range(12, 25))

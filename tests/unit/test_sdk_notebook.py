@@ -65,7 +65,7 @@ async def test_one_client_serves_many_threads(tmp_path: Path) -> None:
         client, barrier = Client(api.url, api.token("admin")), threading.Barrier(8)
 
         def one(number: int) -> None:
-            barrier.wait(20)
+            barrier.wait(60)
             for _ in range(5):
                 run = client.runs.create(spec(name=f"thread-{number}"))
                 assert client.runs.get(run.id).name == f"thread-{number}"

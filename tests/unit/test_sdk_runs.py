@@ -142,7 +142,7 @@ async def test_events_are_followed_live_and_read_again(api: ApiService, client: 
         api.apply(run.id, [journal.steps(step)])
         await asyncio.sleep(0.03)
     api.apply(run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=11)])
-    live = await asyncio.wait_for(following, 20)
+    live = await asyncio.wait_for(following, 60)
     assert [event.seq for event in live] == list(range(1, len(live) + 1))
     assert live[0].kind == "run_created" and (live[-1].kind, live[-1].data["to"]) == ("status", "SUCCEEDED")
     assert await asyncio.to_thread(lambda: list(run.events())) == live
@@ -163,12 +163,12 @@ async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client
     log(0, 1, "first")
     seen: list[str] = []
     following = asyncio.create_task(asyncio.to_thread(lambda: seen.extend(line.message for line in run.logs(follow=True))))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(seen) < 2:  # noqa: ASYNC110  the lines come in another thread
             await asyncio.sleep(0.01)
     log(0, 2, "second")
     api.apply(run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=1)])
-    await asyncio.wait_for(following, 20)
+    await asyncio.wait_for(following, 60)
     assert seen == ["driver", "first", "second"]
     assert await asyncio.to_thread(lambda: [line.message for line in run.logs(rank=0)]) == ["first", "second"]
 

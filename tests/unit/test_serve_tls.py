@@ -60,9 +60,9 @@ def test_it_answers_over_tls_and_tells_its_clients_so(tmp_path: Path) -> None:
         process = serve(home, ray, port, **env)
         try:
             trusting = ssl.create_default_context(cafile=str(cert))
-            wait_for(lambda: (home / "url").exists(), 30, "the service's URL")
+            wait_for(lambda: (home / "url").exists(), 60, "the service's URL")
             with httpx.Client(base_url=url, verify=trusting, trust_env=False) as http:
-                wait_for(lambda: answers(http), 30, "an answer")
+                wait_for(lambda: answers(http), 60, "an answer")
             assert (home / "url").read_text().strip() == url
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 httpx.get(f"{url}/healthz", trust_env=False)
@@ -70,7 +70,7 @@ def test_it_answers_over_tls_and_tells_its_clients_so(tmp_path: Path) -> None:
                 httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False)
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -87,7 +87,7 @@ def test_a_certificate_that_cannot_be_used_ends_the_start_with_the_way_out(tmp_p
     env = {"EVERSTEP_TLS_CERT": str(cert), "EVERSTEP_TLS_KEY": str(tmp_path / "other.pem"), "EVERSTEP_PUBLIC_URL": "https://a"}
     with serving(FakeRay()) as ray:
         process = serve(tmp_path / "home", ray, free_port(), **env)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=60)
     assert process.returncode == 2 and "TLS cannot be served" in error and "other.pem" in error
 
 

@@ -192,7 +192,7 @@ while True:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"open\n"
-            wanted, deadline = len(found) + 200, time.monotonic() + 30
+            wanted, deadline = len(found) + 200, time.monotonic() + 60
             while len(found) < wanted:
                 assert time.monotonic() < deadline
                 events, cursor = read_journal(run_dir, 1, cursor, limit=37)

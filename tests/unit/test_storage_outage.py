@@ -42,12 +42,12 @@ class Disk:
         self._frozen = False
 
     def freeze(self) -> None:
-        subprocess.run(["fsfreeze", "--freeze", self.path], check=True, timeout=20)
+        subprocess.run(["fsfreeze", "--freeze", self.path], check=True, timeout=60)
         self._frozen = True
 
     def thaw(self) -> None:
         if self._frozen:
-            subprocess.run(["fsfreeze", "--unfreeze", self.path], check=True, timeout=20)
+            subprocess.run(["fsfreeze", "--unfreeze", self.path], check=True, timeout=60)
         self._frozen = False
 
 

@@ -33,7 +33,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(LAUNCH), *arguments], capture_output=True, text=True, timeout=30)
+    return subprocess.run([str(LAUNCH), *arguments], capture_output=True, text=True, timeout=60)
 
 
 def test_every_host_runs_its_part_of_one_rendezvous(seen: Path) -> None:

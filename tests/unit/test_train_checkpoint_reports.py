@@ -29,7 +29,7 @@ class SlowRay:
         monkeypatch.setattr(ray.train, "report", self._report)
 
     def _report(self, **report: Any) -> None:
-        assert self.open.acquire(timeout=20)
+        assert self.open.acquire(timeout=60)
         if report["metrics"] == {"fails": 1.0}:
             raise self.error
         self.reported.append(report)

@@ -58,7 +58,7 @@ def told(ctx: WorkerContext, kind: EventKind = EventKind.CHECKPOINT_FAILED) -> l
 
 def train_until(saver: Saver, state: TrainState, reached: Callable[[], bool]) -> None:
     """Steps of a millisecond until a fact is there."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not reached():
         assert time.monotonic() < deadline
         train_step(saver, state, state.step + 1)

@@ -79,7 +79,7 @@ class SlowStorage:
 
         def begin_slowly(store: CheckpointStore, step: int, submission: int) -> Any:
             self.begun.release()
-            assert self.go.acquire(timeout=10)
+            assert self.go.acquire(timeout=60)
             return begin(store, step, submission)
 
         monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
@@ -90,7 +90,7 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, 
     saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
     saver.offer(due=True, is_best=False)
-    assert slow.begun.acquire(timeout=10)
+    assert slow.begun.acquire(timeout=60)
     advance(state, 11)  # training goes on while the storage is slow
     slow.go.release(2)
     saver.save_now()
@@ -112,14 +112,14 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path,
     ctx, state, slow = make_context(tmp_path, keep_latest=9), make_state(), SlowStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
     assert train_step(saver, state, 10)
-    assert slow.begun.acquire(timeout=10)  # under way
+    assert slow.begun.acquire(timeout=60)  # under way
     assert not any(train_step(saver, state, step) for step in range(11, 35)), "20 and 30 wait until 10 is written"
     train_step(saver, state, 35, is_best=True)
     assert not train_step(saver, state, 40)
     slow.go.release(9)
-    saver.wait_idle(time.monotonic() + 10)
+    saver.wait_idle(time.monotonic() + 60)
     assert train_step(saver, state, 43), "what was merged is made up for at the first step that can"
-    saver.wait_idle(time.monotonic() + 10)
+    saver.wait_idle(time.monotonic() + 60)
     assert not train_step(saver, state, 44)
     assert train_step(saver, state, 50)
     saver.save_now()
@@ -160,7 +160,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     step = num_saved = 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
         assert time.monotonic() < deadline
         step += 1

@@ -36,9 +36,9 @@ class ThreadPeers(Peers):
 
     def gather(self, value: Any) -> list[Any]:
         self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(10)
+        self.meeting.barrier.wait(60)
         values = list(self.meeting.values)
-        self.meeting.barrier.wait(10)
+        self.meeting.barrier.wait(60)
         return values
 
 
