@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
-from benchmarks.http_loop import Connection, closed_loop, percentile
+from benchmarks.http_loop import closed_loop, lines_of_stream, percentile
 from benchmarks.ray_stand_in import ray_stand_in
 from everstep.events import EventKind
 from service.api.paging import encode_run_cursor
@@ -105,12 +105,12 @@ def post() -> Callable[[], tuple[str, str, bytes]]:
     return lambda: ("POST", "/v1/runs", json.dumps(SPEC | {"name": f"posted-{next(numbers)}"}).encode())
 
 
-async def measured(service: Replica, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
+def measured(service: Replica, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
     """Requests a second and latencies in milliseconds of a closed loop; what the service used meanwhile."""
-    await closed_loop(service.port, service.headers, CLIENTS, ask, 1.0, status)
+    closed_loop(service.port, service.headers, CLIENTS, ask, 1.0, status)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
-    latencies = await closed_loop(service.port, service.headers, CLIENTS, ask, seconds, status)
+    latencies = closed_loop(service.port, service.headers, CLIENTS, ask, seconds, status)
     took = time.perf_counter() - began
     found = {f"p{share}_ms": round(percentile(latencies, share / 100) * 1000, 2) for share in (50, 99)}
     found["longest_ms"] = round(max(latencies) * 1000, 1)
@@ -130,8 +130,7 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
             await asyncio.sleep(0.1)
     late: list[float] = []
     heard: list[int] = []
-    connections = [await Connection.open(service.port, service.headers) for _ in range(FOLLOWERS)]
-    tasks = [asyncio.create_task(_follow(each, run_id, late, heard)) for each in connections]
+    tasks = [asyncio.create_task(_follow(service, run_id, late, heard)) for _ in range(FOLLOWERS)]
     await asyncio.sleep(2.0)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
@@ -166,8 +165,8 @@ async def _tell(run_dir: RunDir, seconds: float) -> int:
     return told - 1
 
 
-async def _follow(connection: Connection, run_id: str, late: list[float], heard: list[int]) -> None:
-    async for line in connection.stream(f"/v1/runs/{run_id}/events"):
+async def _follow(service: Replica, run_id: str, late: list[float], heard: list[int]) -> None:
+    async for line in lines_of_stream(service.port, service.headers, f"/v1/runs/{run_id}/events"):
         if line.startswith(b"data: ") and b'"kind":"metrics"' in line:
             event = json.loads(line[6:])
             heard.append(event["seq"])
@@ -194,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
                     if name == "sse":
                         tries.append(asyncio.run(followers(service, options.seconds)))
                     else:
-                        tries.append(asyncio.run(measured(service, asks[name][0], options.seconds, asks[name][1])))
+                        tries.append(measured(service, asks[name][0], options.seconds, asks[name][1]))
                     print(kind, name, tries[-1], flush=True)
                 results[f"{kind}_{name}"] = {key: report.summary([each[key] for each in tries]) for key in tries[0]}
     report.write("api", results)

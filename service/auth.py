@@ -53,7 +53,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
     """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
     secret = _secret(credentials)
-    found = None if secret is None else await context.database_call(context.tokens.find, secret)
+    found = None if secret is None else await context.database_look(context.tokens.find, secret)
     return _admitted(request, context, found)
 
 
@@ -90,7 +90,7 @@ RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
 
 async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
     """The run of the path. One of another project does not exist for this caller: 404."""
-    run = await context.database_call(context.runs.get, run_id)
+    run = await context.database_look(context.runs.get, run_id)
     if run is None or not caller.reaches(run.project):
         raise not_found(f"run {run_id} does not exist")
     return run
@@ -108,7 +108,7 @@ async def seen_run(run_id: RunPath, request: Request, context: Context, credenti
             token = None if secret is None else context.tokens.find(secret)
             return token, None if token is None else context.runs.look(run_id)
 
-    token, found = await context.database_call(look)
+    token, found = await context.database_look(look)
     caller = _admitted(request, context, token)
     if found is None or not caller.reaches(found[0].project):
         raise not_found(f"run {run_id} does not exist")

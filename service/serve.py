@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import hashlib
 import os
 import signal
@@ -72,6 +73,8 @@ from storage.filesystem import Storage, open_storage
 # Followers of events reconnect by themselves: a stop waits for other requests only, and no longer than this.
 DRAIN_TIMEOUT_S = 5
 EXIT_CANNOT_START = 2
+_GC_THRESHOLDS = (10_000, 20, 50)
+"""Objects made and not yet gone again, before the youngest are looked through; then how many such looks before an older one."""
 
 log = structlog.get_logger("everstep")
 
@@ -349,12 +352,20 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        settle_garbage_collection()
         if self.started:
             self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def settle_garbage_collection() -> None:
+    """What is there by now stays: the collector, for which every request waits, need not look through it, nor come so often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 async def reach(ray: RayJobs, settings: Settings) -> None:

@@ -29,6 +29,8 @@ from service.states import TransitionConflict
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 
+_SHORT_PAGE: Final = 50
+
 
 @router.post(
     "",
@@ -72,7 +74,7 @@ async def submitted(context: ApiContext, caller: Principal, raw: object, idempot
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)
-    (run, transitions), is_new = await context.database_call(_made, context, spec, caller.token_id, idempotency)
+    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency)
     return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
@@ -110,8 +112,9 @@ async def list_runs(
     """Newest first; those of the token's project."""
     wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
     before = parse_run_cursor(cursor)
-    # The whole answer is made in the thread: meanwhile the event loop serves others.
-    answer = await context.database_call(_page, context, caller, wanted, limit, before)
+    # A search reads run after run, and many take long to tell of: meanwhile the event loop serves others.
+    ask = context.database_call if search or limit > _SHORT_PAGE else context.database_look
+    answer = await ask(_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 

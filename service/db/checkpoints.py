@@ -9,9 +9,11 @@ from sqlalchemy import func, select
 
 from everstep.wire import RunStatus
 from service.db.engine import Database
+from service.db.few import Few
 from service.db.tables import checkpoint_checks, runs
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
+_IS_UNENDED: Final = Few(runs.c.status.in_(sorted(status.value for status in RunStatus if not status.terminal)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class CheckpointRecords:
 
     def awaited(self) -> dict[str, frozenset[int]]:
         """Steps by run whose checkpoints other runs are to begin from: those that have not ended, nor a checkpoint of their own."""
-        rows = select(runs.c.spec).where(runs.c.status.not_in(_ENDED), runs.c.latest_checkpoint.is_(None))
+        rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
             for (spec,) in connection.execute(rows):
@@ -69,7 +71,7 @@ class CheckpointRecords:
     def unended(self) -> list[str]:
         """Ids of the runs that have not ended."""
         with self._database.read() as connection:
-            return list(connection.execute(select(runs.c.id).where(runs.c.status.not_in(_ENDED))).scalars())
+            return list(connection.execute(select(runs.c.id).where(_IS_UNENDED)).scalars())
 
     def ended_between(self, begin: float, end: float) -> list[str]:
         """Ids of the runs that ended in this time, unix seconds; ``begin`` not included."""

@@ -71,14 +71,16 @@ class Database:
         self._engine = create_engine(
             self.url,
             pool_size=POOL_SIZE,
-            max_overflow=POOL_SIZE,
+            # On SQLite a connection is an open file: nobody, least of all the event loop, is to wait for one.
+            max_overflow=-1 if self.is_sqlite else POOL_SIZE,
             json_serializer=encoded,
             json_deserializer=from_json,
             connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
         )
         # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
         self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
-        self._reading = threading.local()
+        self._own = threading.local()
+        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``committed``, what it calls later."""
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -109,7 +111,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one snapshot and writes nothing. A read within a read, in the same thread, is part of it."""
-        begun: Connection | None = getattr(self._reading, "connection", None)
+        begun: Connection | None = getattr(self._own, "reading", None)
         if begun is not None:
             yield begun
             return
@@ -117,11 +119,11 @@ class Database:
             if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
-                self._reading.connection = connection
+                self._own.reading = connection
                 try:
                     yield connection
                 finally:
-                    self._reading.connection = None
+                    self._own.reading = None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -135,8 +137,29 @@ class Database:
                     self._guard(connection)
                 yield connection
                 committed = self.companion(connection) if self.companion is not None else None
-            if committed is not None:
+            later: list[Callable[[], None]] | None = getattr(self._own, "committed", None)
+            if committed is not None and later is not None:
+                later.append(committed)
+            elif committed is not None:
                 committed()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One commit, at the block's end, for all that this thread writes in it: on SQLite only.
+
+        A write that fails is undone alone. Reads in the block see what was written before. Where the commit fails, nothing of it
+        was written, and this raises what ``write`` would.
+        """
+        assert self._shared_commits is not None
+        called_later: list[Callable[[], None]] = []
+        with _mapped_errors(), self._shared_commits.together() as connection:
+            self._own.reading, self._own.committed = connection, called_later
+            try:
+                yield
+            finally:
+                self._own.reading, self._own.committed = None, None
+        for call in called_later:
+            call()
 
     def guarded(self, guard: Guard) -> Database:
         """The same database, whose every write begins with ``guard``."""

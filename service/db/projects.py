@@ -13,6 +13,7 @@ from everstep.team import Quotas
 from everstep.wire import RunStatus
 from service.db.audit import note_target
 from service.db.engine import Database, DatabaseError
+from service.db.few import Few
 from service.db.rows import ProjectRow
 from service.db.tables import projects, runs, tokens
 from service.states import LIVE
@@ -128,7 +129,7 @@ def _get(connection: Connection, name: str) -> ProjectRow:
 def _usage(connection: Connection) -> dict[str, Usage]:
     query = (
         select(runs.c.project, runs.c.status, func.count().label("num_runs"), func.sum(runs.c.world_size).label("workers"))
-        .where(runs.c.status.in_(sorted(LIVE)))
+        .where(Few(runs.c.status.in_(sorted(LIVE))))
         .group_by(runs.c.project, runs.c.status)
     )
     found: dict[str, dict[str, Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, and_, bindparam, exists, literal, or_, select, tuple_, union_all
+from sqlalchemy import Connection, Select, and_, bindparam, exists, func, literal, or_, select, tuple_, union_all
 
 from everstep.wire import RunStatus
 from service.db.rows import RunRow
@@ -20,6 +20,9 @@ _BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
 _ORDER: Final = (runs.c.created_at.desc(), runs.c.id.desc())
 _RUN_TEXTS: Final = (runs.c.id, runs.c.name)
 _TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
+_MANY_TAGGED: Final = 500
+_TAGGED: Final = select(run_tags.c.run_id).where(run_tags.c.key == bindparam("key"), run_tags.c.value == bindparam("value"))
+_NUM_TAGGED: Final = select(func.count()).select_from(_TAGGED.limit(_MANY_TAGGED).subquery())
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
     return RunRow(*row) if row is not None else None
 
 
-def page_query(columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
+def page_query(connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
     """The first ``limit`` of the runs behind ``before``, newest first."""
+    statuses = tuple(dict.fromkeys(where.statuses))
     tag = next(((key, value) for key, value in where.tags if value is not None), None)
     if tag is not None:
-        return _tagged_page(columns, where, tag, limit, before)
-    statuses = tuple(dict.fromkeys(where.statuses))
+        # Of a tag that many runs have, most are of other projects and statuses: the index of those has fewer to pass over.
+        is_narrowed = where.project is not None or where.name is not None or len(statuses) == 1
+        if not is_narrowed or connection.execute(_NUM_TAGGED, {"key": tag[0], "value": tag[1]}).scalar_one() < _MANY_TAGGED:
+            return _tagged_page(columns, where, tag, limit, before)
     if len(statuses) < 2:
         return _matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
     # Each status has its part of an index, in order: the page is among the first of each.

@@ -16,6 +16,7 @@ from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
+from service.db.few import Few
 from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
@@ -36,10 +37,9 @@ _LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
 _LISTED_BY_IDS: Final = _LISTED.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
-_LIVE: Final = _ROWS.where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
-_LIVE_HEADS: Final = (
-    select(runs.c.id, runs.c.row_version).where(runs.c.status.in_(sorted(LIVE))).order_by(runs.c.created_at, runs.c.id)
-)
+_IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
+_LIVE: Final = _ROWS.where(_IS_LIVE).order_by(runs.c.created_at, runs.c.id)
+_LIVE_HEADS: Final = select(runs.c.id, runs.c.row_version).where(_IS_LIVE).order_by(runs.c.created_at, runs.c.id)
 _BY_IDS: Final = _ROWS.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _SAY: Final = (
     update(runs)
@@ -125,12 +125,12 @@ class RunStore:
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
         with self._database.read() as connection:
-            return [RunRow(*row) for row in connection.execute(page_query(_ROWS, where, limit, before)).all()]
+            return [RunRow(*row) for row in connection.execute(page_query(connection, _ROWS, where, limit, before)).all()]
 
     def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
         """What ``find`` finds, of which ``listed`` tells more."""
         with self._database.read() as connection:
-            return [RunHead._make(row) for row in connection.execute(page_query(_HEADS, where, limit, before)).all()]
+            return [RunHead._make(row) for row in connection.execute(page_query(connection, _HEADS, where, limit, before)).all()]
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
         """These runs with the changes of their status, oldest first, by id; a run that is gone is left out."""

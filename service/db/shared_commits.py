@@ -78,15 +78,50 @@ class SharedCommits:
         self._num_waiting = 0
         self._open: _Group | None = None
         """Written to, and to be committed by whoever has the next turn."""
+        self._own = threading.local()
+        """The group of a thread that is in ``together``."""
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A part of a transaction, committed when this returns; undone where the block raises. Raises WriterTimeout."""
+        """A part of a transaction, committed when this returns; undone where the block raises. Raises WriterTimeout.
+
+        In ``together`` it is committed with the rest of that. Where SQLite gave the transaction up, it raises what that was.
+        """
+        own: _Group | None = getattr(self._own, "group", None)
+        if own is None:
+            with self._turn_of() as group, self._part(group):
+                yield group.connection
+            return
+        if own.error is not None:
+            raise own.error
+        with self._part(own):
+            yield own.connection
+
+    @contextmanager
+    def together(self) -> Iterator[Connection]:
+        """One turn, and one commit at its end, for all that this thread writes in the block; each part that fails is undone alone.
+
+        Raises WriterTimeout, and what the commit raises: then nothing of it was written.
+        """
+        with self._turn_of() as group:
+            group.num_writers += 1  # the block itself: none of its parts stands for all of the transaction
+            self._own.group = group
+            try:
+                yield group.connection
+            except BaseException as exc:
+                if group.error is None:
+                    self._abandon(group, exc)
+                raise
+            finally:
+                self._own.group = None
+
+    @contextmanager
+    def _turn_of(self) -> Iterator[_Group]:
+        """A turn to write, and then the commit of what was written."""
         self._take_turn()
         try:
             group = self._open = self._open or _Group(self._engine)
-            with self._part(group):
-                yield group.connection
+            yield group
         finally:
             self._end_turn()
         while not group.ended.wait(_LOOK_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -390,11 +391,12 @@ async def test_what_was_answered_of_an_ended_run_is_answered_again_until_it_chan
 def test_answers_that_were_not_asked_for_longest_make_room() -> None:
     kept = KeptAnswers(most_bytes=2000)
     heads = [RunHead(f"run_{index}", 0.0, 1) for index in range(3)]
-    for head in heads[:2]:
-        kept.keep(head, "x", b"a" * 600)
-    assert kept.get(heads[0], "x") == b"a" * 600
-    kept.keep(heads[2], "x", b"b" * 600)
+    answers = [random.Random(index).randbytes(600) for index in range(3)]
+    for head, answer in zip(heads[:2], answers, strict=False):
+        kept.keep(head, "x", answer)
+    assert [kept.get(head, "x") for head in (heads[1], heads[0])] == [answers[1], answers[0]]
+    kept.keep(heads[2], "x", answers[2])
     assert [kept.get(head, "x") is not None for head in heads] == [True, False, True]
     assert kept.get(heads[0], "y") is None and kept.get(heads[0]._replace(row_version=2), "x") is None
-    kept.keep(heads[0], "x", b"c" * 5000)
+    kept.keep(heads[0], "x", random.Random(3).randbytes(5000))
     assert [kept.get(head, "x") for head in heads] == [None, None, None], "one that is larger than the room is not kept"

@@ -79,6 +79,15 @@ def raising(connection: Connection) -> None:
     raise ValueError("changed its mind")
 
 
+def orphan(connection: Connection) -> None:
+    connection.execute(text("PRAGMA defer_foreign_keys=ON"))
+    connection.execute(text("INSERT INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')"))
+
+
+def losing(connection: Connection) -> None:
+    connection.execute(text("INSERT OR ROLLBACK INTO projects (name, created_at) VALUES ('first', 0)"))
+
+
 def test_writers_that_wait_share_the_commit_of_the_one_before(writers: Writers) -> None:
     with writers.beside(named("a"), named("b"), named("c")) as futures:
         assert writers.commits == 0 and not any(future.done() for future in futures)
@@ -104,10 +113,6 @@ def test_a_first_one_that_fails_takes_none_along(writers: Writers) -> None:
 
 
 def test_a_commit_that_fails_has_failed_for_all(writers: Writers) -> None:
-    def orphan(connection: Connection) -> None:
-        connection.execute(text("PRAGMA defer_foreign_keys=ON"))
-        connection.execute(text("INSERT INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')"))
-
     with writers.beside(named("a"), orphan) as futures:
         pass
     assert all(isinstance(future.exception(20), IntegrityError) for future in futures)
@@ -118,9 +123,6 @@ def test_a_commit_that_fails_has_failed_for_all(writers: Writers) -> None:
 
 
 def test_a_transaction_that_sqlite_gave_up_is_nobodys(writers: Writers) -> None:
-    def losing(connection: Connection) -> None:
-        connection.execute(text("INSERT OR ROLLBACK INTO projects (name, created_at) VALUES ('first', 0)"))
-
     with writers.beside(losing) as [first, second]:
         pass
     assert isinstance(first.exception(20), DatabaseUnavailable) and isinstance(second.exception(20), IntegrityError)
@@ -137,3 +139,47 @@ def test_a_writer_that_gives_up_leaves_the_commit_to_those_that_wait(writers: Wr
     commits._num_waiting = 0
     future.result(20)
     assert writers.names() == {"a"}
+
+
+def test_what_a_thread_writes_together_has_one_commit_and_fails_alone(writers: Writers) -> None:
+    with writers.database.together():
+        with pytest.raises(ValueError, match="changed its mind"):
+            writers._write(raising)
+        writers._write(named("a"))
+        with pytest.raises(IntegrityError):
+            writers._write(named("a"))
+        writers._write(named("b"))
+        assert writers.names() == {"a", "b"} and writers.commits == 0
+    assert writers.commits == 1 and writers.names() == {"a", "b"}
+
+
+def test_what_is_written_together_is_called_done_once_it_is_committed(writers: Writers) -> None:
+    done: list[int] = []
+    writers.database.companion = lambda _: lambda: done.append(writers.commits)
+    with writers.database.together():
+        writers._write(named("a"))
+        writers._write(named("b"))
+        assert not done
+    assert done == [1, 1]
+
+
+def test_a_commit_that_fails_fails_what_was_written_together(writers: Writers) -> None:
+    done: list[None] = []
+    writers.database.companion = lambda _: lambda: done.append(None)
+    with pytest.raises(IntegrityError), writers.database.together():
+        writers._write(named("a"))
+        writers._write(orphan)
+    assert writers.names() == set() and not done
+    writers._write(named("next"))
+    assert writers.names() == {"next"}
+
+
+def test_nothing_more_is_written_together_once_sqlite_gave_the_transaction_up(writers: Writers) -> None:
+    writers._write(named("first"))
+    with pytest.raises(DatabaseUnavailable), writers.database.together():
+        writers._write(named("a"))
+        with pytest.raises(IntegrityError):
+            writers._write(losing)
+        with pytest.raises(DatabaseUnavailable):
+            writers._write(named("b"))
+    assert writers.names() == {"first"}
