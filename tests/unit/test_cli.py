@@ -344,8 +344,9 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def process(server: ScriptedServer, *arguments: str) -> subprocess.Popen[str]:
+    """The command as in a terminal: a shell that runs the tests in the background would have it ignore Ctrl-C."""
     return subprocess.Popen(
-        [sys.executable, "-m", "everstep.cli", *arguments],
+        ["env", "--default-signal=INT", sys.executable, "-m", "everstep.cli", *arguments],
         env={**os.environ, "EVERSTEP_URL": server.url, "EVERSTEP_TOKEN": "token"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
