@@ -102,29 +102,18 @@ int pthread_cond_clockwait(pthread_cond_t *restrict cond, pthread_mutex_t *restr
     return true_pthread_cond_clockwait(cond, mutex, clock, true_time(until, &room));
 }
 
-int pthread_mutex_timedlock(pthread_mutex_t *restrict mutex, const struct timespec *restrict until) {
-    REAL(pthread_mutex_timedlock, NULL);
-    struct timespec room;
-    return true_pthread_mutex_timedlock(mutex, true_time(until, &room));
-}
+/* A function of glibc that waits for ``what`` until a moment. */
+#define WAITS_UNTIL(name, type)                                              \
+    int name(type *restrict what, const struct timespec *restrict until) {   \
+        REAL(name, NULL);                                                    \
+        struct timespec room;                                                \
+        return true_##name(what, true_time(until, &room));                   \
+    }
 
-int pthread_rwlock_timedrdlock(pthread_rwlock_t *restrict lock, const struct timespec *restrict until) {
-    REAL(pthread_rwlock_timedrdlock, NULL);
-    struct timespec room;
-    return true_pthread_rwlock_timedrdlock(lock, true_time(until, &room));
-}
-
-int pthread_rwlock_timedwrlock(pthread_rwlock_t *restrict lock, const struct timespec *restrict until) {
-    REAL(pthread_rwlock_timedwrlock, NULL);
-    struct timespec room;
-    return true_pthread_rwlock_timedwrlock(lock, true_time(until, &room));
-}
-
-int sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict until) {
-    REAL(sem_timedwait, NULL);
-    struct timespec room;
-    return true_sem_timedwait(semaphore, true_time(until, &room));
-}
+WAITS_UNTIL(pthread_mutex_timedlock, pthread_mutex_t)
+WAITS_UNTIL(pthread_rwlock_timedrdlock, pthread_rwlock_t)
+WAITS_UNTIL(pthread_rwlock_timedwrlock, pthread_rwlock_t)
+WAITS_UNTIL(sem_timedwait, sem_t)
 
 int sem_clockwait(sem_t *restrict semaphore, clockid_t clock, const struct timespec *restrict until) {
     REAL(sem_clockwait, NULL);
