@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+from service.db.tables import runs
+from service.states import LIVE
 
 
 class Few(FunctionElement[Any]):
@@ -31,3 +34,7 @@ def _itself(element: Few, compiler: SQLCompiler, **options: Any) -> str:
 @compiles(Few, "sqlite")
 def _unlikely(element: Few, compiler: SQLCompiler, **options: Any) -> str:
     return f"unlikely({compiler.process(element.clauses, **options)})"
+
+
+IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
+"""Of runs: queued, or submitted and not ended."""

@@ -13,10 +13,9 @@ from everstep.team import Quotas
 from everstep.wire import RunStatus
 from service.db.audit import note_target
 from service.db.engine import Database, DatabaseError
-from service.db.few import Few
+from service.db.few import IS_LIVE
 from service.db.rows import ProjectRow
 from service.db.tables import projects, runs, tokens
-from service.states import LIVE
 
 _MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bindparam("name"))
 
@@ -129,7 +128,7 @@ def _get(connection: Connection, name: str) -> ProjectRow:
 def _usage(connection: Connection) -> dict[str, Usage]:
     query = (
         select(runs.c.project, runs.c.status, func.count().label("num_runs"), func.sum(runs.c.world_size).label("workers"))
-        .where(Few(runs.c.status.in_(sorted(LIVE))))
+        .where(IS_LIVE)
         .group_by(runs.c.project, runs.c.status)
     )
     found: dict[str, dict[str, Any]] = {}

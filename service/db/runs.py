@@ -16,7 +16,7 @@ from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError
-from service.db.few import Few
+from service.db.few import IS_LIVE
 from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
@@ -37,9 +37,8 @@ _LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
 _LISTED_BY_IDS: Final = _LISTED.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
-_IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
-_LIVE: Final = _ROWS.where(_IS_LIVE).order_by(runs.c.created_at, runs.c.id)
-_LIVE_HEADS: Final = select(runs.c.id, runs.c.row_version).where(_IS_LIVE).order_by(runs.c.created_at, runs.c.id)
+_LIVE: Final = _ROWS.where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
+_LIVE_HEADS: Final = select(runs.c.id, runs.c.row_version).where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
 _BY_IDS: Final = _ROWS.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _SAY: Final = (
     update(runs)
