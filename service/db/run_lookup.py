@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, and_, bindparam, exists, func, literal, or_, select, tuple_, union_all
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    FromClause,
+    Integer,
+    Select,
+    String,
+    and_,
+    bindparam,
+    exists,
+    func,
+    or_,
+    select,
+    tuple_,
+    union_all,
+)
 
 from everstep.wire import RunStatus
 from service.db.rows import RunRow
@@ -13,6 +31,8 @@ from service.db.tables import run_tags, runs
 
 Columns = Select[*tuple[Any, ...]]
 """What is wanted of each run: a query of ``runs`` without conditions."""
+Asked = tuple[Columns, dict[str, Any]]
+"""A query, and what its parameters stand for."""
 Place = tuple[float, str]
 """(created_at, id) of a run: newest first, a list goes by this."""
 
@@ -22,6 +42,9 @@ _RUN_TEXTS: Final = (runs.c.id, runs.c.name)
 _TAG_TEXTS: Final = (run_tags.c.key, run_tags.c.value)
 _MANY_TAGGED: Final = 500
 _TAGGED: Final = select(run_tags.c.run_id).where(run_tags.c.key == bindparam("key"), run_tags.c.value == bindparam("value"))
+_LIMIT: Final = bindparam("limit", type_=Integer)
+_BEFORE_AT: Final = bindparam("before_at", type_=Float)
+_BEFORE_ID: Final = bindparam("before_id", type_=String)
 _NUM_TAGGED: Final = select(func.count()).select_from(_TAGGED.limit(_MANY_TAGGED).subquery())
 
 
@@ -47,81 +70,110 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
     return RunRow(*row) if row is not None else None
 
 
-def page_query(connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Columns:
+def page_query(connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None) -> Asked:
     """The first ``limit`` of the runs behind ``before``, newest first."""
-    statuses = tuple(dict.fromkeys(where.statuses))
-    tag = next(((key, value) for key, value in where.tags if value is not None), None)
-    if tag is not None:
+    where = replace(where, statuses=tuple(dict.fromkeys(where.statuses)))
+    tag = next((number for number, (_, value) in enumerate(where.tags) if value is not None), None)
+    if tag is not None and (where.project is not None or where.name is not None or len(where.statuses) == 1):
         # Of a tag that many runs have, most are of other projects and statuses: the index of those has fewer to pass over.
-        is_narrowed = where.project is not None or where.name is not None or len(statuses) == 1
-        if not is_narrowed or connection.execute(_NUM_TAGGED, {"key": tag[0], "value": tag[1]}).scalar_one() < _MANY_TAGGED:
-            return _tagged_page(columns, where, tag, limit, before)
-    if len(statuses) < 2:
-        return _matching(_behind(columns, before), where).order_by(*_ORDER).limit(limit)
+        key, value = where.tags[tag]
+        if connection.execute(_NUM_TAGGED, {"key": key, "value": value}).scalar_one() >= _MANY_TAGGED:
+            tag = None
+    values = _values(where) | {"limit": limit}
+    if before is not None:
+        values |= {"before_at": before[0], "before_id": before[1]}
+    make = _page if where.search is None else _page.__wrapped__
+    return make(columns, _Shape.of(where), before is not None, tag), values
+
+
+def counted(columns: Columns, where: RunFilter) -> Asked:
+    """The runs that the filter takes, in no order."""
+    return _matching(columns, _Shape.of(where), range(len(where.statuses))), _values(where)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a filter asks for, without the values: one query serves all filters of a shape."""
+
+    by_project: bool
+    num_statuses: int
+    by_name: bool
+    search: str | None
+    tags: tuple[bool, ...]
+    """Of each whether its value is asked for, too."""
+
+    @classmethod
+    def of(cls, where: RunFilter) -> _Shape:
+        tags = tuple(value is not None for _, value in where.tags)
+        return cls(where.project is not None, len(where.statuses), where.name is not None, where.search or None, tags)
+
+
+def _values(where: RunFilter) -> dict[str, Any]:
+    """What the parameters of a query of this filter's shape stand for; a query takes those that it has."""
+    values: dict[str, Any] = {"project": where.project, "name": where.name}
+    values |= {f"status_{number}": status.value for number, status in enumerate(where.statuses)}
+    for number, (key, value) in enumerate(where.tags):
+        values |= {f"key_{number}": key, f"value_{number}": value}
+    return values
+
+
+@lru_cache(maxsize=512)
+def _page(columns: Columns, shape: _Shape, is_behind: bool, tag: int | None) -> Columns:
+    """A page's query; by the index of the tag of this number, where one is given. To build it takes longer than to ask it."""
+    if tag is not None:
+        return _tagged_page(columns, shape, is_behind, tag)
+    if shape.num_statuses < 2:
+        return _matching(_behind(columns, is_behind), shape, range(shape.num_statuses)).order_by(*_ORDER).limit(_LIMIT)
     # Each status has its part of an index, in order: the page is among the first of each.
-    heads = select(runs.c.created_at, runs.c.id)
-    firsts = [
-        _matching(_behind(heads, before), where, statuses=(status,)).order_by(*_ORDER).limit(limit).subquery()
-        for status in statuses
-    ]
+    heads = _behind(select(runs.c.created_at, runs.c.id), is_behind)
+    firsts = [_matching(heads, shape, (number,)).order_by(*_ORDER).limit(_LIMIT).subquery() for number in range(shape.num_statuses)]
     found = union_all(*(select(first.c.created_at, first.c.id) for first in firsts)).subquery()
-    ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(limit)
+    ids = select(found.c.id).order_by(found.c.created_at.desc(), found.c.id.desc()).limit(_LIMIT)
     return columns.where(runs.c.id.in_(ids)).order_by(*_ORDER)
 
 
-def counted(columns: Columns, where: RunFilter) -> Columns:
-    """The runs that the filter takes, in no order."""
-    return _matching(columns, where)
-
-
-def _tagged_page(columns: Columns, where: RunFilter, tag: tuple[str, str | None], limit: int, before: Place | None) -> Columns:
+def _tagged_page(columns: Columns, shape: _Shape, is_behind: bool, tag: int) -> Columns:
     """By the tag's index, in which runs lie by id: ids sort by the time of their making."""
-    key, value = tag
-    query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(run_tags.c.key == key, run_tags.c.value == value)
-    if before is not None:
-        query = query.where(run_tags.c.run_id < before[1])
-    return _matching(query, where, beside=tag).order_by(run_tags.c.run_id.desc()).limit(limit)
+    query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(_is_tag(run_tags, tag, has_value=True))
+    if is_behind:
+        query = query.where(run_tags.c.run_id < _BEFORE_ID)
+    matching = _matching(query, shape, range(shape.num_statuses), beside=tag)
+    return matching.order_by(run_tags.c.run_id.desc()).limit(_LIMIT)
 
 
-def _behind(columns: Columns, before: Place | None) -> Columns:
-    if before is None:
+def _behind(columns: Columns, is_behind: bool) -> Columns:
+    if not is_behind:
         return columns
     # As one comparison of rows an index finds its place; "older, or as old with a lesser id" is read from the newest on.
-    return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(literal(before[0]), literal(before[1])))
+    return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(_BEFORE_AT, _BEFORE_ID))
 
 
-def _matching(
-    query: Columns,
-    where: RunFilter,
-    *,
-    statuses: tuple[RunStatus, ...] | None = None,
-    beside: tuple[str, str | None] | None = None,
-) -> Columns:
-    """With the filter's conditions; of these ``statuses`` in place of its own, and without the tag ``beside``, where given."""
-    statuses = where.statuses if statuses is None else statuses
-    if where.project is not None:
-        query = query.where(runs.c.project == where.project)
-    if len(statuses) == 1:
-        query = query.where(runs.c.status == statuses[0].value)
-    elif statuses:
-        query = query.where(runs.c.status.in_([status.value for status in statuses]))
-    if where.name is not None:
-        query = query.where(runs.c.name == where.name)
-    if where.search:
-        query = query.where(_holds(where.search))
-    for key, value in where.tags:
-        if (key, value) != beside:
-            query = query.where(_has_tag(key, value))
+def _matching(query: Columns, shape: _Shape, statuses: Sequence[int], *, beside: int | None = None) -> Columns:
+    """With the shape's conditions, of its statuses those of these numbers, without the tag of number ``beside``."""
+    wanted = [bindparam(f"status_{number}", type_=String) for number in statuses]
+    if shape.by_project:
+        query = query.where(runs.c.project == bindparam("project", type_=String))
+    if len(wanted) == 1:
+        query = query.where(runs.c.status == wanted[0])
+    elif wanted:
+        query = query.where(runs.c.status.in_(wanted))
+    if shape.by_name:
+        query = query.where(runs.c.name == bindparam("name", type_=String))
+    if shape.search is not None:
+        query = query.where(_holds(shape.search))
+    for number, has_value in enumerate(shape.tags):
+        if number != beside:
+            other = run_tags.alias()
+            query = query.where(exists().where(other.c.run_id == runs.c.id, _is_tag(other, number, has_value=has_value)))
     return query
+
+
+def _is_tag(tags: FromClause, number: int, *, has_value: bool) -> ColumnElement[bool]:
+    is_key = tags.c.key == bindparam(f"key_{number}", type_=String)
+    return and_(is_key, tags.c.value == bindparam(f"value_{number}", type_=String)) if has_value else is_key
 
 
 def _holds(text: str) -> Any:
     held = or_(*(column.icontains(text, autoescape=True) for column in _TAG_TEXTS))
     tagged = exists().where(and_(run_tags.c.run_id == runs.c.id, held)).correlate(runs)
     return or_(*(column.icontains(text, autoescape=True) for column in _RUN_TEXTS), tagged)
-
-
-def _has_tag(key: str, value: str | None) -> Any:
-    other = run_tags.alias()
-    tagged = and_(other.c.run_id == runs.c.id, other.c.key == key)
-    return exists().where(tagged if value is None else and_(tagged, other.c.value == value))

@@ -124,12 +124,12 @@ class RunStore:
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
         with self._database.read() as connection:
-            return [RunRow(*row) for row in connection.execute(page_query(connection, _ROWS, where, limit, before)).all()]
+            return [RunRow(*row) for row in connection.execute(*page_query(connection, _ROWS, where, limit, before)).all()]
 
     def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
         """What ``find`` finds, of which ``listed`` tells more."""
         with self._database.read() as connection:
-            return [RunHead._make(row) for row in connection.execute(page_query(connection, _HEADS, where, limit, before)).all()]
+            return [RunHead._make(row) for row in connection.execute(*page_query(connection, _HEADS, where, limit, before)).all()]
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
         """These runs with the changes of their status, oldest first, by id; a run that is gone is left out."""
@@ -186,9 +186,9 @@ class RunStore:
 
     def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
         """How many of these runs, by default of all, are in each status; zero where none is."""
-        query = counted(_STATUS_COUNTS, where).group_by(runs.c.status)
+        query, values = counted(_STATUS_COUNTS, where)
         with self._database.read() as connection:
-            found = connection.execute(query).all()
+            found = connection.execute(query.group_by(runs.c.status), values).all()
         return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
 
     # ---------------------------------------------------------------- what the reconciler changes
