@@ -30,6 +30,10 @@ DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
 N = TypeVar("N", int, float)
 
 
+class CannotStart(Exception):
+    """This machine or its operator does not allow a start; the message says the way out."""
+
+
 class SettingsError(ValueError):
     """A setting cannot be used; the message names it and the way out."""
 

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from service.ray_jobs import RayJobs, RayRefused, RayUnavailable
-from service.serve import CannotStart, reach
-from service.settings import Settings
+from service.serve import reach
+from service.settings import CannotStart, Settings
 
 
 class Ray:

@@ -9,8 +9,9 @@ import pytest
 
 from everstep.errors import InvalidSpec
 from everstep.spec import parse_spec
-from service.serve import CannotStart, opened, settings_of
-from service.settings import Settings
+from service.arguments import settings_of
+from service.serve import opened
+from service.settings import CannotStart, Settings
 from service.storage_roots import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage
 from storage.filesystem import open_storage
