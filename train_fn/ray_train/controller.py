@@ -8,16 +8,14 @@ import logging
 import os
 import threading
 import time
-import uuid
 from typing import Any
 
 import ray
 
-from everstep.events import EventKind
 from everstep.wire import Verdict
 from storage.run_dir import STOPS, Stop
-from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.rank_logging import collect_log
+from train_fn.ray_train.chronicle import Chronicle
 from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import node_look
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
@@ -40,12 +38,11 @@ from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.apart import Apart
 from train_fn.recovery.hang import HangWatch
-from train_fn.recovery.history import past_failure
-from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch, RecoveryNote
+from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch
 from train_fn.recovery.marks import WorkersLimit
 from train_fn.recovery.sizing import NodeView
 from train_fn.silent_peers import watch_peers
-from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, failure_data, judge
+from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, judge
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +51,6 @@ _RELEASE_S = 0.3
 _FLUSH_S = 10.0
 _EVIDENCE_S = 3.0
 """Longest wait for what a dead rank's node says of it, where the run ends with this failure."""
-_ASK_S = 1.0
-"""Longest wait for the journal's newest word on steps done."""
 _DRAIN_MARGIN_S = 8.0
 """So long before a draining node is taken away, ranks that hold the others up are killed, so that these can leave."""
 
@@ -90,12 +85,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         os.environ.update(engine.controller_env)
         self._engine = engine
         self._settings = engine.settings
-        self._attempt = engine.history.last_attempt
-        self._past = list(engine.history.failures)
+        self._chronicle = Chronicle(engine)
+        self._journal = self._chronicle.journal
         self._last_group: EverstepWorkerGroup | None = None  # also one whose start failed
-        self._attempt_open = False
-        self._world_size = 0
-        self._recovery: RecoveryNote | None = engine.recovery
         self._verdict: Decision | None = None
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
@@ -105,15 +97,10 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """The driver is gone: the ranks are to save and leave, and the next submission goes on."""
         self._ended = threading.Event()
         self._hang_watch = HangWatch(self._settings, engine.job.spec.recovery.hang_timeout_s)
-        self._journal = ActorJournalClient(
-            deliver_to(engine.job.journal),
-            f"controller.{uuid.uuid4().hex[:8]}",
-            self._attempt,
-            interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
-        )
         self.worker_group_cls = GroupFactory(self)
         self._placement = Placement(engine.job.run_dir.run_id)
         self._look = node_look(self._settings.probe_timeout_s, engine.job.run_dir.storage)
+        self._last_look: tuple[float, tuple[NodeView, ...]] = (float("-inf"), ())
         self._apart = Apart(self._settings.apart_s)
         self._fitness = Fitness(self._settings, {place.node_id for place in engine.history.workers}, self._leave_out)
         self._sizes = LiveScalingPolicy(
@@ -129,7 +116,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._health_check_interval_s = self._settings.poll_s
         self._log = collect_log("train_fn", "ray.train")
         watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
-        self._pool = WarmPool(self._settings, self._look_at_nodes, train_run_context.scaling_config._resources_per_worker_not_none)
+        self._pool = WarmPool(self._settings, self._recent_look, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
         threading.Thread(target=self._outlive_driver, name="driver-watch", daemon=True).start()
@@ -212,7 +199,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         now = time.monotonic()
         if self._yield_since is None:
             followers = "the next submission" if self._leaving.is_set() else f"a group of {self._sizes.wanted}"
-            logger.info("asking %d ranks to save and leave for %s", self._world_size, followers)
+            logger.info("asking %d ranks to save and leave for %s", self._chronicle.world_size, followers)
             self._yield_since = now
             self._yield_at = time.time()
             self._worker_group.ask_to_yield()
@@ -228,7 +215,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
     def _see_to_hang(self) -> None:
         """Kill the rank that holds the others up once nothing has moved for too long; the failure path does the rest."""
         progress = self._journal.take_progress()
-        if progress is None or progress.attempt != self._attempt:
+        if progress is None or progress.attempt != self._chronicle.attempt:
             return
         overdue_s = self._hang_watch.overdue_s(progress, time.monotonic())
         if overdue_s is not None and self._worker_group.is_cut_off():
@@ -253,41 +240,55 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def new_group(self, **kwargs: Any) -> EverstepWorkerGroup:
         """The next attempt's group, not yet started."""
-        self._attempt += 1
-        self._journal.attempt = self._attempt
         self._yield_since = None
         self._overdue_killed = False
         self._sizes.draining = frozenset()
-        silent_peer_s = self._settings.silent_peer_s
-        launch = RankLaunch(self._attempt, time.time(), dict(self._engine.rank_env), self._recovery, silent_peer_s=silent_peer_s)
+        launch = RankLaunch(
+            self._chronicle.next_attempt(),
+            time.time(),
+            dict(self._engine.rank_env),
+            self._chronicle.recovery,
+            silent_peer_s=self._settings.silent_peer_s,
+        )
         self._last_group = EverstepWorkerGroup(
             launch,
             self._settings,
             self._placement,
             self._look_at_nodes,
-            self._tell_started,
+            self._note_started,
             self._leave_out,
             self._fitness,
             **kwargs,
         )
         return self._last_group
 
+    def _note_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
+        self._chronicle.started(workers)
+        self._pool.note_ranks(group.processes_by_node())
+
     def _look_at_nodes(self) -> tuple[NodeView, ...]:
-        return self._apart.mark(self._look(), time.monotonic())
+        nodes = self._apart.mark(self._look(), time.monotonic())
+        self._last_look = time.monotonic(), nodes
+        return nodes
+
+    def _recent_look(self) -> tuple[NodeView, ...]:
+        """What was seen just now, for whom that is new enough: while ranks train, the scaling policy looks every second."""
+        looked_at, nodes = self._last_look
+        return nodes if time.monotonic() - looked_at < 2 * self._settings.resize_interval_s else self._look_at_nodes()
 
     def _leave_out(self, node_ids: list[str]) -> None:
         """Nodes that others do not reach, or that are not fit, get no rank for a while."""
         self._apart.leave_out(node_ids, time.monotonic())
 
     def _shutdown_worker_group(self) -> None:
-        if self._attempt_open and not self._leaving.is_set():  # else the next driver tells its end
-            self._recovery = None
+        if self._chronicle.is_open and not self._leaving.is_set():  # else the next driver tells its end
+            self._chronicle.recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
-                self._tell_ended("stopped" if self._stopped else "finished")
+                self._chronicle.ended("stopped" if self._stopped else "finished")
             elif self._sizes.draining:
                 self._tell_moved()
             else:
-                self._tell_ended("resized")
+                self._chronicle.ended("resized")
         super()._shutdown_worker_group()
 
     # -- failures --------------------------------------------------------------------------------------------------------------
@@ -308,23 +309,23 @@ class EverstepController(TrainController):  # type: ignore[misc]
             return FailureDecision.RETRY
         running = isinstance(self.get_state(), RunningState)
         reports = self._reports(running)
-        self._journal.ask(_ASK_S)
         evidence = Evidence(
-            attempt=self._attempt,
+            attempt=self._chronicle.attempt,
             noticed_at=noticed_at,
             ranks=reports,
-            last_step=self._most_steps(reports),
+            last_step=self._chronicle.last_step(reports),
             control_error=None if isinstance(error, WorkerGroupError) else str(error),
         )
         judgement = judge(evidence)
         self._verdict = decide(
             judgement,
-            self._past,
+            self._chronicle.failures,
             self._engine.job.spec.recovery,
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
         )
-        self._remember(evidence, judgement, self._verdict)
+        self._chronicle.failed(evidence, judgement, self._verdict)
+        self._look_for_oom(judgement, self._verdict)
         self._sizes.back_off(max(self._verdict.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._verdict.restart else FailureDecision.RAISE
 
@@ -334,33 +335,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
             return settled
         return self._last_group.start_reports if self._last_group is not None else ()
 
-    def _most_steps(self, reports: tuple[RankReport, ...]) -> int | None:
-        known = [report.error.step for report in reports if report.error is not None and report.error.step is not None]
-        known += [
-            step for step in (self._journal.last_step, self._recovery.last_step if self._recovery else None) if step is not None
-        ]
-        return max(known, default=None)
-
-    def _remember(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
-        """Tell the failure and the attempt's end, and note what the next attempt needs to tell of its recovery."""
-        first_error_at = min((r.error.at for r in evidence.ranks if r.error is not None), default=None)
-        detect_s = round(max(0.0, evidence.noticed_at - first_error_at), 3) if first_error_at is not None else None
-        data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=self._world_size)
-        self._past.append(past_failure(data))
-        self._journal.emit(EventKind.FAILURE, data)
-        if self._attempt_open:
-            self._tell_ended(judgement.verdict.value, evidence.last_step)
-        self._recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self._world_size, time.time())
-        self._look_for_oom(judgement, decision)
-        logger.warning("attempt %d failed: %s, %s; %s", self._attempt, judgement.verdict, judgement.exception, decision.action)
-
     def _look_for_oom(self, judgement: Judgement, decision: Decision) -> None:
         """Where a rank just vanished, ask its node why, beside the recovery; told as another event."""
         pid, node_id = judgement.detail.get("pid"), judgement.node_id
         if judgement.verdict is not Verdict.WORKER_LOST or pid is None or node_id is None or self._last_group is None:
             return
         place = {"rank": judgement.first_rank, "node_id": node_id, "pid": pid}
-        tell = functools.partial(self._tell_evidence, self._attempt, place)
+        tell = functools.partial(self._chronicle.evidence, self._chronicle.attempt, place)
         kills_before = self._last_group.oom_kills.get(pid)
         find_rank = functools.partial(self._rank_on, node_id)
         asking = ask_node(node_id, pid, kills_before, find_rank, tell, DELAY_S if decision.restart else 0.0)
@@ -373,9 +354,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         workers = group.get_workers() if group is not None and group.has_started() else ()
         return next((worker.actor for worker in workers if worker.metadata.node_id == node_id), None)
 
-    def _tell_evidence(self, attempt: int, place: dict[str, Any], found: dict[str, Any]) -> None:
-        self._journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
-
     def _tell_moved(self) -> None:
         """Ranks have saved and left a node that is about to be taken away: told as the preemption that it is."""
         draining, self._sizes.draining = self._sizes.draining, frozenset()
@@ -384,32 +362,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
             RankReport(rank, worker.metadata.node_id, worker.metadata.pid, node_draining=worker.metadata.node_id in draining)
             for rank, worker in enumerate(workers)
         )
-        self._journal.ask(_ASK_S)
-        evidence = Evidence(self._attempt, self._yield_at, reports, self._most_steps(reports))
+        evidence = Evidence(self._chronicle.attempt, self._yield_at, reports, self._chronicle.last_step(reports))
         decision = Decision(True, BUDGET_OF[Verdict.PREEMPTION], "moved away before the deadline")
-        self._remember(evidence, judge(evidence), decision)
-
-    # -- events ------------------------------------------------------------------------------------------------------------------
-
-    def _tell_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
-        self._attempt_open = True
-        self._world_size = len(workers)
-        places = [
-            {
-                "rank": worker.distributed_context.world_rank,
-                "node_id": worker.metadata.node_id,
-                "node_ip": worker.metadata.node_ip,
-                "pid": worker.metadata.pid,
-            }
-            for worker in workers
-        ]
-        self._journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places})
-        self._journal.flush(_ASK_S)  # what its ranks tell is to come after it
-        self._pool.note_ranks(group.processes_by_node())
-
-    def _tell_ended(self, cause: str, last_step: int | None = None) -> None:
-        self._attempt_open = False
-        if last_step is None:
-            self._journal.ask(_ASK_S)
-            last_step = self._journal.last_step
-        self._journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
+        self._chronicle.failed(evidence, judge(evidence), decision)

@@ -7,15 +7,17 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from operator import attrgetter
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from train_fn.ray_train.leftovers import placement_group_name
+from train_fn.ray_train.seam import PlacementGroupHandle
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +95,25 @@ def _in_turns(bundles: list[Bundle]) -> list[Bundle]:
     """The same bundles, each node's first before any node's second."""
     by_node = groupby(sorted(bundles, key=attrgetter("node_id")), key=attrgetter("node_id"))
     return [bundle for turn in zip_longest(*(list(group) for _, group in by_node)) for bundle in turn if bundle is not None]
+
+
+class Reservation(PlacementGroupHandle):  # type: ignore[misc]
+    """What Ray takes for a worker group's own placement group: it reserves the group's bundles once Ray waits for it.
+
+    Args:
+        reserve: takes the bundles within that many seconds; False when the cluster did not give them in time.
+    """
+
+    placement_group = None
+
+    def __init__(self, reserve: Callable[[float], bool]) -> None:
+        self._reserve = reserve
+
+    def ready(self) -> Any:
+        raise NotImplementedError("Ray Train waits by wait() only")
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return self._reserve(timeout_seconds)
+
+    def shutdown(self) -> None:
+        """The bundles stay with the run."""

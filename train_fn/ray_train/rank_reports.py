@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from train_fn.rank_error import RankFailure, describe_error
+from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.seam import Worker, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from train_fn.ray_train.stopped import find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
 from train_fn.recovery.sizing import NodeView
 from train_fn.verdict import RankReport
+
+logger = logging.getLogger(__name__)
+
+_PING_S = 1.0
+"""How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
@@ -55,7 +63,35 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     return dataclasses.replace(report, error=describe_error(error, report.rank))
 
 
-def with_answer(report: RankReport, ping: Any) -> RankReport:
+def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
+    """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
+    try:
+        nodes = {node.node_id: node for node in look()}
+        reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
+        by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
+        found = find_stopped(by_node)
+    except Exception as exc:  # the ranks are to be killed all the same
+        logger.warning("it could not be seen which ranks hold the start up: %s", exc)
+        return ()
+    held_up = [(report.node_id, report.pid) not in found for report in reports]
+    return tuple(
+        dataclasses.replace(report, unresponsive=not waits, still_running=waits)
+        for report, waits in zip(reports, held_up, strict=True)
+    )
+
+
+def reports_after_failed_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
+    """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
+    if not workers:
+        return ()
+    pings = [worker.actor.get_metadata.remote() for worker in workers]
+    ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
+    nodes = {node.node_id: node for node in look()}
+    reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
+    return tuple(_with_answer(report, ping) if ping in ready else report for report, ping in zip(reports, pings, strict=True))
+
+
+def _with_answer(report: RankReport, ping: Any) -> RankReport:
     """``report`` with what a call that was answered says of its rank's process."""
     try:
         ray.get(ping)

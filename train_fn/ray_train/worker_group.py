@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -17,11 +17,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from train_fn.ray_train.fitness import Fitness
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.placement import Bundle, Placement
-from train_fn.ray_train.rank_reports import place_of, with_answer, with_end, with_error
+from train_fn.ray_train.placement import Bundle, Placement, Reservation
+from train_fn.ray_train.rank_reports import reports_after_failed_start, reports_of_slow_start
 from train_fn.ray_train.seam import (
     BackendSetupCallback,
-    PlacementGroupHandle,
     Worker,
     WorkerGroup,
     WorkerGroupStartupFailedError,
@@ -32,10 +31,10 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
+from train_fn.ray_train.settling import Settling
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
-from train_fn.ray_train.stopped import find_stopped
 from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
-from train_fn.recovery.hang import find_silent, find_stuck
+from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
@@ -43,34 +42,10 @@ from train_fn.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 
-_STRAGGLER_S = 2.0
-"""Once one survivor has left its step, others have this long, or three times as long as the first took."""
 _STACK_S = 2.0
 """How long a rank may take to say where it stands."""
-_PING_S = 1.0
-"""How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
 _START_LOOK_S = 10.0
 """So often is looked for ranks that are stopped while a group starts."""
-_WAIT_S = 0.5
-"""A rank that is waited for says so often where it stands."""
-
-
-class _Reservation(PlacementGroupHandle):  # type: ignore[misc]
-    """What Ray takes for the group's own placement group."""
-
-    placement_group = None
-
-    def __init__(self, group: EverstepWorkerGroup) -> None:
-        self._group = group
-
-    def ready(self) -> Any:
-        raise NotImplementedError("Ray Train waits by wait() only")
-
-    def wait(self, timeout_seconds: float = 30) -> bool:
-        return self._group.reserve(timeout_seconds)
-
-    def shutdown(self) -> None:
-        """The bundles stay with the run."""
 
 
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
@@ -127,7 +102,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         try:
             self._start_impl(builder)
         except BaseException:
-            self.start_reports = self.start_reports or self._look_after_failed_start()
+            self.start_reports = self.start_reports or reports_after_failed_start(self._ranked, self._look_at_nodes)
             if builder.sync_actor is not None:
                 ray.kill(builder.sync_actor)
             self.kill()
@@ -142,7 +117,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """
         overdue_at = time.monotonic() + self._settings.group_start_s
         while not ended.wait(max(0.0, min(_START_LOOK_S, overdue_at - time.monotonic()))):
-            reports, overdue = self._look_at_slow_start(), time.monotonic() >= overdue_at
+            reports = reports_of_slow_start(self._ranked, self._look_at_nodes)
+            overdue = time.monotonic() >= overdue_at
             if ended.is_set() or not (overdue or any(report.unresponsive for report in reports)):
                 continue
             why = f"did not start within {self._settings.group_start_s:g} s" if overdue else "waits for a rank that is stopped"
@@ -154,7 +130,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
         """Nothing is created here: the handle reserves bundles of the run's placement when Ray waits for it."""
-        return _Reservation(self)
+        return Reservation(self.reserve)
 
     def reserve(self, timeout_s: float) -> bool:
         """Take the group's bundles; False when the cluster did not give them in time."""
@@ -298,30 +274,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     # -- end -------------------------------------------------------------------------------------------------------------
 
     def settle(self) -> tuple[RankReport, ...]:
-        """Hold the teardown until survivors have left their step and written their snapshots; what became of each rank.
-
-        Bounded by ``hold_s``; a rank whose node does not answer is not waited for.
-        """
-        workers = self.get_workers()
-        state = self.get_worker_group_state()
-        state.sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
+        """Hold the teardown until survivors have left their step and written their snapshots; what became of each rank."""
+        self.get_worker_group_state().sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
-        reports = {}
-        waiting: dict[Any, int] = {}
-        nodes = {node.node_id: node for node in self._look_at_nodes()}
-        for rank, worker in enumerate(workers):
-            report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
-            if not report.node_alive:
-                report = dataclasses.replace(report, died=True, still_running=False)
-            status = polled.get(rank)
-            reports[rank] = with_error(report, status.error if status else None)
-            if reports[rank].unresponsive:
-                ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
-            if report.node_alive and not reports[rank].died and not reports[rank].unresponsive:
-                worker.actor.let_go.remote()
-                waiting[worker.actor.wait_for_end.remote(_WAIT_S)] = rank
-        self._collect_ends(waiting, reports)
-        return tuple(self._with_hang(reports[rank]) for rank in sorted(reports))
+        errors = {rank: status.error for rank, status in polled.items()}
+        settling = Settling(self.get_workers(), self._look_at_nodes, errors)
+        return tuple(self._with_hang(report) for report in settling.reports_within(self._settings.hold_s))
 
     def _with_hang(self, report: RankReport) -> RankReport:
         """A rank that was killed because it hung did not die; every rank's stack from then is evidence."""
@@ -329,45 +287,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         if report.rank not in self._hung:
             return report
         return dataclasses.replace(report, unresponsive=True, died=False, death=None, still_running=False)
-
-    def _collect_ends(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
-        """Fill in how the ranks in ``waiting`` ended; ranks that outlast the wait stay ``still_running``."""
-        began = time.monotonic()
-        deadline = began + self._settings.hold_s
-        asked_at = dict.fromkeys(waiting.values(), began)
-        stacks: dict[int, str | None] = {}
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, 0.25))
-            for ref in done:
-                rank = waiting.pop(ref)
-                reports[rank], stacks[rank] = with_end(reports[rank], ref)
-                if reports[rank].still_running:
-                    asked_at[rank] = time.monotonic()
-                    waiting[self.get_workers()[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
-                elif not reports[rank].died:
-                    deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - began)))
-            if not done:
-                self._drop_lost_nodes(waiting, reports)
-            silent = find_silent(asked_at, stacks, set(waiting.values()), time.monotonic())
-            if silent:
-                self._kill_silent(silent, waiting, reports)
-                deadline = min(began + self._settings.hold_s, time.monotonic() + 2 * _STRAGGLER_S)
-
-    def _kill_silent(self, silent: Collection[int], waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
-        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave their states."""
-        logger.warning("ranks %s do not answer, and others wait for them inside collectives; they are killed", sorted(silent))
-        for ref, rank in list(waiting.items()):
-            if rank in silent:
-                del waiting[ref]
-                reports[rank] = dataclasses.replace(reports[rank], unresponsive=True, still_running=False)
-                ray.kill(self.get_workers()[rank].actor)
-
-    def _drop_lost_nodes(self, waiting: dict[Any, int], reports: dict[int, RankReport]) -> None:
-        reachable = {node.node_id for node in self._look_at_nodes() if node.reachable}
-        for ref, rank in list(waiting.items()):
-            if reports[rank].node_id not in reachable:
-                del waiting[ref]
-                reports[rank] = dataclasses.replace(reports[rank], node_alive=False, died=True, still_running=False)
 
     def shutdown(self) -> None:
         """End the group at once: its ranks have settled, and a process that ends needs no farewell."""
@@ -388,35 +307,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-
-    def _look_at_slow_start(self) -> tuple[RankReport, ...]:
-        """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
-        try:
-            nodes = {node.node_id: node for node in self._look_at_nodes()}
-            reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(self._ranked)]
-            by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
-            found = find_stopped(by_node)
-        except Exception as exc:  # the ranks are to be killed all the same
-            logger.warning("it could not be seen which ranks hold the start up: %s", exc)
-            return ()
-        held_up = [(report.node_id, report.pid) not in found for report in reports]
-        return tuple(
-            dataclasses.replace(report, unresponsive=not waits, still_running=waits)
-            for report, waits in zip(reports, held_up, strict=True)
-        )
-
-    def _look_after_failed_start(self) -> tuple[RankReport, ...]:
-        """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
-        if not self._ranked:
-            return ()
-        pings = [worker.actor.get_metadata.remote() for worker in self._ranked]
-        ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
-        nodes = {node.node_id: node for node in self._look_at_nodes()}
-        reports = []
-        for rank, (worker, ping) in enumerate(zip(self._ranked, pings, strict=True)):
-            report = place_of(rank, worker, nodes)
-            reports.append(report if ping not in ready else with_answer(report, ping))
-        return tuple(reports)
 
 
 def _still_running() -> Any:
