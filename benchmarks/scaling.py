@@ -77,9 +77,8 @@ def step_s(compute: Compute, sizes: list[float], num_gpus: int, network: Network
         arrived = max(full_s, arrived) + all_reduce_s(size, num_gpus, network)
         ends.append(arrived)
     assert all(before <= after for before, after in pairwise(ends))
-    totals_s = 0.0 if num_gpus == 1 else all_reduce_s(104, num_gpus, network)  # 13 numbers that every step agrees on
     slowest_s = compute.jitter_s * math.sqrt(2 * math.log(num_gpus))
-    return compute.forward_s + max(compute.backward_s, arrived, totals_s) + compute.update_s + slowest_s
+    return compute.forward_s + max(compute.backward_s, arrived) + compute.update_s + slowest_s
 
 
 def predict(

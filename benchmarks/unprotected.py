@@ -1,7 +1,7 @@
 """The loop without all that is there for the moment of a failure, and its driver: ``python -m benchmarks.unprotected``.
 
-The same replica, loader, optimizer and wrapper; no gate and no totals, no copies of buffers, no ledger, no reports while it trains,
-no checkpoints, no snapshots, no watch. What is left is a plain DDP loop.
+The same model, loader and optimizer in torch's DDP at its defaults; no gate and no totals, no copies of buffers, no ledger, no
+reports while it trains, no checkpoints, no snapshots, no watch. What is left is a plain DDP loop.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep.events import EventKind
 from storage.run_dir import Stop
@@ -29,6 +32,8 @@ class Plain(Attempt):
     def run(self) -> Stop | None:
         replica = self._replica
         assert replica is not None and self._loader is not None
+        replica.step_module.carrier = nn.Module()  # type: ignore[assignment]
+        replica.wrapped = DistributedDataParallel(replica.step_module)
         points: list[dict[str, Any]] = []
         while replica.state.step < replica.total_steps:
             self._step(replica)

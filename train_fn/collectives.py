@@ -23,12 +23,8 @@ class Peers:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to add up ``tensor`` over all ranks in place; wait for what is returned before reading it."""
-        return None if self.alone else dist.all_reduce(tensor, async_op=True)
-
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        """Begin to overwrite ``tensor`` by that of rank ``source``."""
+        """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned before reading it."""
         return None if self.alone else dist.broadcast(tensor, source, async_op=True)
 
     def gather(self, value: Any) -> list[Any]:
@@ -53,23 +49,3 @@ class Peers:
         """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
         if not self.alone:
             require_whole()
-
-
-def coalesce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One flat copy for each dtype of ``tensors``, in the order of their first appearance."""
-    return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in _by_dtype(tensors)]
-
-
-def scatter_back(flat: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Copy what ``coalesce(tensors)`` made back into them."""
-    with torch.no_grad():
-        for source, group in zip(flat, _by_dtype(tensors), strict=True):
-            for part, tensor in zip(torch.split(source, [tensor.numel() for tensor in group]), group, strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())

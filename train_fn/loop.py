@@ -28,7 +28,7 @@ from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_clock import StepClock
-from train_fn.step_totals import StepSum, StepTotals
+from train_fn.step_totals import StepSum, StepTotals, totals_of
 from train_fn.stragglers import StragglerWatch
 from train_fn.tasks.checks import told
 from train_fn.tensor_tree import copy_to_cpu
@@ -134,7 +134,7 @@ class Attempt:
         num_samples = len(sampler.global_batch(state.epoch, state.k))
         share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
         scale = ctx.world_size / num_samples  # DDP divides by world_size
-        replica.keep_buffers()
+        replica.volatile.keep()
         totals = StepSum(replica.peers)
         num_passes = replica.num_passes()
         for position in range(num_passes):
@@ -153,13 +153,16 @@ class Attempt:
                 replica.seed(state.step, number)
                 loss_sum, weight = replica.forward(batch)
                 totals.add(loss_sum, weight, counted)
-                if last:  # what all need to know travels while the last backward runs
+                loss = loss_sum * scale
+                if last:  # what all need to know travels with the gradients of the last backward
                     saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
-                    totals.start(stop, saver.newest_committed(self._reported_checkpoint), saver.is_due(), self._own_s)
-                state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+                    reported = saver.newest_committed(self._reported_checkpoint)
+                    loss = replica.carrier.attach(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
+                    replica.volatile.start()
+                state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
-        self._buffers = replica.equal_buffers()
-        known = totals.wait()
+        replica.volatile.wait()
+        known = totals_of(replica.carrier.take(), ctx.world_size)
         self._own_s = self._clock.gate()
         return known
 
@@ -195,7 +198,7 @@ class Attempt:
         with state.committing():
             state.scaler.step(state.optimizer)
             state.scaler.update()
-            replica.adopt_buffers(self._buffers)
+            replica.volatile.adopt()
             if state.ema is not None:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.count)
@@ -272,7 +275,7 @@ class Attempt:
             state, step = replica.state, replica.state.step
             problem = "the rank was between two states"
             if state.complete:
-                replica.put_back_buffers()
+                replica.volatile.put_back()
                 try:
                     problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
                 except BadTask as exc:  # what broke the attempt says more

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from train_fn.collectives import Peers, coalesce, scatter_back
+from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
@@ -26,6 +26,7 @@ from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
+from train_fn.step_totals import Carrier
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
 from train_fn.tasks.build import build_task
@@ -41,17 +42,19 @@ from train_fn.tasks.checks import (
     told,
 )
 from train_fn.tasks.protocol import Sum, Task
+from train_fn.volatile_buffers import VolatileBuffers
 
 
 class StepModule(nn.Module):
     """The task's loss as a module, so that all of it happens inside DDP's forward."""
 
-    def __init__(self, task: Task, model: nn.Module, precision: Precision, device: torch.device, *, compiled: bool) -> None:
+    def __init__(self, task: Task, model: nn.Module, precision: Precision, peers: Peers, *, compiled: bool) -> None:
         super().__init__()
         self.model = model
+        self.carrier = Carrier(peers)
         # In a tuple, because torch would register a module, and every parameter would have two names.
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
-        self._task, self._precision, self._device = task, precision, device
+        self._task, self._precision, self._device = task, precision, peers.device
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that depends on every parameter."""
@@ -87,8 +90,7 @@ class Replica:
         )
         self.parameters = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
         self._nothing: Any = None
-        self._volatile: list[torch.Tensor] = []
-        self._volatile_before: list[torch.Tensor] = []
+        self.volatile = VolatileBuffers([], self.peers)
 
     def join(self) -> None:
         """Tie the replica to its peers, and run one backward whose gradients are dropped.
@@ -108,12 +110,18 @@ class Replica:
         self.seed(0, 0)
         loss_sum, _ = self.wrapped(batch)
         check_moves(self.task, loss_sum)
-        loss_sum.backward()
+        self.carrier.attach(loss_sum).backward()  # type: ignore[no-untyped-call]
+        self.carrier.take()
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)
-        self._volatile = self._find_volatile(buffers, before)
+        self.volatile = VolatileBuffers(self._find_volatile(buffers, before), self.peers)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
+
+    @property
+    def carrier(self) -> Carrier:
+        """What takes the step's totals along with its gradients."""
+        return self.step_module.carrier
 
     def num_passes(self) -> int:
         """Forward passes that this rank makes for the present global batch; at least one, to take part in the backward."""
@@ -149,31 +157,6 @@ class Replica:
         known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
         return [int(size) for size in sizes.split(",") if size.strip()]
-
-    def keep_buffers(self) -> None:
-        """Remember what a forward pass may change, so that a step that fails can be taken back."""
-        self._volatile_before = [buffer.clone() for buffer in self._volatile]
-
-    def put_back_buffers(self) -> None:
-        """Take back what the forward passes of a step that was not committed changed."""
-        for buffer, value in zip(self._volatile, self._volatile_before, strict=False):
-            buffer.copy_(value)
-        self._volatile_before = []
-
-    def equal_buffers(self) -> list[torch.Tensor]:
-        """Rank 0's buffers, for every rank to adopt when the step commits; nothing for models without such."""
-        if self.peers.alone or not self._volatile:
-            return []
-        flat = coalesce(self._volatile)
-        for work in [self.peers.start_broadcast(tensor, 0) for tensor in flat]:
-            if work is not None:
-                work.wait()
-        return flat
-
-    def adopt_buffers(self, flat: list[torch.Tensor]) -> None:
-        if flat:
-            scatter_back(flat, self._volatile)
-        self._volatile_before = []
 
     def _find_volatile(self, buffers: list[torch.Tensor], before: list[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers that a forward pass changes: those that it just did, and running statistics that it might."""
@@ -231,14 +214,15 @@ def build_replica(ctx: WorkerContext) -> Replica:
         data_source=told(task, "build_datasets") if spec.code is not None else None,
     )
     all_steps = train.epochs * sampler.steps_per_epoch
+    peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     return Replica(
-        peers=Peers(ctx.world_rank, ctx.world_size, ctx.device),
+        peers=peers,
         task=task,
         state=state,
         sampler=sampler,
         train_set=train_set,
         val_set=datasets.get("val"),
-        step_module=StepModule(task, model, train.precision, ctx.device, compiled=train.compile),
+        step_module=StepModule(task, model, train.precision, peers, compiled=train.compile),
         total_steps=min(all_steps, train.max_steps or all_steps),
     )
 

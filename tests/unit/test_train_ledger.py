@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from train_fn.collectives import Peers
 from train_fn.ledger import Count, Ledger, count
-from train_fn.step_totals import StepSum
+from train_fn.step_totals import Carrier, StepSum, StepTotals, totals_of
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -77,19 +77,69 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
     assert resumed == first
 
 
+def carried(numbers: torch.Tensor) -> StepTotals:
+    """What a rank that is alone hears of its own numbers."""
+    carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
+    (carrier.attach(3 * weight, numbers) * 7).backward()
+    assert weight.grad == 21, "the loss is what it was"
+    return totals_of(carrier.take(), 1)
+
+
 @given(st.integers(0, 2**64 - 1), st.floats(-1e6, 1e6))
 def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
     total = StepSum(ALONE)
     total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
-    total.start("pause", 40, save=True)
-    found = total.wait()
+    found = carried(total.numbers("pause", 40, save=True))
     assert found.count == Count(5, 1, 2, sample_hash)
-    assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (loss, 5, "pause", 40)
+    assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
     assert found.num_nonfinite == 0 and found.save
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
     total = StepSum(ALONE)
     total.add(torch.tensor(float("inf")), torch.tensor(3), Count())
-    total.start(None, 0)
-    assert (total.wait().num_nonfinite, total.wait().nonfinite_rank, total.wait().weight) == (1, 0, 3)
+    found = carried(total.numbers(None, 0))
+    assert (found.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**32), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4))
+def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, hashes: list[int]) -> None:
+    """Added up as DDP does it: float32, each rank's numbers divided by the number of ranks first."""
+    counts = [Count(3 + rank, rank, 2 * rank, sample_hash) for rank, sample_hash in enumerate(hashes)]
+    told = []
+    for rank, counted in enumerate(counts):
+        total = StepSum(Peers(rank, len(hashes), torch.device("cpu")))
+        total.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
+        told.append((total.numbers("cancel", 2**40 * (rank == 0)).numpy() * np.float32(world_size)) * np.float32(1 / world_size))
+    sums = np.zeros_like(told[0])
+    for rank in range(world_size):
+        sums += told[rank % len(told)]
+    found = totals_of(sums.tolist(), len(hashes))
+    shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
+    assert found.weight == world_size * weight
+    assert found.count == sum(
+        (
+            Count(*(share * number for number in (c.num_samples, c.num_unexpected, c.num_missing)), c.sample_hash * share % 2**64)
+            for share, c in zip(shares, counts, strict=True)
+        ),
+        Count(),
+    )
+    assert found.num_nonfinite == (shares[1] if len(told) > 1 else 0)
+    assert found.nonfinite_rank == (1 if found.num_nonfinite == 1 else None)
+    assert (found.stop, found.checkpoint_step, found.save) == ("cancel", 2**40 * shares[0], False)
+
+
+def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
+    for weights in ([0.25, 3.5], [5, -7.0], [torch.tensor(2.75)], [2.0**60]):
+        total = StepSum(ALONE)
+        for weight in weights:
+            total.add(torch.tensor(1.0), weight, Count())
+        assert carried(total.numbers(None, 0)).weight == float(sum(weights))
+
+
+@given(st.lists(st.one_of(st.integers(0, 2**40), st.floats(-1e6, 1e6)), min_size=1, max_size=3), st.booleans())
+def test_a_device_adds_losses_and_weights_up_as_the_host_does(weights: list[float], as_tensors: bool) -> None:
+    total = StepSum(ALONE)
+    for weight in weights:
+        total.add(torch.tensor(0.5), torch.tensor(weight, dtype=torch.float64) if as_tensors else weight, Count())
+    assert total._of_losses_on_device().tolist() == torch.tensor(total._of_losses(), dtype=torch.float32).tolist()
