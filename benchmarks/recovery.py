@@ -39,8 +39,9 @@ GIVE_UP_S = 240.0
 @dataclass(frozen=True)
 class Recovery:
     recovery_s: float
-    steps_lost: int
-    world_size: int
+    steps_lost: int | None
+    """None, as the size, where training did not come back while it was waited for."""
+    world_size: int | None
 
 
 def kill(pids: list[int]) -> float:
@@ -254,7 +255,11 @@ def main(argv: list[str]) -> None:
                     with cold_service() if options.cold else ServiceProcess(nodes=2) as service:
                         recovery = everstep(service, options.workload, what)
                 else:
-                    recovery = {"torchrun": torchrun, "ray": plain_ray}[side](options.workload, what)
+                    try:
+                        recovery = {"torchrun": torchrun, "ray": plain_ray}[side](options.workload, what)
+                    except TimeoutError as exc:
+                        print(f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}", flush=True)
+                        recovery = Recovery(GIVE_UP_S, None, None)
                 print(what, side, recovery, flush=True)
                 sides.setdefault(side, []).append(recovery)
         results[what] = {

@@ -110,6 +110,13 @@ class DrivenRun:
         found, self._cursor = read_journal(self.run_dir, self.submission, self._cursor, 5000)
         self.events += found
 
+    def read_all(self) -> None:
+        """Read the journal to its end, once the driver has ended."""
+        before = -1
+        while len(self.events) != before:
+            before = len(self.events)
+            self.read()
+
     def of(self, kind: EventKind) -> list[JournalEvent]:
         return [event for event in self.events if event.kind is kind]
 
