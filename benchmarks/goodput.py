@@ -149,11 +149,18 @@ class Everstep:
         self._service, self._run = service, run
 
     def points(self) -> list[Point]:
-        """An attempt reports again what the one before it may have failed to: a step belongs to the first that reported it."""
+        """What an attempt reports of the time before its own start are steps of the one before it, told again in case they were
+        never heard of: by the clock of the rank whose state it goes on from."""
         found: dict[tuple[int, float], int] = {}
+        first: dict[int, int] = {}
+        began: dict[int, float] = {}
         for event in self._run.events():
+            if event.kind == "attempt_started":
+                began[event.attempt] = event.at.timestamp()
             for point in event.data["points"] if event.kind == "metrics" else ():
-                found.setdefault((point["step"], point["at"]), event.attempt)
+                attempt = first.setdefault(point["step"], event.attempt)
+                if attempt == event.attempt or point["at"] >= began[event.attempt]:
+                    found.setdefault((point["step"], point["at"]), event.attempt)
         return [Point(attempt, step, at) for (step, at), attempt in found.items()]
 
     def kill(self, what: str, pick: float) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from train_fn.node_dir import snapshots_dir
 from train_fn.node_faults import find_raylet, kill_ranks, kill_raylet, signal_ranks
+from train_fn.ray_train.stopped import stopped, wake
 
 NODE_ID = "c0ffee" * 9
 PROGRAM = "sleep 60 & echo $!; wait"
@@ -76,3 +77,15 @@ def test_a_process_that_is_not_the_node_s_is_left_alone(node: tuple[int, int]) -
 def test_a_node_is_killed_by_its_raylet(node: tuple[int, int]) -> None:
     assert kill_raylet(NODE_ID) is None
     wait_for_status(node[0], psutil.STATUS_ZOMBIE)
+
+
+def test_those_that_are_stopped_are_found_and_go_on(node: tuple[int, int]) -> None:
+    raylet, pid = node
+    assert stopped([raylet, pid]) == []
+    psutil.Process(pid).suspend()
+    wait_for_status(pid, psutil.STATUS_STOPPED)
+    assert wake([raylet, pid]) == [pid]
+    wait_for_status(pid, psutil.STATUS_SLEEPING)
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert wake([gone.pid]) == []

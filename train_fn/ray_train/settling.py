@@ -13,7 +13,8 @@ import ray
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.seam import Worker
-from train_fn.recovery.hang import find_silent
+from train_fn.ray_train.stopped import wake_stopped
+from train_fn.recovery.hang import SILENT_S, find_silent
 from train_fn.verdict import RankReport
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Settling:
         self._waiting: dict[Any, int] = {}
         """By the call that returns when a rank has ended, the rank."""
         self._began = time.monotonic()
+        self._have_woken = False
         nodes = {node.node_id: node for node in look()}
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
@@ -74,10 +76,27 @@ class Settling:
             if silent:
                 self._kill_silent(silent)
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
+            elif (
+                self._waiting
+                and not self._have_woken
+                and all(time.monotonic() - asked_at[rank] > SILENT_S for rank in self._waiting.values())
+            ):
+                self._wake()
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
     def _wait_for(self, rank: int) -> None:
         self._waiting[self._workers[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
+
+    def _wake(self) -> None:
+        """No rank that is left answers, so that none keeps a state for the others: those that are merely stopped shall go on, find
+        their peers gone, and leave theirs."""
+        self._have_woken = True
+        by_node: dict[str, list[int]] = {}
+        for rank in self._waiting.values():
+            by_node.setdefault(self._reports[rank].node_id, []).append(self._reports[rank].pid)
+        woken = wake_stopped(by_node)
+        if woken:
+            logger.warning("no rank answered, since processes %s were stopped; they go on", sorted(pid for _, pid in woken))
 
     def _kill_silent(self, silent: Collection[int]) -> None:
         """Kill ranks that do not answer and that others wait for: these are freed by it, and leave their states."""

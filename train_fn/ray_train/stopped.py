@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import signal
+from collections.abc import Callable, Collection, Mapping
 
 import psutil
 import ray
@@ -17,8 +18,19 @@ logger = logging.getLogger(__name__)
 
 def find_stopped(pids_by_node: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
     """(node, process) of those that are stopped; a node that does not answer soon says nothing."""
+    return _ask_nodes(stopped, pids_by_node)
+
+
+def wake_stopped(pids_by_node: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
+    """Let those that are stopped go on; which they were."""
+    return _ask_nodes(wake, pids_by_node)
+
+
+def _ask_nodes(
+    question: Callable[[Collection[int]], list[int]], pids_by_node: Mapping[str, Collection[int]]
+) -> set[tuple[str, int]]:
     asked = {
-        ray.remote(num_cpus=0, max_retries=0)(stopped)
+        ray.remote(num_cpus=0, max_retries=0)(question)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
         .remote(tuple(pids)): node_id
         for node_id, pids in pids_by_node.items()
@@ -42,4 +54,12 @@ def stopped(pids: Collection[int]) -> list[int]:
                 found.append(pid)
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def wake(pids: Collection[int]) -> list[int]:
+    """Let those of this node's processes that are stopped go on; which they were."""
+    found = stopped(pids)
+    for pid in found:
+        psutil.Process(pid).send_signal(signal.SIGCONT)
     return found
