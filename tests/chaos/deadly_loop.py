@@ -69,7 +69,8 @@ def _in_all_reduce(strike: Strike) -> None:
         join(self)
 
         def gradient_is_there(_: Any) -> None:
-            if self.state.step == strike.step and self.state.complete:
+            is_last = getattr(self.wrapped, "require_backward_grad_sync", True)  # of the step's micro-batches
+            if is_last and self.state.step == strike.step and self.state.complete:
                 strike.fall()
 
         self.parameters[0].register_hook(gradient_is_there)  # the first parameter's gradient is the last to come
