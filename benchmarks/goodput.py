@@ -25,6 +25,7 @@ import psutil
 
 from benchmarks.recovery import GIVE_UP_S, end_cluster, is_open, kill, lines, process, scratch
 from benchmarks.report import write
+from benchmarks.steps import attempts_of
 from benchmarks.workloads import WORKLOADS
 from everstep.runs import RunHandle
 from tests.service_process import ServiceProcess, free_port, wait_for
@@ -149,19 +150,7 @@ class Everstep:
         self._service, self._run = service, run
 
     def points(self) -> list[Point]:
-        """What an attempt reports of the time before its own start are steps of the one before it, told again in case they were
-        never heard of: by the clock of the rank whose state it goes on from."""
-        found: dict[tuple[int, float], int] = {}
-        first: dict[int, int] = {}
-        began: dict[int, float] = {}
-        for event in self._run.events():
-            if event.kind == "attempt_started":
-                began[event.attempt] = event.at.timestamp()
-            for point in event.data["points"] if event.kind == "metrics" else ():
-                attempt = first.setdefault(point["step"], event.attempt)
-                if attempt == event.attempt or point["at"] >= began[event.attempt]:
-                    found.setdefault((point["step"], point["at"]), event.attempt)
-        return [Point(attempt, step, at) for (step, at), attempt in found.items()]
+        return [Point(attempt, step, at) for (step, at), attempt in attempts_of(self._run).items()]
 
     def kill(self, what: str, pick: float) -> bool:
         attempts = self._run.attempts()

@@ -9,16 +9,28 @@ Point = tuple[int, float]
 """(steps done, unix seconds)."""
 
 
-def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
-    """(attempt, point) of every step done after a time, and of the last before it, in the order of their time.
+def attempts_of(run: RunHandle) -> dict[Point, int]:
+    """Every step done, with the attempt that did it.
 
-    An attempt reports again what the one before it may have failed to: a point belongs to the first that reported it.
+    What an attempt reports of the time before its own start are steps of the one before it, told again in case they were never
+    heard of: by the clock of the rank whose state it goes on from.
     """
-    attempts: dict[Point, int] = {}
+    found: dict[Point, int] = {}
+    first: dict[int, int] = {}
+    began: dict[int, float] = {}
     for event in run.events():
+        if event.kind == "attempt_started":
+            began[event.attempt] = event.at.timestamp()
         for point in event.data["points"] if event.kind == "metrics" else ():
-            attempts.setdefault((point["step"], point["at"]), event.attempt)
-    found = sorted(((number, point) for point, number in attempts.items()), key=lambda item: item[1][1])
+            attempt = first.setdefault(point["step"], event.attempt)
+            if attempt == event.attempt or point["at"] >= began[event.attempt]:
+                found.setdefault((point["step"], point["at"]), event.attempt)
+    return found
+
+
+def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
+    """(attempt, point) of every step done after a time, and of the last before it, in the order of their time."""
+    found = sorted(((number, point) for point, number in attempts_of(run).items()), key=lambda item: item[1][1])
     earlier = [item for item in found if item[1][1] <= after]
     return earlier[-1:] + [item for item in found if item[1][1] > after]
 

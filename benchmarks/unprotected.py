@@ -10,7 +10,6 @@ import sys
 import time
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.events import EventKind
@@ -32,7 +31,7 @@ class Plain(Attempt):
     def run(self) -> Stop | None:
         replica = self._replica
         assert replica is not None and self._loader is not None
-        replica.step_module.carrier = nn.Module()  # type: ignore[assignment]
+        del replica.step_module.carrier
         replica.wrapped = DistributedDataParallel(replica.step_module)
         points: list[dict[str, Any]] = []
         while replica.state.step < replica.total_steps:

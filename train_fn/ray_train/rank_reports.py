@@ -68,8 +68,7 @@ def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankRe
     try:
         nodes = {node.node_id: node for node in look()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
-        by_node = {report.node_id: [r.pid for r in reports if r.node_id == report.node_id] for report in reports}
-        found = find_stopped(by_node)
+        found = find_stopped((report.node_id, report.pid) for report in reports)
     except Exception as exc:  # the ranks are to be killed all the same
         logger.warning("it could not be seen which ranks hold the start up: %s", exc)
         return ()

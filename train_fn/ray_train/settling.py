@@ -14,7 +14,7 @@ from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.seam import Worker
 from train_fn.ray_train.stopped import wake_stopped
-from train_fn.recovery.hang import SILENT_S, find_silent
+from train_fn.recovery.hang import find_silent, silent_ranks
 from train_fn.verdict import RankReport
 
 logger = logging.getLogger(__name__)
@@ -72,15 +72,12 @@ class Settling:
                     deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)))
             if not done:
                 self._drop_lost_nodes()
-            silent = find_silent(asked_at, stacks, set(self._waiting.values()), time.monotonic())
+            waiting, now = set(self._waiting.values()), time.monotonic()
+            silent = find_silent(asked_at, stacks, waiting, now)
             if silent:
                 self._kill_silent(silent)
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
-            elif (
-                self._waiting
-                and not self._have_woken
-                and all(time.monotonic() - asked_at[rank] > SILENT_S for rank in self._waiting.values())
-            ):
+            elif waiting and not self._have_woken and len(silent_ranks(asked_at, waiting, now)) == len(waiting):
                 self._wake()
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
@@ -91,10 +88,8 @@ class Settling:
         """No rank that is left answers, so that none keeps a state for the others: those that are merely stopped shall go on, find
         their peers gone, and leave theirs."""
         self._have_woken = True
-        by_node: dict[str, list[int]] = {}
-        for rank in self._waiting.values():
-            by_node.setdefault(self._reports[rank].node_id, []).append(self._reports[rank].pid)
-        woken = wake_stopped(by_node)
+        left = [self._reports[rank] for rank in self._waiting.values()]
+        woken = wake_stopped((report.node_id, report.pid) for report in left)
         if woken:
             logger.warning("no rank answered, since processes %s were stopped; they go on", sorted(pid for _, pid in woken))
 

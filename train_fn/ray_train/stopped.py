@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 import psutil
 import ray
@@ -16,19 +16,20 @@ _ANSWER_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def find_stopped(pids_by_node: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
-    """(node, process) of those that are stopped; a node that does not answer soon says nothing."""
-    return _ask_nodes(stopped, pids_by_node)
+def find_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Those of the (node, process) that are stopped; a node that does not answer soon says nothing."""
+    return _ask_nodes(stopped, processes)
 
 
-def wake_stopped(pids_by_node: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
+def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """Let those that are stopped go on; which they were."""
-    return _ask_nodes(wake, pids_by_node)
+    return _ask_nodes(wake, processes)
 
 
-def _ask_nodes(
-    question: Callable[[Collection[int]], list[int]], pids_by_node: Mapping[str, Collection[int]]
-) -> set[tuple[str, int]]:
+def _ask_nodes(question: Callable[[Collection[int]], list[int]], processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+    pids_by_node: dict[str, list[int]] = {}
+    for node_id, pid in processes:
+        pids_by_node.setdefault(node_id, []).append(pid)
     asked = {
         ray.remote(num_cpus=0, max_retries=0)(question)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))

@@ -79,9 +79,14 @@ def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None],
         waiting: ranks that have not ended.
         now: monotonic seconds.
     """
-    silent = [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
+    silent = silent_ranks(asked_at, waiting, now)
     held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
     return silent if held_up else []
+
+
+def silent_ranks(asked_at: Mapping[int, float], waiting: Collection[int], now: float) -> list[int]:
+    """Those in ``waiting`` that have said nothing for too long since they were asked, as ``find_silent`` has it."""
+    return [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
 
 
 def _cannot_leave(stack: str) -> bool:
