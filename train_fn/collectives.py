@@ -33,7 +33,7 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
-        require_whole()
+        self.require_whole()
         return values
 
     def share(self, value: Any, source: int) -> Any:
@@ -42,10 +42,10 @@ class Peers:
             return value
         values = [value if self.rank == source else None]
         dist.broadcast_object_list(values, source, device=self.device)
-        require_whole()
+        self.require_whole()
         return values[0]
 
     def require_whole(self) -> None:
         """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
-        if not self.alone:
+        if not self.alone and self.device.type == "cuda":
             require_whole()

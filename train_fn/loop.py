@@ -153,13 +153,13 @@ class Attempt:
                 replica.seed(state.step, number)
                 loss_sum, weight = replica.forward(batch)
                 totals.add(loss_sum, weight, counted)
-                loss = loss_sum * scale
+                loss = state.scaler.scale(loss_sum * scale)
                 if last:  # what all need to know travels with the gradients of the last backward
                     saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
                     reported = saver.newest_committed(self._reported_checkpoint)
                     loss = replica.carrier.attach(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
                     replica.volatile.start()
-                state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
         replica.volatile.wait()
         known = totals_of(replica.carrier.take(), ctx.world_size)

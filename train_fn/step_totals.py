@@ -4,34 +4,40 @@ The numbers of a rank are the gradient of a parameter that nothing else uses (``
 that backward fills, so that a backward that returns is the step's gate: whoever comes out of it knows that every rank got as far as
 this step's last backward, and all ranks that do hold the same numbers, so that they agree to stop, to refuse the step, to report.
 
-DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and whole ones in parts of 10 bits,
-whose sums are small enough to come out exact.
+DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and whole ones byte by byte, since
+the sums of bytes are small enough to come out exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import struct
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from storage.run_dir import Stop
 from train_fn.collectives import Peers
 from train_fn.ledger import Count
-from train_fn.randomness import MASK64
 
-_PART_BITS = 10
-_PARTS_32, _PARTS_48, _PARTS_64 = 4, 5, 7
-"""Parts of a whole number of so many bits."""
+Numbers = NDArray[np.float32]
+
+_FIELDS = "QBIIIQQBBB"
+"""Weight, whether the loss is not finite; samples, unexpected, missing, their hash; a checkpoint's step; cancel, pause, save."""
+_WHOLE = struct.Struct(f"<{_FIELDS}")
 _MOST_WEIGHT = 1 << 48
 """A weight below it is sent exactly; of one above, the digits of a float32."""
-_OF_LOSSES = 4 + _PARTS_48
-"""Numbers that come of losses and weights."""
-_NUM_NUMBERS = _OF_LOSSES + 3 * _PARTS_32 + _PARTS_64 + _PARTS_48 + 3
+_NUM_FRACTIONS = 3
+"""Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too large. They come first."""
+_NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size
 """All but the ranks' own times."""
+_SIZES = [struct.calcsize(f"<{field}") for field in _FIELDS]
+_BEGINS = np.cumsum([0, *_SIZES[:-1]])
+_SHIFTS = np.concatenate([8 * np.arange(size) for size in _SIZES]).astype(np.uint64)
+"""Of each byte of ``_WHOLE``, by how many bits its number is above it."""
 
 
 @dataclass(frozen=True)
@@ -64,32 +70,17 @@ class Carrier(nn.Module):
         self._peers = peers
         self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
 
-    def attach(self, loss: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
-        """``loss``, whose backward carries ``numbers`` (of this rank; default: zeros) along."""
-        carried = torch.zeros_like(self.numbers) if numbers is None else numbers * self._peers.world_size
-        attached: torch.Tensor = _Attach.apply(loss, self.numbers, carried)  # type: ignore[no-untyped-call]
-        return attached
+    def attach(self, loss: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """What to call backward of in place of ``loss``. The parameter is zero; its gradient is what it is multiplied by."""
+        return loss + torch.dot(self.numbers, numbers)
 
-    def take(self) -> list[float]:
+    def take(self) -> Numbers:
         """The sums over all ranks, once backward has returned; the device has finished it then, too."""
         assert self.numbers.grad is not None
-        sums: list[float] = self.numbers.grad.tolist()
+        sums: Numbers = self.numbers.grad.cpu().numpy().copy()
         self.numbers.grad = None
         self._peers.require_whole()
         return sums
-
-
-class _Attach(torch.autograd.Function):
-    """The loss as it is; in backward the parameter gets the carried numbers, whatever the loss is multiplied by."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, parameter: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
-        ctx.carried = carried
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return gradient, ctx.carried, None
 
 
 class StepSum:
@@ -108,29 +99,31 @@ class StepSum:
 
     def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
         """What this rank tells the others, for ``Carrier.attach``. On CUDA nothing here waits for the device."""
-        count = self._count
-        known = [
-            *_parts(count.num_samples, _PARTS_32),
-            *_parts(count.num_unexpected, _PARTS_32),
-            *_parts(count.num_missing, _PARTS_32),
-            *_parts(count.sample_hash, _PARTS_64),
-            *_parts(checkpoint_step, _PARTS_48),
-            *(stop == "cancel", stop == "pause", save),
-            *(own_s if rank == self._peers.rank else 0.0 for rank in range(self._peers.world_size)),
-        ]
-        if self._peers.device.type == "cpu":
-            return torch.tensor([*self._of_losses(), *known], dtype=torch.float32)
-        of_losses = self._of_losses_on_device()
-        return torch.cat([of_losses, torch.tensor(known, dtype=torch.float32).to(self._peers.device, non_blocking=True)])
+        rank, world_size, count = self._peers.rank, self._peers.world_size, self._count
+        on_device = self._peers.device.type != "cpu"
+        loss, nonfinite, fraction, weight = (0.0, False, 0.0, 0) if on_device else self._of_losses()
+        counted = (count.num_samples, count.num_unexpected, count.num_missing, count.sample_hash, checkpoint_step)
+        numbers = np.zeros(_NUM_NUMBERS + world_size, np.float32)
+        numbers[:_NUM_FRACTIONS] = loss, nonfinite * (rank + 1), fraction
+        numbers[_NUM_FRACTIONS:_NUM_NUMBERS] = bytearray(
+            _WHOLE.pack(weight, nonfinite, *counted, stop == "cancel", stop == "pause", save)
+        )
+        numbers[_NUM_NUMBERS + rank] = own_s
+        told = torch.from_numpy(numbers * world_size)
+        if on_device:
+            of_losses = self._of_losses_on_device()
+            rest = told[len(of_losses) :].to(self._peers.device, non_blocking=True)
+            told = torch.cat([of_losses * world_size, rest])
+        return told
 
-    def _of_losses(self) -> list[float]:
+    def _of_losses(self) -> tuple[float, bool, float, int]:
+        """Loss, whether it is not finite, and of the weight what is no whole number and what is."""
         loss, weight = sum(map(float, self._losses)), sum(map(float, self._weights))
-        nonfinite = not math.isfinite(loss)
         whole = math.floor(weight) if 0 <= weight < _MOST_WEIGHT else 0
-        return [loss, nonfinite, nonfinite * (self._peers.rank + 1), weight - whole, *_parts(whole, _PARTS_48)]
+        return loss, not math.isfinite(loss), weight - whole, whole
 
     def _of_losses_on_device(self) -> torch.Tensor:
-        """The same numbers, where the device alone knows the losses, and those weights that are tensors."""
+        """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""
         device = self._peers.device
         loss = torch.stack(self._losses).sum(dtype=torch.float64)
         known = sum(float(weight) for weight in self._weights if not isinstance(weight, torch.Tensor))
@@ -138,40 +131,28 @@ class StepSum:
         weight = torch.stack([torch.full((), known, dtype=torch.float64, device=device), *tensors]).sum()
         nonfinite = torch.logical_not(torch.isfinite(loss)).double()
         whole = torch.where((weight >= 0) & (weight < _MOST_WEIGHT), weight.floor(), torch.zeros_like(weight))
-        sizes = torch.pow(2.0**_PART_BITS, torch.arange(_PARTS_48, dtype=torch.float64, device=device))
-        parts = (whole / sizes).floor().remainder(2.0**_PART_BITS)
-        head = torch.stack([loss, nonfinite, nonfinite * (self._peers.rank + 1), weight - whole])
-        return torch.cat([head, parts]).float()
+        sizes = torch.pow(256.0, torch.arange(_SIZES[0], dtype=torch.float64, device=device))
+        bytes_of_weight = (whole / sizes).floor().remainder(256.0)
+        fractions = torch.stack([loss, nonfinite * (self._peers.rank + 1), weight - whole])
+        return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
 
 
-def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
+def totals_of(sums: Numbers, world_size: int) -> StepTotals:
     """What ``Carrier.take`` gave, read."""
-    rest = iter(sums)
-    loss, nonfinite, ranks, fraction = next(rest), _whole(rest, 1), _whole(rest, 1), next(rest)
-    weight = fraction + _whole(rest, _PARTS_48)
-    samples, unexpected, missing = (_whole(rest, _PARTS_32) for _ in range(3))
-    hashed, checkpoint_step = _whole(rest, _PARTS_64) & MASK64, _whole(rest, _PARTS_48)
-    cancels, pauses, saves = (_whole(rest, 1) for _ in range(3))
-    own_s = tuple(rest)
+    loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS].tolist()
+    sums_of_bytes = np.rint(sums[_NUM_FRACTIONS:_NUM_NUMBERS]).astype(np.uint64)
+    whole = np.add.reduceat(sums_of_bytes << _SHIFTS, _BEGINS).tolist()  # modulo 2**64, as the hash is
+    weight, num_nonfinite, samples, unexpected, missing, hashed, checkpoint_step, cancels, pauses, saves = whole
+    own_s = tuple(sums[_NUM_NUMBERS:].tolist())
     assert len(own_s) == world_size
     return StepTotals(
         loss_sum=loss,
-        weight=weight,
+        weight=fraction + weight,
         count=Count(samples, unexpected, missing, hashed),
-        num_nonfinite=nonfinite,
-        nonfinite_rank=ranks - 1 if nonfinite == 1 else None,
+        num_nonfinite=num_nonfinite,
+        nonfinite_rank=round(nonfinite_rank) - 1 if num_nonfinite == 1 else None,
         stop="cancel" if cancels else "pause" if pauses else None,
         checkpoint_step=checkpoint_step,
         save=saves > 0,
         own_s=own_s,
     )
-
-
-def _parts(value: int, num_parts: int) -> list[int]:
-    """A whole number of at least 0 in parts of ``_PART_BITS`` bits, the lowest first."""
-    return [value >> _PART_BITS * number & (1 << _PART_BITS) - 1 for number in range(num_parts)]
-
-
-def _whole(sums: Iterator[float], num_parts: int) -> int:
-    """The sum of all ranks' whole numbers of so many parts."""
-    return sum(round(next(sums)) << _PART_BITS * number for number in range(num_parts))
