@@ -54,6 +54,8 @@ class RankReport:
     """Where it stood when it was taken for hung."""
     still_running: bool = False
     """Its training thread had not ended when the wait for it was over."""
+    held_up: bool = False
+    """It then waited for others inside a collective: one of which it has not heard yet that it will not come about."""
     error: RankError | None = None
 
 
@@ -127,7 +129,7 @@ def judge(evidence: Evidence) -> Judgement:
         return _judgement(evidence, draining[0], Verdict.PREEMPTION)
     if evidence.control_error is not None:
         return _judgement(evidence, None, Verdict.CONTROL_PLANE)
-    hung = [r for r in evidence.ranks if r.still_running]
+    hung = [r for r in evidence.ranks if r.still_running and not r.held_up]
     if hung and any(r.error for r in evidence.ranks):
         # Everyone else left a failed collective; who stayed behind is what they were waiting for.
         return _judgement(evidence, hung[0], Verdict.HANG)
@@ -284,7 +286,7 @@ def _line(report: RankReport) -> dict[str, Any]:
     elif report.unresponsive:
         state = "unresponsive"
     elif report.still_running:
-        state = "still running"
+        state = "held up" if report.held_up else "still running"
     elif error is None:
         state = "left"
     else:

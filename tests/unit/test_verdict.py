@@ -82,6 +82,13 @@ def test_who_stays_behind_when_all_others_left_is_what_they_waited_for() -> None
     assert (result.verdict, result.first_rank) == (Verdict.HANG, 1)
 
 
+def test_who_stays_behind_inside_a_collective_waits_as_the_others_did() -> None:
+    """A line between two hosts is cut: each rank hears of it in its own time, and nobody is stuck."""
+    result = judged(report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, still_running=True, held_up=True))
+    assert (result.verdict, result.first_rank) == (Verdict.UNKNOWN, None)
+    assert [line["state"] for line in result.detail["ranks"]] == ["collateral", "held up"]
+
+
 def test_an_error_of_the_controller_alone_is_the_control_planes() -> None:
     assert judged(control_error="RuntimeError: snapshot").verdict is Verdict.CONTROL_PLANE
 

@@ -14,7 +14,7 @@ from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.seam import Worker
 from train_fn.ray_train.stopped import wake_stopped
-from train_fn.recovery.hang import find_silent, silent_ranks
+from train_fn.recovery.hang import find_silent, silent_ranks, waits_for_others
 from train_fn.verdict import RankReport
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,9 @@ class Settling:
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
             elif waiting and not self._have_woken and len(silent_ranks(asked_at, waiting, now)) == len(waiting):
                 self._wake()
+        for rank in self._waiting.values():
+            held_up = waits_for_others(stacks.get(rank) or "")
+            self._reports[rank] = dataclasses.replace(self._reports[rank], held_up=held_up)
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
     def _wait_for(self, rank: int) -> None:
