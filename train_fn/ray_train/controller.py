@@ -189,6 +189,16 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._see_to_hang()
         return result
 
+    async def _poll_workers(self) -> Any:
+        """Ray's poll, as soon as a rank has ended; while none has, seldom, since every poll interrupts every rank.
+
+        A user's function is asked more often: it waits until what it reports is taken.
+        """
+        quiet_s = self._settings.poll_s if self._engine.job.spec.runs_own_function else self._settings.quiet_poll_s
+        await self._worker_group.news(self._settings.poll_s, quiet_s)
+        self._latest_poll_time = float("-inf")  # Ray's own pause is not waited for on top
+        return await super()._poll_workers()
+
     def _result(self, before: Any, after: Any) -> Any:
         return LoopResult(run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after)
 

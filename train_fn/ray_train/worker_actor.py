@@ -22,6 +22,8 @@ from train_fn.ray_train.seam import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.probe import accepts_connection
 
+WATCH = "watch"
+"""Concurrency group of the one call that lasts as long as the rank trains."""
 _LOOK_S = 0.005
 
 
@@ -89,6 +91,12 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
         """What says that another process of this node was killed for want of memory; None where nothing does."""
         return look_for_oom(pid, kills_before)
+
+    @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
+    def watch(self) -> None:
+        """Return once the training function has ended, however that was."""
+        runner: Any = get_train_context().execution_context.training_thread_runner
+        runner._thread.join()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -33,7 +34,7 @@ from train_fn.ray_train.seam import (
 )
 from train_fn.ray_train.settling import Settling
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
-from train_fn.ray_train.worker_actor import EverstepTrainWorker, RankReady
+from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -72,6 +73,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created = on_created
         self._on_apart = on_apart
         self._fitness = fitness
+        self._watches: list[asyncio.Future[None]] | None = None
+        """By rank, what is done once the rank has ended."""
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -160,7 +163,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     ) -> list[Any]:
         """Actors without a runtime_env in the reserved bundles, prepared in the same breath, with ranks assigned."""
         options = worker_group_module.bundle_to_remote_args(resources_per_worker)
-        actor_class = ray.remote(**options)(self._worker_cls)
+        actor_class = ray.remote(concurrency_groups={WATCH: 1}, **options)(self._worker_cls)
         self._actors = [
             actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=0)
@@ -193,6 +196,18 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
+
+    async def news(self, poll_s: float, quiet_s: float) -> None:
+        """Wait until a rank has ended or died, ``quiet_s`` at most; ``poll_s`` where that is not told of all ranks any more."""
+        if self._watches is None:
+            self._watches = [asyncio.wrap_future(worker.actor.watch.remote().future()) for worker in self.get_workers()]
+        if any(watch.done() for watch in self._watches):
+            await asyncio.sleep(poll_s)
+        else:
+            await asyncio.wait(self._watches, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+        for watch in self._watches:
+            if watch.done():
+                watch.exception()  # the poll that follows says what happened
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Ray's poll, with patience for a network that fails for a while.
