@@ -171,6 +171,11 @@ class RayJobs:
         by_id = {raw.get("raylet", {}).get("nodeId"): raw for raw in summary}
         return [_with_summary(node, by_id.get(node.node_id)) for node in nodes]
 
+    async def is_dead(self, node_id: str) -> bool:
+        """Whether Ray tells this node dead, which it stays; not of one that Ray does not know."""
+        found = await self._nodes({"filter_keys": "node_id", "filter_predicates": "=", "filter_values": node_id})
+        return any(node.state == "DEAD" for node in found if node.node_id == node_id)
+
     async def _nodes(self, filters: Mapping[str, str]) -> list[RayNode]:
         params = {"limit": str(MAX_NODES), "detail": "1", **filters}
         answer = _successful(await self._send("GET", "/api/v0/nodes", params=params)).json()

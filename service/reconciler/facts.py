@@ -22,7 +22,7 @@ class JobFact(StrEnum):
     ALIVE = "alive"
     """Pending or running."""
     ENDED = "ended"
-    """Succeeded, failed or stopped, by Ray's word."""
+    """Succeeded, failed or stopped, by Ray's word; or its driver's node is dead, though Ray calls the job running."""
 
 
 class TailFact(StrEnum):

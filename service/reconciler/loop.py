@@ -36,8 +36,9 @@ from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
 """From one tick's beginning to that of the next."""
-SHORTEST_PAUSE_S: Final = 0.1
-"""However long ticks take, others get their turn."""
+_PAUSE_FACTOR: Final = 2.0
+"""However long ticks take, the pause after one is so many times as long: requests want the interpreter, too."""
+_LONGEST_PAUSE_S: Final = 3.0
 TROUBLE_INTERVAL_S: Final = 2.0
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
@@ -140,7 +141,8 @@ class Reconciler:
             began = time.monotonic()
             try:
                 await self.tick()
-                pause_s = max(SHORTEST_PAUSE_S, INTERVAL_S - (time.monotonic() - began))
+                took_s = time.monotonic() - began
+                pause_s = min(max(_PAUSE_FACTOR * took_s, INTERVAL_S - took_s), _LONGEST_PAUSE_S)
             except LeaseLost as exc:
                 log.warning("what was begun is left to another process", problem=str(exc))
                 pause_s = INTERVAL_S

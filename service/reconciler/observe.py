@@ -79,6 +79,8 @@ class Observer:
         """Live rows of the last look: those that have not changed need not be read again."""
         self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
+        self._lost_nodes: set[str] = set()
+        """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come back with its state."""
         self.ray_problem: str | None = "not asked yet"
         """Why Ray did not answer the last question; None where it did."""
 
@@ -145,7 +147,7 @@ class Observer:
             elif not submitted:
                 await self._ray.version()
             if self._is_sweep_due(bool(rows)):
-                strays = await self._find_strays()
+                strays = await self._sweep()
         except RayError as exc:
             problem = str(exc)
         return RayAnswer(jobs, nodes, problem, strays)
@@ -167,12 +169,12 @@ class Observer:
             return JobFact.MISSING, None
         except RayError as exc:
             return JobFact.UNKNOWN, str(exc)
-        return JobFact.ENDED if job.status.ended else JobFact.ALIVE, None
+        return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
 
     async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
         """The same for many jobs, by one question."""
         try:
-            ended = {job.submission_id: job.status.ended for job in await self._ray.jobs()}
+            ended = {job.submission_id: self._has_ended(job) for job in await self._ray.jobs()}
         except RayError as exc:
             return [(JobFact.UNKNOWN, str(exc))] * len(rows)
         facts = {None: JobFact.MISSING, True: JobFact.ENDED, False: JobFact.ALIVE}
@@ -201,11 +203,16 @@ class Observer:
         first = self._swept_at == float("-inf")
         return (busy or first or bool(self._strays)) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
 
-    async def _find_strays(self) -> tuple[str, ...]:
-        """Jobs of our runs that live although the run ended or went on with a newer submission."""
+    async def _sweep(self) -> tuple[str, ...]:
+        """Jobs of our runs that live although the run ended or went on with a newer submission. Looks after drivers' nodes, too."""
         jobs = [job for job in await self._ray.jobs() if not job.status.ended]
+        nodes = {job.driver_node_id for job in jobs if job.driver_node_id is not None}
+        self._lost_nodes = {node_id for node_id in nodes if await self._ray.is_dead(node_id)}
         self._swept_at = time.monotonic()
-        return tuple(await asyncio.to_thread(self._strays_among, jobs))
+        return tuple(await asyncio.to_thread(self._strays_among, [job for job in jobs if not self._has_ended(job)]))
+
+    def _has_ended(self, job: Job) -> bool:
+        return job.status.ended or job.driver_node_id in self._lost_nodes
 
     def _strays_among(self, jobs: Sequence[Job]) -> list[str]:
         strays = []

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from service.embedded.cluster import EmbeddedCluster
@@ -64,6 +65,14 @@ async def test_a_job_that_fails_is_failed_by_ray_s_word(ray: RayJobs) -> None:
     assert job.status.ended
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its arguments; none of one that has ended since it was found."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 async def test_stop_ends_the_driver_by_interrupting_it(ray: RayJobs, cluster: tuple[ClusterNote, str], tmp_path: Path) -> None:
     interrupted = tmp_path / "interrupted"
     code = f"import time, pathlib\ntry:\n  time.sleep(600)\nexcept KeyboardInterrupt:\n  pathlib.Path({str(interrupted)!r}).touch()"
@@ -71,7 +80,7 @@ async def test_stop_ends_the_driver_by_interrupting_it(ray: RayJobs, cluster: tu
     script.write_text(code)
     await ray.submit("run_stops-s001", f"python {script}", {})
     deadline = time.monotonic() + 30
-    while not any(str(script) in process.cmdline() for process in members(cluster[0].temp_dir)):
+    while not any(str(script) in command_of(process) for process in members(cluster[0].temp_dir)):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
     await ray.stop("run_stops-s001")
@@ -87,9 +96,9 @@ async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(ray: RayJ
         "import json, ray, sys\n"
         "ray.init(logging_level='ERROR')\n"
         "@ray.remote\n"
-        "def where(): return sys.executable\n"
+        "def where(): return sys.prefix\n"
         "env = ray.get_runtime_context().get_runtime_env_string()\n"
-        f"json.dump({{'python': sys.executable, 'worker': ray.get(where.remote()), 'env': env}}, open({str(found)!r}, 'w'))\n"
+        f"json.dump({{'python': sys.prefix, 'worker': ray.get(where.remote()), 'env': env}}, open({str(found)!r}, 'w'))\n"
     )
     await ray.submit("run_env-s001", f"python {script}", {"run_id": "run_env"})
     await until(ray, "run_env-s001", JobStatus.SUCCEEDED)

@@ -172,6 +172,19 @@ async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: W
     assert list(ray.jobs) == [f"{run.id}-s002"]
 
 
+async def test_a_job_on_a_dead_node_has_ended_whatever_ray_calls_it(here: World, ray: FakeRay) -> None:
+    """So Ray 2.60 answers after its head was restarted with its state: the job's supervisor is gone, and nobody looks."""
+    run = here.create()
+    await here.reconciler.tick()
+    ray.jobs[f"{run.id}-s001"]["driver_node_id"] = "n2"
+    for state in ("ALIVE", "DEAD"):
+        ray.nodes = [*ray.nodes[:2], ray.node("n2", {}, state=state)]
+        for _ in range(2):
+            await here.reconciler.tick()
+        assert list(ray.jobs) == [f"{run.id}-s001", f"{run.id}-s002"][: 1 + (state == "DEAD")]
+    assert ray.stopped == [], "Ray has nobody who could stop it"
+
+
 async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ray: FakeRay, patience: SetPatience) -> None:
     ray.nodes.append(ray.node("n2", {"CPU": 2.0}))
     run = here.create()
