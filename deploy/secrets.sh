@@ -6,6 +6,8 @@ set -euo pipefail
 directory=${1:-$(dirname "$0")/secrets}
 names=("${@:2}")
 [ ${#names[@]} -gt 0 ] || names=(localhost 127.0.0.1)
+subnet=${EVERSTEP_SUBNET:-172.30.0.0/24} # where Ray's nodes have their addresses, as in docker-compose.yml
+[[ $subnet == *.0/24 ]] || { echo "EVERSTEP_SUBNET must end in .0/24, it is $subnet" >&2; exit 1; }
 umask 077
 mkdir -p "$directory"
 cd "$directory"
@@ -32,17 +34,29 @@ random | tr -d '\n' | keep database_password
 line "postgresql+psycopg://everstep:$(cat database_password)@database/everstep" | keep database_url
 line "evs_$(random)" | keep metrics_token
 random | tr -d '\n' | keep grafana_password
-if [ ! -s tls_certificate ]; then
-    alternatives=""
-    for name in "${names[@]}"; do
-        case $name in *[!0-9.]*) kind=DNS ;; *) kind=IP ;; esac
-        alternatives+="${alternatives:+,}$kind:$name"
+# self_signed DAYS NAME…: makes key.pem and certificate.pem, for these names and addresses
+self_signed() {
+    local alternatives="" name
+    for name in "${@:2}"; do
+        case $name in *[!0-9.]*) alternatives+=",DNS:$name" ;; *) alternatives+=",IP:$name" ;; esac
     done
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 825 -subj "/CN=${names[0]}" \
-        -addext "subjectAltName=$alternatives" -keyout key.pem -out certificate.pem 2>/dev/null
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days "$1" -subj "/CN=$2" \
+        -addext "subjectAltName=${alternatives#,}" -keyout key.pem -out certificate.pem 2>/dev/null
+}
+if [ ! -s tls_certificate ]; then
+    self_signed 825 "${names[@]}"
     cat certificate.pem key.pem | keep tls_certificate
-    rm key.pem certificate.pem
 fi
+# Ray's nodes have one certificate together, for every address that one of them may have: with its key they prove to each other that
+# they belong to the cluster, and it is its own authority. Delete both files for a new one.
+if [ ! -s ray_certificate ] || [ ! -s ray_key ]; then
+    rm -f ray_certificate ray_key
+    mapfile -t addresses < <(seq -f "${subnet%.*}.%g" 254)
+    self_signed 3650 head localhost 127.0.0.1 "${addresses[@]}"
+    keep ray_certificate <certificate.pem
+    keep ray_key <key.pem
+fi
+rm -f key.pem certificate.pem
 # What specs name as secrets (docs/operations.md): files of this directory, on every host that runs workers.
 mkdir -p run
 chmod 755 run

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _PRELOAD_VARIABLE = "EVERSTEP_TEST_PRELOAD"
 class RayCluster:
     """Handle of one cluster; ``env`` is what a driver on its head needs."""
 
-    def __init__(self, temp_dir: Path, *, preload: bool) -> None:
+    def __init__(self, temp_dir: Path, env: Mapping[str, str], *, preload: bool) -> None:
         self._temp_dir = temp_dir
         self.secrets_dir = temp_dir / "secrets"
         """Where every node's ranks look for secrets."""
@@ -53,6 +53,7 @@ class RayCluster:
             "PYTHONUNBUFFERED": "1",
             "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
             "EVERSTEP_SECRETS_DIR": str(self.secrets_dir),
+            **env,
         }
         host_env = {**self.env, _PRELOAD_VARIABLE: "1" if preload else ""}
         log = (temp_dir / "host.log").open("ab")
@@ -117,15 +118,15 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(num_nodes: int, *, preload: bool = True) -> Iterator[RayCluster]:
-    """A cluster of ``num_nodes`` nodes beside the head, ended on exit.
+def ray_cluster(num_nodes: int, *, preload: bool = True, **env: str) -> Iterator[RayCluster]:
+    """A cluster of ``num_nodes`` nodes beside the head, with ``env`` in the environment of all its processes, ended on exit.
 
     Without ``preload`` nothing is forked or imported ahead, and its warm pool is none to speak of.
     """
     temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))  # short: a unix socket's path has 107 bytes
     cluster = None
     try:
-        cluster = RayCluster(temp_dir, preload=preload)
+        cluster = RayCluster(temp_dir, env, preload=preload)
         for _ in range(num_nodes):
             cluster.add_node()
         yield cluster

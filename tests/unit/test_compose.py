@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -93,6 +95,13 @@ def test_every_part_is_confined(services: dict[str, dict[str, Any]]) -> None:
         assert name in ONCE or "healthcheck" in service, name
 
 
+def names_of(certificate: bytes) -> set[str]:
+    """What it is valid for, in openssl's words."""
+    command = ["openssl", "x509", "-noout", "-ext", "subjectAltName"]
+    told = subprocess.run(command, input=certificate, capture_output=True, check=True)
+    return set(told.stdout.decode().splitlines()[1].strip().split(", "))
+
+
 def test_secrets_come_by_files_that_the_script_makes(
     compose: dict[str, Any], services: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -106,10 +115,11 @@ def test_secrets_come_by_files_that_the_script_makes(
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir() if path.is_file()} == {0o444}
     subprocess.run(script, check=True)
     assert {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()} == made, "what is there stays"
-    names = subprocess.run(
-        ["openssl", "x509", "-noout", "-ext", "subjectAltName"], input=made["tls_certificate"], capture_output=True, check=True
-    )
-    assert b"DNS:everstep.example.org, IP Address:10.0.0.1" in names.stdout
+    assert {"DNS:everstep.example.org", "IP Address:10.0.0.1"} == names_of(made["tls_certificate"])
+    subnet = ipaddress.ip_network(compose["networks"]["cluster"]["ipam"]["config"][0]["subnet"])
+    assert {f"IP Address:{address}" for address in subnet.hosts()} <= names_of(made["ray_certificate"]), "any that a node may get"
+    refused = subprocess.run(script, env={**os.environ, "EVERSTEP_SUBNET": "10.0.0.0/16"}, capture_output=True, text=True)
+    assert refused.returncode == 1 and "EVERSTEP_SUBNET must end in .0/24" in refused.stderr
     for name, service in services.items():
         said = yaml.safe_dump(service)
         assert not [secret for secret, value in made.items() if secret != "storage_user" and value.decode().strip() in said], name
