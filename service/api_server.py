@@ -6,6 +6,7 @@ import contextlib
 import gc
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -16,6 +17,8 @@ from service.settings import CannotStart, Settings
 
 DRAIN_TIMEOUT_S: Final = 5
 """Followers of events reconnect by themselves: a stop waits for other requests only, and no longer than this."""
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a thread that computes, mostly the reconciler's, keeps the interpreter from the one that answers requests."""
 _GC_THRESHOLDS: Final = (10_000, 20, 50)
 """Objects made and not yet gone again, before the youngest are looked through; then how many such looks before an older one."""
 
@@ -78,6 +81,7 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         settle_garbage_collection()
         if self.started:
             self._on_ready()

@@ -14,8 +14,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.api.context import ApiContext, Context
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
-from service.db.rows import ListedRun, Role, RunRow, TokenRow, TransitionRow
-from service.db.tokens import TokenStore
+from service.db.rows import Role, RunRow, TokenRow
+from service.db.tokens import SeenRun, TokenStore
 from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
@@ -100,22 +100,17 @@ VisibleRun = Annotated[RunRow, Depends(visible_run)]
 
 
 async def seen_run(run_id: RunPath, request: Request, context: Context, credentials: Credentials) -> SeenRun:
-    """What ``principal`` and ``visible_run`` find, with the run's transitions, in one look at the database instead of three."""
+    """What ``principal`` and ``visible_run`` find, with the run's transitions, by one question to the database."""
     secret = _secret(credentials)
-
-    def look() -> tuple[TokenRow | None, SeenRun | None]:
-        with context.database.read():
-            token = None if secret is None else context.tokens.find(secret)
-            return token, None if token is None else context.runs.look(run_id)
-
-    token, found = await context.database_look(look)
+    token, found = (None, None)
+    if secret is not None:
+        token, found = await context.database_look(context.tokens.find_with_run, secret, run_id)
     caller = _admitted(request, context, token)
     if found is None or not caller.reaches(found[0].project):
         raise not_found(f"run {run_id} does not exist")
     return found
 
 
-SeenRun = tuple[ListedRun, list[TransitionRow]]
 SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
 
 

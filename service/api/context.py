@@ -43,6 +43,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DATABASE_THREADS: Final = 8
+_LOOK_THREADS: Final = 4
+"""Of those that ask PostgreSQL for little: more of them would only wait for one another, and for the interpreter."""
 _STORAGE_THREADS: Final = 8
 
 
@@ -105,6 +107,7 @@ class ApiContext:
         self.marks_file = MarksFile(storage, self.node_marks)
         self.deployment_checks = DeploymentChecks(storage, ray, clock)
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
+        self._look_threads = anyio.CapacityLimiter(_LOOK_THREADS)
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self._writes = WriteQueue(database)
         self.feed = EventFeed(self)
@@ -122,7 +125,7 @@ class ApiContext:
         than to change threads."""
         if self.database.is_sqlite:
             return call(*args, **kwargs)
-        return await self.database_call(call, *args, **kwargs)
+        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._look_threads)
 
     async def database_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method that writes, where many requests do so at once: on SQLite in one thread, for one commit."""

@@ -129,11 +129,10 @@ def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int,
     heads: list[RunHead] = []
     answers: dict[str, bytes] = {}
     if caller.project is None or wanted.project in (None, caller.project):
-        with context.database.read():
-            heads = context.runs.page(replace(wanted, project=caller.project or wanted.project), limit + 1, before)
-            answers = _answers_about(context, heads[:limit])
+        heads = context.runs.page(replace(wanted, project=caller.project or wanted.project), limit + 1, before)
+        answers = _answers_about(context, heads[:limit])
     cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
-    items = b",".join(answers[head.id] for head in heads[:limit])
+    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)  # one may have been deleted since
     return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
 
 

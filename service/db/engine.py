@@ -126,6 +126,17 @@ class Database:
                     self._own.reading = None
 
     @contextmanager
+    def look(self) -> Iterator[Connection]:
+        """For statements that read, each at its own moment: a transaction costs more than they do. Within a read, a part of it."""
+        begun: Connection | None = getattr(self._own, "reading", None)
+        if begun is not None:
+            yield begun
+            return
+        with _mapped_errors(), self._engine.connect() as connection:
+            alone = {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
+            yield connection.execution_options(**alone)
+
+    @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that is committed when the block has ended, and undone when it raises.
 
@@ -233,7 +244,9 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql(connection.get_execution_options().get("everstep_begin", "BEGIN"))
+    statement = connection.get_execution_options().get("everstep_begin", "BEGIN")
+    if statement is not None:
+        connection.exec_driver_sql(statement)
 
 
 def _note_use(_connection: object, record: Any) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import (
+    BindParameter,
     ColumnElement,
     Connection,
     Float,
@@ -88,7 +89,7 @@ def page_query(connection: Connection, columns: Columns, where: RunFilter, limit
 
 def counted(columns: Columns, where: RunFilter) -> Asked:
     """The runs that the filter takes, in no order."""
-    return _matching(columns, _Shape.of(where), range(len(where.statuses))), _values(where)
+    return _matching(columns, _Shape.of(where), range(len(where.statuses)), in_order=False), _values(where)
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,13 @@ def _behind(columns: Columns, is_behind: bool) -> Columns:
     return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(_BEFORE_AT, _BEFORE_ID))
 
 
-def _matching(query: Columns, shape: _Shape, statuses: Sequence[int], *, beside: int | None = None) -> Columns:
-    """With the shape's conditions, of its statuses those of these numbers, without the tag of number ``beside``."""
+def _matching(
+    query: Columns, shape: _Shape, statuses: Sequence[int], *, beside: int | None = None, in_order: bool = True
+) -> Columns:
+    """With the shape's conditions, of its statuses those of these numbers, without the tag of number ``beside``.
+
+    ``in_order`` says that it walks an index and stops at the page's end.
+    """
     wanted = [bindparam(f"status_{number}", type_=String) for number in statuses]
     if shape.by_project:
         query = query.where(runs.c.project == bindparam("project", type_=String))
@@ -162,15 +168,30 @@ def _matching(query: Columns, shape: _Shape, statuses: Sequence[int], *, beside:
     if shape.search is not None:
         query = query.where(_holds(shape.search))
     for number, has_value in enumerate(shape.tags):
-        if number != beside:
-            other = run_tags.alias()
+        if number == beside:
+            continue
+        other = run_tags.alias()
+        if has_value and in_order:
+            # A run's own value, asked for run by run: "exists" is a join to PostgreSQL, which it begins at the wrong end once it
+            # plans for any value.
+            value = select(other.c.value).where(other.c.run_id == runs.c.id, other.c.key == _key(number)).correlate(runs)
+            query = query.where(value.scalar_subquery() == _value(number))
+        else:
             query = query.where(exists().where(other.c.run_id == runs.c.id, _is_tag(other, number, has_value=has_value)))
     return query
 
 
 def _is_tag(tags: FromClause, number: int, *, has_value: bool) -> ColumnElement[bool]:
-    is_key = tags.c.key == bindparam(f"key_{number}", type_=String)
-    return and_(is_key, tags.c.value == bindparam(f"value_{number}", type_=String)) if has_value else is_key
+    is_key = tags.c.key == _key(number)
+    return and_(is_key, tags.c.value == _value(number)) if has_value else is_key
+
+
+def _key(number: int) -> BindParameter[str]:
+    return bindparam(f"key_{number}", type_=String)
+
+
+def _value(number: int) -> BindParameter[str]:
+    return bindparam(f"value_{number}", type_=String)
 
 
 def _holds(text: str) -> Any:

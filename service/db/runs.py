@@ -33,7 +33,6 @@ _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
 _ROWS: Final = RunRow.select(runs)
 _LISTED: Final = ListedRun.select(runs)
-_LISTED_BY_ID: Final = _LISTED.where(runs.c.id == bindparam("run_id"))
 _LISTED_BY_IDS: Final = _LISTED.where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
@@ -128,15 +127,18 @@ class RunStore:
 
     def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
         """What ``find`` finds, of which ``listed`` tells more."""
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             return [RunHead._make(row) for row in connection.execute(*page_query(connection, _HEADS, where, limit, before)).all()]
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
         """These runs with the changes of their status, oldest first, by id; a run that is gone is left out."""
-        with self._database.read() as connection:
+        if not run_ids:
+            return {}
+        with self._database.look() as connection:
             found = [ListedRun.of(row) for row in connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()]
-            transitions = self.transitions([run.id for run in found])
-        return {run.id: (run, transitions[run.id]) for run in found}
+        changes = self.transitions([run.id for run in found])
+        # Those behind a row's last event came after it was read.
+        return {run.id: (run, [change for change in changes[run.id] if change.seq <= run.last_seq]) for run in found}
 
     def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
         """Every run that the reconciler has work with, oldest first: neither ended nor paused.
@@ -173,16 +175,10 @@ class RunStore:
     def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
         """Changes of status of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
                 found[row[0]].append(TransitionRow._make(row))
         return found
-
-    def look(self, run_id: str) -> tuple[ListedRun, list[TransitionRow]] | None:
-        """A run with the changes of its status, oldest first, at one moment; None where there is no such run."""
-        with self._database.read() as connection:
-            row = connection.execute(_LISTED_BY_ID, {"run_id": run_id}).one_or_none()
-            return None if row is None else (ListedRun.of(row), self.transitions([run_id])[run_id])
 
     def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
         """How many of these runs, by default of all, are in each status; zero where none is."""

@@ -15,12 +15,22 @@ from service.db.audit import note_target
 from service.db.engine import Database
 from service.db.ids import new_token_id
 from service.db.projects import ensure_project
-from service.db.rows import Role, TokenRow
-from service.db.tables import tokens
+from service.db.rows import ListedRun, Role, TokenRow, TransitionRow
+from service.db.tables import runs, tokens, transitions
 
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32
 _BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
+_WITH_RUN: Final = (
+    _BY_HASH.add_columns(*ListedRun.select(runs).selected_columns, *(transitions.c[name] for name in TransitionRow._fields))
+    .select_from(tokens.outerjoin(runs, runs.c.id == bindparam("run_id")).outerjoin(transitions, transitions.c.run_id == runs.c.id))
+    .order_by(transitions.c.seq)
+)
+_RUN_AT: Final = len(TokenRow.__dataclass_fields__)
+_TRANSITION_AT: Final = _RUN_AT + len(ListedRun._fields)
+
+SeenRun = tuple[ListedRun, list[TransitionRow]]
+"""A run with the changes of its status, oldest first, at one moment."""
 
 
 def new_secret() -> str:
@@ -108,11 +118,23 @@ class TokenStore:
     def find(self, secret: str) -> TokenRow | None:
         """Whose token this is; None where it is unknown, expired or revoked."""
         digest = sha256_of(secret)
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
-        if found is None:
-            return None
-        row = TokenRow(*found)
+        return None if found is None else self._accepted(TokenRow(*found), digest)
+
+    def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
+        """The same, and a run, by one question to the database: nearly all requests about one run ask for no more."""
+        digest = sha256_of(secret)
+        with self._database.look() as connection:
+            rows = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).all()
+        token = self._accepted(TokenRow(*rows[0][:_RUN_AT]), digest) if rows else None
+        run = ListedRun.seen(rows[0][_RUN_AT:_TRANSITION_AT]) if rows else None
+        if token is None or run is None:
+            return token, None
+        return token, (run, [TransitionRow._make(row[_TRANSITION_AT:]) for row in rows if row[_TRANSITION_AT] is not None])
+
+    def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
+        """The token, where it is worth something now."""
         # The index finds by hash, which tells an attacker nothing; the comparison that grants access takes constant time.
         if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
             return None
