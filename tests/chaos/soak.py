@@ -229,7 +229,9 @@ class Soak:
         if len(kept) < 2:
             return False
         directory = self.service.home / "storage/runs" / victim.handle.id / "checkpoints"
-        [path, *_] = sorted(directory.glob(f"step-{max(kept):09d}.*/model.pt"))
+        path = next(iter(directory.glob(f"step-{max(kept):09d}.*/model.pt")), None)
+        if path is None:  # newer ones have taken its place since
+            return False
         with path.open("r+b") as file:
             file.seek(1000)
             byte = file.read(1)
