@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from train_fn.nccl import require_whole
+
+_NEVER_SENT = 0x7E5EE5
+"""Tag of a message that nobody sends."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +54,27 @@ class Peers:
         """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
         if not self.alone and self.device.type == "cuda":
             require_whole()
+
+
+def end_process_group() -> None:
+    """Close the connections of this process, if there are any, so that peers notice at once."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()  # destroying waits for collectives that will never finish
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _close_connections(group)
+    dist.destroy_process_group()
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Let every collective of gloo that this process is still in fail, and those of its peers with it.
+
+    Destroying the group would wait for them first. They wait for peers which do the same, or are in a collective that this rank has
+    left: nobody would ever leave. Where a message does not arrive in time, gloo closes all connections of the group.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # that it did not arrive, or that this connection is closed already
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

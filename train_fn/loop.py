@@ -13,6 +13,7 @@ from everstep.events import EventKind
 from storage.run_dir import CheckpointName, Stop
 from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
+from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
@@ -21,7 +22,7 @@ from train_fn.loader import Loader
 from train_fn.optim import lr_factor, set_lr
 from train_fn.profiler import StepProfiler
 from train_fn.publisher import Publisher, snapshots_of
-from train_fn.replica import Replica, build_replica, end_process_group
+from train_fn.replica import Replica, build_replica
 from train_fn.reporter import Reporter
 from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors

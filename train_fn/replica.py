@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -250,13 +249,3 @@ def _make_deterministic(ctx: WorkerContext) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
     if ctx.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
-
-
-def end_process_group() -> None:
-    """Close the connections of this process, if there are any, so that peers notice at once."""
-    if not dist.is_initialized():
-        return
-    if dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()  # destroying waits for collectives that will never finish
-    else:
-        dist.destroy_process_group()

@@ -41,7 +41,7 @@ from storage.errors import StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.journal import read_journal
 from storage.run_dir import RunDir, Stop
-from train_fn.collectives import Peers
+from train_fn.collectives import Peers, end_process_group
 from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
@@ -52,7 +52,6 @@ from train_fn.own_code import work_on
 from train_fn.recovery.environment import NCCL_ENV
 from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.replica import end_process_group
 from train_fn.snapshot import snapshot_store
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75

@@ -15,8 +15,9 @@ from everstep.spec import RunSpec
 from storage.filesystem import open_storage
 from tests.unit.one_rank import one_rank
 from train_fn import standalone
+from train_fn.collectives import end_process_group
 from train_fn.loop import Attempt
-from train_fn.replica import end_process_group, wrap
+from train_fn.replica import wrap
 
 
 @pytest.fixture(autouse=True)

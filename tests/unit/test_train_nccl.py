@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from everstep.spec import RunSpec
 from train_fn import nccl
-from train_fn.collectives import Peers
+from train_fn.collectives import Peers, end_process_group
 from train_fn.gpu_memory import memory_summary
 from train_fn.recovery.environment import rank_env
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.replica import end_process_group
 
 
 @pytest.fixture

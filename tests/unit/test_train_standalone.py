@@ -19,9 +19,9 @@ from storage.filesystem import open_storage
 from storage.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn import standalone
+from train_fn.collectives import end_process_group
 from train_fn.local_journal import LocalJournal
 from train_fn.node_dir import shared_memory_root
-from train_fn.replica import end_process_group
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from everstep.events import EventKind
 from everstep.spec import CodeSpec
 from storage.run_dir import Stop
 from train_fn import head_clock
+from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
 from train_fn.own_code import add_to_path, load_named, place_of
@@ -31,7 +32,6 @@ from train_fn.profiler import StepProfiler
 from train_fn.ray_train.reported_parts import PARTS_METRIC, parts_of
 from train_fn.ray_train.seam import get_train_context
 from train_fn.ray_train.snapshot_file import STEP_METRIC, latest_reported, rejected_reports
-from train_fn.replica import end_process_group
 
 GUARANTEE = (
     "A train_fn goes on from the newest checkpoint that it reported: steps since then are done again, and which samples they see "
