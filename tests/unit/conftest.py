@@ -1,14 +1,18 @@
-"""Databases for unit tests: each test that asks for ``database_url`` runs on SQLite and on PostgreSQL."""
+"""For all unit tests: databases (``database_url`` is one of SQLite and one of PostgreSQL), and no test against the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.unit import postgres_server
 from tests.unit.postgres_server import PostgresServer
+
+hypothesis.settings.register_profile("everstep", deadline=None)
+hypothesis.settings.load_profile("everstep")
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ def test_an_empty_batch_moves_the_cursor_only(stores: Stores) -> None:
     assert stores.events.apply_journal(run.id, 1, [], "behind a mark").row_version == moved.row_version
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
 def test_any_way_of_reading_gives_the_same_run(stores: Stores, cuts: list[tuple[int, int]]) -> None:
     """Batches that repeat, overlap and leave gaps, as a tail that was killed may hand them over, then the rest."""

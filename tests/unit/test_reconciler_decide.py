@@ -294,7 +294,7 @@ class OneRunsLife(RuleBasedStateMachine):
         raise AssertionError(f"the run hangs in {self.status}")
 
 
-OneRunsLife.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+OneRunsLife.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=40)
 TestOneRunsLife = OneRunsLife.TestCase
 
 

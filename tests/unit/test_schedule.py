@@ -315,7 +315,7 @@ class Life:
         return found.min_workers <= most and quota.max_running != 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     QUOTAS,

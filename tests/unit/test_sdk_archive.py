@@ -207,7 +207,7 @@ def test_a_file_that_comes_twice_is_refused(target: Path) -> None:
     assert_untouched(target)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 80_000), bit=st.integers(0, 7))
 def test_no_flipped_bit_goes_unseen(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
     """One bit anywhere: either nothing that counts changed, or the download fails."""
@@ -222,7 +222,7 @@ def test_no_flipped_bit_goes_unseen(tmp_path_factory: pytest.TempPathFactory, pl
         assert content(target) == {"manifest.json": MANIFEST, **FILES}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(length=st.integers(0, len(TAR) - 10_240))
 def test_no_cut_goes_unseen(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
     target = tmp_path_factory.mktemp("cut") / "out"

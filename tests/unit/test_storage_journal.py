@@ -364,7 +364,7 @@ class Trial:
 
 @pytest.mark.parametrize("where", ["local", "objects"])
 @given(operations=st.lists(OPERATION, max_size=30))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_reader_sees_each_event_exactly_once_in_order(where: str, operations: list[tuple[Any, ...]]) -> None:
     with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
         # A mark every few events, so that recovery meets every arrangement of them.

@@ -143,7 +143,7 @@ STEP = st.one_of(
 
 
 @given(history=st.lists(STEP, max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
     """Against a model in which every checkpoint knows the states it descends from."""
     run_dir, _ = memory_run_dir()
@@ -203,7 +203,7 @@ def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName],
     best=st.integers(0, 20),
     skew_s=st.lists(st.integers(-100, 100), min_size=12, max_size=12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_retention_keeps_what_it_must(
     commits: list[tuple[int, int]],
     restored: dict[int, tuple[int, bool]],

@@ -107,7 +107,7 @@ READ = st.tuples(st.just("read"), st.integers(1, 5))
 
 @pytest.mark.parametrize("where", ["local", "objects"])
 @given(operations=st.lists(st.one_of(WRITE, READ), max_size=25))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations: list[tuple[Any, ...]]) -> None:
     with quick_directory() as directory:
         run_dir = memory_run_dir()[0] if where == "objects" else open_storage(directory).run_dir("run_p")

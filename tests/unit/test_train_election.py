@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.lineage import RestorePoint
@@ -147,7 +147,6 @@ ACTS = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ACTS, min_size=1, max_size=10))
 def test_whatever_dies_or_wakes_the_run_has_one_lineage(history: list[tuple[str, int, str, str | None, int, bool]]) -> None:
     """Attempts and submissions follow each other; ranks of replaced submissions may go on for a while, and leave what they like."""
