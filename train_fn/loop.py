@@ -158,9 +158,10 @@ class Attempt:
                 if last:  # what all need to know travels with the gradients of the last backward
                     saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
                     reported = saver.newest_committed(self._reported_checkpoint)
-                    loss = replica.carrier.attach(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
                     replica.volatile.start()
-                loss.backward()  # type: ignore[no-untyped-call]
+                    replica.carrier.backward(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
+                else:
+                    loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
         replica.volatile.wait()
         known = totals_of(replica.carrier.take(), ctx.world_size)

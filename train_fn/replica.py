@@ -109,7 +109,7 @@ class Replica:
         self.seed(0, 0)
         loss_sum, _ = self.wrapped(batch)
         check_moves(self.task, loss_sum)
-        self.carrier.attach(loss_sum, torch.zeros_like(self.carrier.numbers)).backward()  # type: ignore[no-untyped-call]
+        self.carrier.backward(loss_sum, torch.zeros_like(self.carrier.numbers))
         self.carrier.take()
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)

@@ -70,9 +70,9 @@ class Carrier(nn.Module):
         self._peers = peers
         self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
 
-    def attach(self, loss: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """What to call backward of in place of ``loss``. The parameter is zero; its gradient is what it is multiplied by."""
-        return loss + torch.dot(self.numbers, numbers)
+    def backward(self, loss: torch.Tensor, numbers: torch.Tensor) -> None:
+        """``loss.backward()``, in which the parameter's gradient is ``numbers``."""
+        torch.autograd.backward((loss, self.numbers), (None, numbers))
 
     def take(self) -> Numbers:
         """The sums over all ranks, once backward has returned; the device has finished it then, too."""
@@ -98,7 +98,7 @@ class StepSum:
         self._count += counted
 
     def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
-        """What this rank tells the others, for ``Carrier.attach``. On CUDA nothing here waits for the device."""
+        """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
         rank, world_size, count = self._peers.rank, self._peers.world_size, self._count
         on_device = self._peers.device.type != "cpu"
         loss, nonfinite, fraction, weight = (0.0, False, 0.0, 0) if on_device else self._of_losses()

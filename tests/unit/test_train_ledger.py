@@ -80,7 +80,7 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
 def carried(numbers: torch.Tensor) -> StepTotals:
     """What a rank that is alone hears of its own numbers."""
     carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
-    carrier.attach(3 * weight, numbers).backward()
+    carrier.backward(3 * weight, numbers)
     assert weight.grad == 3, "the loss is what it was"
     return totals_of(carrier.take(), 1)
 
