@@ -10,12 +10,13 @@ from typing import Annotated, Final
 
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import Connection
 
 from service.api.context import ApiContext, Context
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
 from service.db.rows import Role, RunRow, TokenRow
-from service.db.tokens import SeenRun, TokenStore
+from service.db.tokens import SeenRun, TokenStore, sha256_of
 from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
@@ -47,6 +48,21 @@ class Principal:
             raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
 
 
+@dataclass(frozen=True)
+class Claimant(Principal):
+    """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says whether it still is."""
+
+    sha256: str
+    """Of the token's secret."""
+
+    def confirm(self, context: ApiContext, connection: Connection) -> None:
+        """Look for the token again, as part of what is asked of the database, or written to it, for it. Raises 401."""
+        found = context.tokens.find_hashed(connection, self.sha256)
+        if found is None or (found.role, found.project) != (self.role, self.project):
+            context.known_tokens.forget(self.sha256)
+            raise _unauthorized()
+
+
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
@@ -61,14 +77,18 @@ def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
     return credentials.credentials if credentials is not None and credentials.credentials.isascii() else None
 
 
+def _unauthorized() -> ProblemError:
+    return ProblemError(
+        401,
+        "unauthorized",
+        "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
 def _admitted(request: Request, context: ApiContext, found: TokenRow | None) -> Principal:
     if found is None:
-        raise ProblemError(
-            401,
-            "unauthorized",
-            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        raise _unauthorized()
     wait_s = context.rate_limit.wait_s(found.id)
     if wait_s:
         detail = f"token {found.name!r} asks too often; try again in {wait_s} s"
@@ -83,6 +103,22 @@ def _admitted(request: Request, context: ApiContext, found: TokenRow | None) -> 
 
 
 Caller = Annotated[Principal, Depends(principal)]
+
+
+async def claimant(request: Request, context: Context, credentials: Credentials) -> Claimant:
+    """As ``principal``, without asking the database for a token that is known; for requests that ask it for more anyhow."""
+    secret = _secret(credentials)
+    digest = None if secret is None else sha256_of(secret)
+    found = None if digest is None else context.known_tokens.get(digest)
+    if found is None and secret is not None:
+        found = await context.database_look(context.tokens.find, secret)
+    caller = _admitted(request, context, found)
+    assert found is not None
+    context.known_tokens.keep(found)
+    return Claimant(**vars(caller), sha256=found.sha256)
+
+
+CallerToConfirm = Annotated[Claimant, Depends(claimant)]
 
 
 RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]

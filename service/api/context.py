@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
 from service.api.kept_answers import KeptAnswers
+from service.api.known_tokens import KnownTokens
 from service.api.log_views import LogViews
 from service.api.readiness import ReadinessCheck
 from service.api.token_use import TokenUse
@@ -115,6 +116,7 @@ class ApiContext:
         self.readiness = ReadinessCheck(self)
         self.token_use = TokenUse(self)
         self.kept_answers = KeptAnswers()
+        self.known_tokens = KnownTokens()
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method in a thread."""

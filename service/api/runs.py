@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
@@ -19,7 +20,8 @@ from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json
-from service.auth import Caller, ControlledRun, Principal, SeenRunOfPath, VisibleRun
+from service.auth import CallerToConfirm, Claimant, ControlledRun, Principal, SeenRunOfPath, VisibleRun
+from service.db.engine import Guard
 from service.db.idempotency import IdempotencyKey
 from service.db.new_run import first_transition
 from service.db.rows import RunHead, RunRow, TransitionRow
@@ -45,7 +47,7 @@ _SHORT_PAGE: Final = 50
 )
 async def create_run(
     context: Context,
-    caller: Caller,
+    caller: CallerToConfirm,
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
@@ -53,12 +55,14 @@ async def create_run(
     ] = None,
 ) -> Response:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
-    made, is_new = await submitted(context, caller, raw, idempotency_key)
+    made, is_new = await submitted(context, caller, raw, idempotency_key, partial(caller.confirm, context))
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
 
-async def submitted(context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None) -> tuple[JsonObject, bool]:
-    """The run that a spec asks for, and whether it is new."""
+async def submitted(
+    context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None, confirm: Guard | None = None
+) -> tuple[JsonObject, bool]:
+    """The run that a spec asks for, and whether it is new. ``confirm`` raises where the caller may not have it after all."""
     caller.require("submitter")
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
@@ -68,24 +72,31 @@ async def submitted(context: ApiContext, caller: Principal, raw: object, idempot
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
+    if confirm is not None and (spec.code is not None or spec.resume_from is not None):  # what follows tells of what there is
+        await context.database_look(_confirmed, context, confirm)
     if spec.code is not None:
         await check_code(context, spec.code)
     context.storage_roots.check_data(spec)
     idempotency = _idempotency(idempotency_key, caller, raw)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         spec = await with_origin(context, spec)
-    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency)
+    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency, confirm)
     return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
+def _confirmed(context: ApiContext, confirm: Guard) -> None:
+    with context.database.look() as connection:
+        confirm(connection)
+
+
 def _made(
-    context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None
+    context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None, confirm: Guard | None
 ) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
-    run, is_new = context.runs.create(spec, token_id, idempotency)
+    run, is_new = context.runs.create(spec, token_id, idempotency, confirm)
     return (run, [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id]), is_new
 
 
-def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey | None:
+def _idempotency(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
     if key is None:
         return None
     if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
@@ -96,7 +107,7 @@ def _idempotency(key: str | None, caller: Caller, raw: object) -> IdempotencyKey
 @router.get("", summary="List runs", response_model=Page[Run], responses=problem_answers(422))
 async def list_runs(
     context: Context,
-    caller: Caller,
+    caller: CallerToConfirm,
     project: Annotated[str | None, Query(max_length=64, description="Runs of this project only.")] = None,
     status: Annotated[
         list[str] | None, Query(description="Runs in one of these statuses only; repeat it, or separate several by commas.")
@@ -114,7 +125,7 @@ async def list_runs(
     before = parse_run_cursor(cursor)
     # A search reads run after run, and many take long to tell of: meanwhile the event loop serves others.
     ask = context.database_call if search or limit > _SHORT_PAGE else context.database_look
-    answer = await ask(_page, context, caller, wanted, limit, before)
+    answer = await ask(_confirmed_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 
@@ -122,6 +133,12 @@ async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, 
     """A page of those of the runs that the caller may see."""
     found = await context.database_call(_page, context, caller, wanted, limit, parse_run_cursor(cursor))
     return Page[Run].model_validate_json(found)
+
+
+def _confirmed_page(context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
+    with context.database.look() as connection:
+        caller.confirm(context, connection)
+        return _page(context, caller, wanted, limit, before)
 
 
 def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> bytes:

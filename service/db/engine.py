@@ -80,7 +80,8 @@ class Database:
         # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
         self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
         self._own = threading.local()
-        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``committed``, what it calls later."""
+        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``looking``, that of its looks;
+        ``committed``, what it calls later."""
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
@@ -127,14 +128,21 @@ class Database:
 
     @contextmanager
     def look(self) -> Iterator[Connection]:
-        """For statements that read, each at its own moment: a transaction costs more than they do. Within a read, a part of it."""
-        begun: Connection | None = getattr(self._own, "reading", None)
+        """For statements that read, each at its own moment: a transaction costs more than they do.
+
+        Within a read it is part of that, within a look it has the same connection.
+        """
+        begun: Connection | None = getattr(self._own, "reading", None) or getattr(self._own, "looking", None)
         if begun is not None:
             yield begun
             return
         with _mapped_errors(), self._engine.connect() as connection:
             alone = {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
-            yield connection.execution_options(**alone)
+            self._own.looking = connection.execution_options(**alone)
+            try:
+                yield self._own.looking
+            finally:
+                self._own.looking = None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

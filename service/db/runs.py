@@ -15,7 +15,7 @@ from everstep.spec import RunSpec
 from everstep.wire import Reason, RunStatus
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database, DatabaseError, Guard
 from service.db.few import IS_LIVE
 from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
@@ -66,13 +66,16 @@ class RunStore:
 
     # ---------------------------------------------------------------- made and read
 
-    def create(self, spec: RunSpec, created_by: str, idempotency: IdempotencyKey | None = None) -> tuple[RunRow, bool]:
+    def create(
+        self, spec: RunSpec, created_by: str, idempotency: IdempotencyKey | None = None, guard: Guard | None = None
+    ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
 
         Args:
             spec: Validated spec; stored as resolved.
             created_by: Token id.
             idempotency: The request's key, where it has one.
+            guard: Called first in the transaction; raises where the run is not to be made after all.
 
         Returns:
             The run, and whether it is new: False for a repeated request.
@@ -85,6 +88,8 @@ class RunStore:
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
+                    if guard is not None:
+                        guard(connection)
                     known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)

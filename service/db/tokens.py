@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from sqlalchemy import bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from service.db.audit import note_target
 from service.db.engine import Database
@@ -117,9 +117,12 @@ class TokenStore:
 
     def find(self, secret: str) -> TokenRow | None:
         """Whose token this is; None where it is unknown, expired or revoked."""
-        digest = sha256_of(secret)
         with self._database.look() as connection:
-            found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
+            return self.find_hashed(connection, sha256_of(secret))
+
+    def find_hashed(self, connection: Connection, digest: str) -> TokenRow | None:
+        """The same by the secret's SHA-256, as part of something else that is asked of the database or written to it."""
+        found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         return None if found is None else self._accepted(TokenRow(*found), digest)
 
     def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:

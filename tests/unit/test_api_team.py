@@ -46,9 +46,25 @@ async def test_a_token_is_shown_once_used_and_revoked_at_once(api: ApiService) -
     assert "token" not in listed[token["id"]] and token["token"] not in json.dumps(listed)
     assert listed[token["id"]]["last_used_at"] == "2026-05-28T20:26:40.000Z"
     assert (await api.http.delete(f"/v1/tokens/{token['id']}")).status_code == 204
+    for _ in range(2):  # the first is of a token that was known
+        assert (await client.post("/v1/runs", json=spec(project="vision"))).status_code == 401
     assert (await client.get("/v1/runs")).status_code == 401
+    assert len((await api.get("/v1/runs"))["items"]) == 1
     assert (await api.http.delete(f"/v1/tokens/{token['id']}")).status_code == 404
     assert token["id"] not in {item["id"] for item in (await api.get("/v1/tokens"))["items"]}
+
+
+async def test_a_known_token_is_refused_once_it_is_revoked_or_expired(api: ApiService) -> None:
+    for end in ("revoked", "expired"):
+        token = await made_token(api, expires_at="2030-01-01T00:00:00Z")
+        client = await api.client(token["token"])
+        assert (await client.get("/v1/runs")).status_code == 200
+        if end == "revoked":
+            api.context.tokens.revoke(token["id"])  # as another replica would
+        else:
+            api.clock.now = datetime(2030, 1, 2, tzinfo=UTC).timestamp()
+        for path in ("/v1/runs", "/v1/runs?limit=0"):
+            assert (await client.get(path)).status_code == 401, (end, path)
 
 
 @pytest.mark.parametrize(
