@@ -161,6 +161,8 @@ class _Handler(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and record.name.startswith("ray."):
+            return  # a line for each report, between which those of the user's code would be lost
         text = record.getMessage()
         if record.exc_info and record.exc_info[0] is not None:
             text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"

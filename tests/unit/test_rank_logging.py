@@ -36,10 +36,12 @@ def test_prints_logging_and_progress_bars_become_lines(run_dir: RunDir, capsys: 
         print("on ", end="")
         print("stderr", file=sys.stderr)
         logging.getLogger("user").info("two\nlines")
+        logging.getLogger("ray.train").info("of every report")
+        logging.getLogger("ray.train").warning("of what is wrong")
         sys.stdout.write("no end")
     finally:
         log.close()
-    assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "on no end"]
+    assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "of what is wrong", "on no end"]
     assert capsys.readouterr().out == "printed\n1 %\r2 %\r3 %\non no end", "it still goes where it went"
 
 
