@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 import psutil
 
 from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
+from train_fn.silent_peers import interface_of
 
 
 def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None) -> str | None:
@@ -29,6 +30,16 @@ def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str]
         f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it has "
         f"{', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every node has, or leave it out"
     )
+
+
+def meet_on_the_clusters_network(ip: str) -> None:
+    """Let gloo listen where Ray does, at this node's address ``ip``, not where the host's name happens to lead.
+
+    What the environment says already holds.
+    """
+    interface = interface_of(ip)
+    if interface is not None:
+        os.environ.setdefault(GLOO_VARIABLE, interface)
 
 
 def _interfaces_up() -> set[str]:

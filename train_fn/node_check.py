@@ -24,6 +24,7 @@ from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE
 from storage import deployment_checks
 from storage.errors import StorageError
 from storage.filesystem import open_storage
+from train_fn.network_settings import meet_on_the_clusters_network
 from train_fn.node_dir import SHARED_MEMORY
 from train_fn.recovery.probe import accepts_connection
 from train_fn.silent_peers import interface_of
@@ -109,6 +110,7 @@ class NodeProbe:
 
         Raises RuntimeError where nodes do not find each other, one is too slow, or a sum is wrong.
         """
+        meet_on_the_clusters_network(self._ip)  # as ranks do
         wait = timedelta(seconds=JOIN_S)
         store = self._store if rank == 0 else TCPStore(*meeting, is_master=False, timeout=wait)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)

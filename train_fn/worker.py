@@ -22,7 +22,6 @@ import ray.train
 import torch
 
 from everstep.events import EventKind
-from everstep.interface_choice import GLOO_VARIABLE
 from storage.errors import StorageUnavailable
 from storage.run_dir import ProfileOrder, Stop
 from train_fn import head_clock
@@ -33,11 +32,12 @@ from train_fn.cpu_threads import set_threads
 from train_fn.gpu_use import GpuWatch
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.nccl import begin_attempt
+from train_fn.network_settings import meet_on_the_clusters_network
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.secrets import Redactor, read_secrets
-from train_fn.silent_peers import interface_of, watch_peers
+from train_fn.silent_peers import watch_peers
 from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
@@ -66,18 +66,12 @@ def prepare(launch: RankLaunch) -> None:
     global _launch
     _launch = launch
     os.environ.update(launch.env)
-    _meet_on_the_clusters_network(ray.util.get_node_ip_address(), launch.silent_peer_s)
+    ip = ray.util.get_node_ip_address()
+    meet_on_the_clusters_network(ip)
+    watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
     take_precedence()
-
-
-def _meet_on_the_clusters_network(ip: str, silent_peer_s: float) -> None:
-    """Let gloo listen where Ray does, not where the host's name happens to lead; and give up peers that fell silent."""
-    interface = interface_of(ip)
-    if interface is not None:
-        os.environ.setdefault(GLOO_VARIABLE, interface)
-    watch_peers(ip, silent_peer_s)
 
 
 def take_precedence() -> None:
