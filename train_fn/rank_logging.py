@@ -15,6 +15,8 @@ from storage.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from train_fn import head_clock
 
+_RAY_REPORTS = "/ray/train/v2/_internal/execution/context.py"  # that logger is named by its file
+
 MAX_LINES = 100_000
 """Lines held while storage is away; beyond it the oldest are let go."""
 MAX_LINE_CHARS = 8_000
@@ -161,7 +163,7 @@ class _Handler(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and record.name.startswith("ray."):
+        if record.levelno < logging.WARNING and record.name.endswith(_RAY_REPORTS):
             return  # a line for each report, between which those of the user's code would be lost
         text = record.getMessage()
         if record.exc_info and record.exc_info[0] is not None:

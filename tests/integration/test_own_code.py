@@ -84,6 +84,7 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(started: list[DrivenRun], cl
     assert epochs == {step: step - 1 for step in range(1, 61)}
     lines, _ = read_rank_logs(run.run_dir)
     assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
+    assert not any("Reporting training result" in line.message for line in lines)
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 

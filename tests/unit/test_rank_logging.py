@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.train.v2._internal.execution import context
 
 from storage import rank_logs
 from storage.errors import StorageUnavailable
@@ -36,13 +37,22 @@ def test_prints_logging_and_progress_bars_become_lines(run_dir: RunDir, capsys: 
         print("on ", end="")
         print("stderr", file=sys.stderr)
         logging.getLogger("user").info("two\nlines")
-        logging.getLogger("ray.train").info("of every report")
-        logging.getLogger("ray.train").warning("of what is wrong")
         sys.stdout.write("no end")
     finally:
         log.close()
-    assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "of what is wrong", "on no end"]
+    assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "on no end"]
     assert capsys.readouterr().out == "printed\n1 %\r2 %\r3 %\non no end", "it still goes where it went"
+
+
+def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        for level, message in ((logging.INFO, "of every report"), (logging.WARNING, "of what is wrong")):
+            context.logger.log(level, message)
+    finally:
+        log.close()
+    assert read(run_dir) == ["of what is wrong"]
 
 
 def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
