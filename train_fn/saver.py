@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from everstep.events import EventKind
 from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
+from storage.lineage import told_checkpoints
 from storage.manifest import Manifest
 from storage.run_dir import CheckpointName, Stop
 from train_fn import head_clock, torch_file
@@ -235,7 +236,7 @@ class Saver:
             try:
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:  # by an earlier attempt, or by a try whose answer was lost; it was just read back whole
-                manifest, is_new = self._store.manifest(exc.name), exc.name == self._tried
+                manifest, is_new = self._store.manifest(exc.name), not self._is_told(exc.name)
         except Exception as exc:
             self._note_failed(save, exc)
             return exc
@@ -244,6 +245,10 @@ class Saver:
             self._tell_committed(save, manifest, time.perf_counter() - began)
             self._retain(save)
         return None
+
+    def _is_told(self, name: str) -> bool:
+        """Whether the journals say that it was committed: a rank may die once it is, and before it has told so."""
+        return name != self._tried and CheckpointName.parse(name) in told_checkpoints(self._ctx.run_dir)
 
     def _commit(self, save: Save) -> Manifest:
         ctx, state = self._ctx, dict(save.copy.state)

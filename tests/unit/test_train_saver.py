@@ -30,6 +30,7 @@ from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.ledger import Count
+from train_fn.local_journal import open_local_journal
 from train_fn.saver import WRITER_NICENESS, Saver
 from train_fn.state import Best, TrainState
 from train_fn.tensor_tree import size_bytes, take_apart
@@ -307,13 +308,25 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     saver.close()
 
 
-def test_what_was_committed_before_is_not_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(tmp_path: Path, is_told: bool) -> None:
+    """A rank that dies between a commit and the word of it leaves a checkpoint that no journal knows, of the last step perhaps."""
     ctx, state = make_context(tmp_path), make_state()
-    for _ in range(2):  # the second is the next attempt, at the same step
-        saver = Saver(ctx, state, BoundaryCopies(state))
-        saver.save_now()
-        saver.close()
-    assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [0]
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    saver.save_now()
+    saver.close()
+    [committed] = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    if is_told:
+        journal = open_local_journal(ctx.run_dir, 1, 1, 0, threading.Event(), lambda line: None)
+        journal.emit(EventKind.CHECKPOINT_COMMITTED, committed)
+        journal.close(10.0)
+    [manifest] = ctx.run_dir.checkpoints.list()
+    again = Saver(ctx, state, BoundaryCopies(state))  # the next attempt, at the same step
+    again.save_now()
+    again.close()
+    assert ctx.run_dir.checkpoints.list() == [manifest]
+    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    assert [(data["name"], data["digest"]) for data in told] == [(manifest.name, manifest.digest)] * (1 if is_told else 2)
 
 
 def test_other_ranks_save_nothing(tmp_path: Path) -> None:
