@@ -45,6 +45,7 @@ from train_fn.collectives import Peers, end_process_group
 from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
+from train_fn.host_memory import keep_memory
 from train_fn.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop import Attempt, train
 from train_fn.network_settings import interface_problem
@@ -298,6 +299,7 @@ def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, 
     place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
     run_dir = open_storage(storage).run_dir(run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}")
     os.environ.update(NCCL_ENV | spec.env)
+    keep_memory()
     set_threads(spec)
     _join(spec, place, RecoverySettings().collective_timeout_s)
     try:
@@ -371,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bring_code(spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code)))
         run_dir = storage.run_dir(arguments.run_id or run_id_of(spec))
         os.environ.update(NCCL_ENV | spec.env)
+        keep_memory()
         set_threads(spec)
         level = logging.INFO if place.rank == 0 else logging.WARNING
         logging.basicConfig(level=level, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s")

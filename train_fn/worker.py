@@ -30,6 +30,7 @@ from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.gpu_use import GpuWatch
+from train_fn.host_memory import keep_memory
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.nccl import begin_attempt
 from train_fn.network_settings import meet_on_the_clusters_network
@@ -66,6 +67,7 @@ def prepare(launch: RankLaunch) -> None:
     global _launch
     _launch = launch
     os.environ.update(launch.env)
+    keep_memory()
     ip = ray.util.get_node_ip_address()
     meet_on_the_clusters_network(ip)
     watch_peers(ip, launch.silent_peer_s)
