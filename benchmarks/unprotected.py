@@ -47,7 +47,7 @@ class Plain(Attempt):
         assert self._loader is not None
         share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
         scale = ctx.world_size / len(sampler.global_batch(state.epoch, state.k))
-        num_passes = replica.num_passes()
+        num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
             batch = next(self._loader)[1] if position < len(share) else None
             with replica.synchronising(position == num_passes - 1):

@@ -134,10 +134,10 @@ class Attempt:
         assert self._loader is not None and self._saver is not None and self._clock is not None
         num_samples = len(sampler.global_batch(state.epoch, state.k))
         share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
-        scale = ctx.world_size / num_samples  # DDP divides by world_size
+        scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
         replica.volatile.keep()
         totals = StepSum(replica.peers)
-        num_passes = replica.num_passes()
+        num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
             batch, number, counted = None, 0, Count()
             if position < len(share):
@@ -187,9 +187,10 @@ class Attempt:
                 f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
                 "a weight is how many samples or tokens loss_sum is a sum over"
             )
-        if totals.weight != totals.count.num_samples:  # the loss is a sum over tokens, say: its mean is known only now
+        expected = totals.count.num_samples * replica.weight_per_sample
+        if totals.weight != expected:  # sequences of several lengths, say: what the loss is a sum over is known only now
             gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, totals.count.num_samples / totals.weight)
+            torch._foreach_mul_(gradients, expected / totals.weight)
         state.scaler.unscale_(state.optimizer)
         grad_norm = None
         if spec.train.grad_clip_norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
+from train_fn.ledger import Count
 from train_fn.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
 from train_fn.optim import build_optimizer
 from train_fn.own_code import add_to_path
@@ -25,7 +27,7 @@ from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
-from train_fn.step_totals import Carrier
+from train_fn.step_totals import Carrier, StepSum, totals_of
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
 from train_fn.tasks.build import build_task
@@ -79,6 +81,9 @@ class Replica:
     total_steps: int
     """Steps of the whole run."""
     wrapped: DistributedDataParallel | StepModule | None = None
+    weight_per_sample: float = 1.0
+    """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
+    and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
 
     def __post_init__(self) -> None:
         # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
@@ -107,10 +112,14 @@ class Replica:
         buffers = list(self.state.model.buffers())
         before = [buffer.clone() for buffer in buffers]
         self.seed(0, 0)
-        loss_sum, _ = self.wrapped(batch)
+        loss_sum, weight = self.wrapped(batch)
         check_moves(self.task, loss_sum)
-        self.carrier.backward(loss_sum, torch.zeros_like(self.carrier.numbers))
-        self.carrier.take()
+        totals = StepSum(self.peers)
+        totals.add(loss_sum, weight, Count())
+        self.carrier.backward(loss_sum, totals.numbers(stop=None, checkpoint_step=0))
+        known = totals_of(self.carrier.take(), self.peers.world_size)
+        if 0 < known.weight < math.inf:
+            self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)
         self.volatile = VolatileBuffers(self._find_volatile(buffers, before), self.peers)
@@ -122,11 +131,14 @@ class Replica:
         """What takes the step's totals along with its gradients."""
         return self.step_module.carrier
 
-    def num_passes(self) -> int:
-        """Forward passes that this rank makes for the present global batch; at least one, to take part in the backward."""
-        state, sampler, peers = self.state, self.sampler, self.peers
-        rank = 0 if self.exchanges_in_forward else peers.rank  # rank 0 has the largest share
-        return max(1, len(sampler.share(state.epoch, state.k, rank, peers.world_size)))
+    def num_passes(self, own: int) -> int:
+        """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
+
+        At least one, to take part in the backward.
+        """
+        if self.exchanges_in_forward:  # as many as rank 0 makes, which has the largest share
+            own = len(self.sampler.share(self.state.epoch, self.state.k, 0, self.peers.world_size))
+        return max(1, own)
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """(loss sum, weight) of a micro-batch; of none where the rank's share has run out."""

@@ -10,9 +10,12 @@ the sums of bytes are small enough to come out exact.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +25,7 @@ from torch import nn
 from storage.run_dir import Stop
 from train_fn.collectives import Peers
 from train_fn.ledger import Count
-
-Numbers = NDArray[np.float32]
+from train_fn.randomness import MASK64
 
 _FIELDS = "QBIIIQQBBB"
 """Weight, whether the loss is not finite; samples, unexpected, missing, their hash; a checkpoint's step; cancel, pause, save."""
@@ -35,9 +37,19 @@ _NUM_FRACTIONS = 3
 _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size
 """All but the ranks' own times."""
 _SIZES = [struct.calcsize(f"<{field}") for field in _FIELDS]
-_BEGINS = np.cumsum([0, *_SIZES[:-1]])
-_SHIFTS = np.concatenate([8 * np.arange(size) for size in _SIZES]).astype(np.uint64)
-"""Of each byte of ``_WHOLE``, by how many bits its number is above it."""
+_ENDS = list(itertools.accumulate(_SIZES, initial=_NUM_FRACTIONS))
+_PLACES = [slice(begin, end) for begin, end in itertools.pairwise(_ENDS)]
+"""Where the bytes of each field are, the lowest first."""
+
+
+class Told(NamedTuple):
+    """What one rank tells the others."""
+
+    values: list[float]
+    """As ``_NUM_NUMBERS`` has them."""
+    own_s: float
+    of_losses: torch.Tensor | None
+    """On a device, which alone knows them yet, the first of ``values``."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +81,29 @@ class Carrier(nn.Module):
         super().__init__()
         self._peers = peers
         self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
+        # Written anew at every step, of which the other ranks' own times stay zero. With cold caches one call of torch costs as
+        # much as all of this does.
+        self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
+        self._written: NDArray[np.float32] = self._told.numpy()
 
-    def backward(self, loss: torch.Tensor, numbers: torch.Tensor) -> None:
-        """``loss.backward()``, in which the parameter's gradient is ``numbers``."""
-        torch.autograd.backward((loss, self.numbers), (None, numbers))
+    def backward(self, loss: torch.Tensor, told: Told) -> None:
+        """``loss.backward()``, in which the parameter's gradient is what this rank tells."""
+        torch.autograd.backward((loss, self.numbers), (None, self.gradient(told)))
 
-    def take(self) -> Numbers:
+    def gradient(self, told: Told) -> torch.Tensor:
+        """The numbers as one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
+        rank, world_size = self._peers.rank, self._peers.world_size
+        self._written[:_NUM_NUMBERS] = [world_size * value for value in told.values]
+        self._written[_NUM_NUMBERS + rank] = world_size * told.own_s
+        if told.of_losses is None:
+            return self._told
+        rest = self._told[len(told.of_losses) :].to(self._peers.device, non_blocking=True)
+        return torch.cat([told.of_losses * world_size, rest])
+
+    def take(self) -> list[float]:
         """The sums over all ranks, once backward has returned; the device has finished it then, too."""
         assert self.numbers.grad is not None
-        sums: Numbers = self.numbers.grad.cpu().numpy().copy()
+        sums: list[float] = self.numbers.grad.tolist()
         self.numbers.grad = None
         self._peers.require_whole()
         return sums
@@ -88,33 +114,24 @@ class StepSum:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._losses: list[torch.Tensor] = []
+        self._on_device = peers.device.type != "cpu"
+        self._losses: list[torch.Tensor | float] = []
         self._weights: list[torch.Tensor | float] = []
         self._count = Count()
 
     def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, counted: Count) -> None:
-        self._losses.append(loss_sum.detach())
+        self._losses.append(loss_sum.detach() if self._on_device else loss_sum.item())
         self._weights.append(weight)
         self._count += counted
 
-    def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
+    def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> Told:
         """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
-        rank, world_size, count = self._peers.rank, self._peers.world_size, self._count
-        on_device = self._peers.device.type != "cpu"
-        loss, nonfinite, fraction, weight = (0.0, False, 0.0, 0) if on_device else self._of_losses()
+        count = self._count
+        loss, nonfinite, fraction, weight = (0.0, False, 0.0, 0) if self._on_device else self._of_losses()
         counted = (count.num_samples, count.num_unexpected, count.num_missing, count.sample_hash, checkpoint_step)
-        numbers = np.zeros(_NUM_NUMBERS + world_size, np.float32)
-        numbers[:_NUM_FRACTIONS] = loss, nonfinite * (rank + 1), fraction
-        numbers[_NUM_FRACTIONS:_NUM_NUMBERS] = bytearray(
-            _WHOLE.pack(weight, nonfinite, *counted, stop == "cancel", stop == "pause", save)
-        )
-        numbers[_NUM_NUMBERS + rank] = own_s
-        told = torch.from_numpy(numbers * world_size)
-        if on_device:
-            of_losses = self._of_losses_on_device()
-            rest = told[len(of_losses) :].to(self._peers.device, non_blocking=True)
-            told = torch.cat([of_losses * world_size, rest])
-        return told
+        whole = _WHOLE.pack(weight, nonfinite, *counted, stop == "cancel", stop == "pause", save)
+        values = [loss, nonfinite * (self._peers.rank + 1), fraction, *whole]
+        return Told(values, own_s, self._of_losses_on_device() if self._on_device else None)
 
     def _of_losses(self) -> tuple[float, bool, float, int]:
         """Loss, whether it is not finite, and of the weight what is no whole number and what is."""
@@ -125,7 +142,7 @@ class StepSum:
     def _of_losses_on_device(self) -> torch.Tensor:
         """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""
         device = self._peers.device
-        loss = torch.stack(self._losses).sum(dtype=torch.float64)
+        loss = torch.stack([torch.as_tensor(loss, device=device) for loss in self._losses]).sum(dtype=torch.float64)
         known = sum(float(weight) for weight in self._weights if not isinstance(weight, torch.Tensor))
         tensors = [weight.detach().double().to(device) for weight in self._weights if isinstance(weight, torch.Tensor)]
         weight = torch.stack([torch.full((), known, dtype=torch.float64, device=device), *tensors]).sum()
@@ -137,13 +154,13 @@ class StepSum:
         return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
 
 
-def totals_of(sums: Numbers, world_size: int) -> StepTotals:
+def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
     """What ``Carrier.take`` gave, read."""
-    loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS].tolist()
-    sums_of_bytes = np.rint(sums[_NUM_FRACTIONS:_NUM_NUMBERS]).astype(np.uint64)
-    whole = np.add.reduceat(sums_of_bytes << _SHIFTS, _BEGINS).tolist()  # modulo 2**64, as the hash is
-    weight, num_nonfinite, samples, unexpected, missing, hashed, checkpoint_step, cancels, pauses, saves = whole
-    own_s = tuple(sums[_NUM_NUMBERS:].tolist())
+    loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS]
+    weight, num_nonfinite, samples, unexpected, missing, hashed, checkpoint_step, cancels, pauses, saves = (
+        _number(sums[place]) for place in _PLACES
+    )
+    own_s = tuple(sums[_NUM_NUMBERS:])
     assert len(own_s) == world_size
     return StepTotals(
         loss_sum=loss,
@@ -156,3 +173,11 @@ def totals_of(sums: Numbers, world_size: int) -> StepTotals:
         save=saves > 0,
         own_s=own_s,
     )
+
+
+def _number(sums_of_bytes: Sequence[float]) -> int:
+    """A field's sum modulo 2**64, as the hash is, from the sums of its bytes."""
+    number = 0
+    for byte in reversed(sums_of_bytes):
+        number = (number << 8) + round(byte)
+    return number & MASK64

@@ -49,9 +49,9 @@ def test_a_model_that_exchanges_in_forward_makes_equal_passes(tmp_path: Path) ->
     assert outcome.losses[6] < outcome.losses[1]
 
 
-def own_task_spec(num_workers: int) -> RunSpec:
+def own_task_spec(num_workers: int, micro_batch_size: int = 8) -> RunSpec:
     raw = make_spec().model_dump(mode="json")
-    train = raw["train"] | {"global_batch_size": 40, "micro_batch_size": 8, "loader": {"num_workers": num_workers}}
+    train = raw["train"] | {"global_batch_size": 40, "micro_batch_size": micro_batch_size, "loader": {"num_workers": num_workers}}
     return RunSpec.model_validate(raw | {"train": train | {"ema_decay": None}, "schedule": {"name": "constant"}})
 
 
@@ -69,3 +69,19 @@ def test_weights_that_are_not_samples_and_data_of_ones_own(num_workers: int, tmp
     assert first["digest"] == alone.of_kind(EventKind.EPOCH_COMPLETED)[0]["digest"] != second["digest"]
     evaluations = [outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["val_loss"] for outcome in (alone, three)]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+
+
+def test_the_update_is_by_the_weighted_mean_whatever_weights_are_counted_in(tmp_path: Path) -> None:
+    """Global batches of one micro-batch, whose mean the task can tell itself; the last one of an epoch is short. Plain SGD without
+    clipping: nothing else evens a wrong scale out."""
+    raw = own_task_spec(0, micro_batch_size=40).model_dump(mode="json")
+    spec = RunSpec.model_validate(
+        raw | {"optimizer": {"name": "sgd", "lr": 0.05}, "train": raw["train"] | {"grad_clip_norm": None, "epochs": 4}}
+    )
+    tokens, sixteenths, means = (
+        train_to_end(Job(make_run_dir(tmp_path, f"run_{name}"), spec, 1, setup=f"{TRAINEES}:{name}"), tmp_path).losses
+        for name in ("regression", "regression_in_sixteenths", "regression_by_means")
+    )
+    assert tokens == sixteenths and len(tokens) == 12
+    for step, loss in means.items():
+        assert tokens[step] == pytest.approx(loss, rel=1e-4)

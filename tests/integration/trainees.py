@@ -41,8 +41,8 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 class Regression:
     """A task as a user writes it: weights are tokens, nothing of Everstep is imported."""
 
-    def __init__(self, nan_index: int | None = None, broken_index: int | None = None) -> None:
-        self._nan_index, self._broken_index = nan_index, broken_index
+    def __init__(self, nan_index: int | None = None, broken_index: int | None = None, unit: int = 1) -> None:
+        self._nan_index, self._broken_index, self._unit = nan_index, broken_index, unit
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -52,10 +52,17 @@ class Regression:
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         errors = F.mse_loss(model(batch["x"]).squeeze(1), batch["y"], reduction="none")
-        loss_sum = (errors * batch["tokens"]).sum()
+        weights = self._unit * batch["tokens"]
+        loss_sum = (errors * weights).sum()
         if self._nan_index is not None and bool((batch["index"] == self._nan_index).any()):
             loss_sum = loss_sum * float("nan")
-        return loss_sum, batch["tokens"].sum()
+        return loss_sum, weights.sum()
+
+
+class RegressionByMeans(Regression):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_sum, weight = super().loss(model, batch)
+        return loss_sum / weight, torch.ones(())
 
 
 class NormOverRanks(nn.Module):
@@ -83,6 +90,14 @@ def regression_over_ranks() -> None:
 
 def regression() -> None:
     replica.build_task = lambda spec: Regression()
+
+
+def regression_in_sixteenths() -> None:
+    replica.build_task = lambda spec: Regression(unit=16)
+
+
+def regression_by_means() -> None:
+    replica.build_task = lambda spec: RegressionByMeans()
 
 
 def regression_with_a_nan() -> None:

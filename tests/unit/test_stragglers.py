@@ -17,7 +17,7 @@ from train_fn import stragglers
 from train_fn.collectives import Peers
 from train_fn.ledger import Count
 from train_fn.step_clock import StepClock
-from train_fn.step_totals import StepSum, totals_of
+from train_fn.step_totals import Carrier, StepSum, totals_of
 from train_fn.stragglers import StragglerWatch
 
 CPU = torch.device("cpu")
@@ -101,9 +101,11 @@ def test_own_time_ends_with_the_last_gradient() -> None:
 
 
 def test_every_rank_s_time_travels_with_the_totals() -> None:
-    total = StepSum(Peers(1, 3, CPU))
+    peers = Peers(1, 3, CPU)
+    total = StepSum(peers)
     total.add(torch.tensor(1.0), 1, Count())
-    assert totals_of(total.numbers(None, 0, own_s=0.25).numpy() / 3, 3).own_s == (0.0, 0.25, 0.0)
+    told = Carrier(peers).gradient(total.numbers(None, 0, own_s=0.25))
+    assert totals_of((told / 3).tolist(), 3).own_s == (0.0, 0.25, 0.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from train_fn.collectives import Peers
 from train_fn.ledger import Count, Ledger, count
-from train_fn.step_totals import Carrier, StepSum, StepTotals, totals_of
+from train_fn.step_totals import Carrier, StepSum, StepTotals, Told, totals_of
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -77,10 +77,10 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
     assert resumed == first
 
 
-def carried(numbers: torch.Tensor) -> StepTotals:
+def carried(told: Told) -> StepTotals:
     """What a rank that is alone hears of its own numbers."""
     carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
-    carrier.backward(3 * weight, numbers)
+    carrier.backward(3 * weight, told)
     assert weight.grad == 3, "the loss is what it was"
     return totals_of(carrier.take(), 1)
 
@@ -108,13 +108,15 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     counts = [Count(3 + rank, rank, 2 * rank, sample_hash) for rank, sample_hash in enumerate(hashes[:world_size])]
     told = []
     for rank, counted in enumerate(counts):
-        total = StepSum(Peers(rank, world_size, torch.device("cpu")))
+        peers = Peers(rank, world_size, torch.device("cpu"))
+        total = StepSum(peers)
         total.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
-        told.append(total.numbers("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size))
+        gradient = Carrier(peers).gradient(total.numbers("cancel", 2**40 * (rank == 0)))
+        told.append(gradient.numpy() * np.float32(1 / world_size))
     sums = np.zeros_like(told[0])
     for rank in range(world_size):
         sums += told[rank % len(told)]
-    found = totals_of(sums, world_size)
+    found = totals_of(sums.tolist(), world_size)
     shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
     assert found.weight == world_size * weight
     assert found.count == sum(
@@ -143,4 +145,4 @@ def test_a_device_adds_losses_and_weights_up_as_the_host_does(weights: list[floa
     for weight in weights:
         total.add(torch.tensor(0.5), torch.tensor(weight, dtype=torch.float64) if as_tensors else weight, Count())
     told = total._of_losses_on_device()
-    assert told.tolist() == total.numbers(None, 0)[: len(told)].tolist()
+    assert told.tolist() == Carrier(ALONE).gradient(total.numbers(None, 0))[: len(told)].tolist()
