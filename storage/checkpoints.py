@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -242,6 +242,12 @@ class CheckpointStore:
         deleted = [name for name in doomed if self._delete_unless_held(name)]
         self._sweep(newest)
         return deleted
+
+    def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
+        """Of checkpoints that were told of those that are not there, oldest first, but for what is newer than all that is: that may
+        not be listed yet."""
+        there = set(self._committed())
+        return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
 
     def collect_orphans(self) -> builtins.list[str]:
         """Remove what writers left that is no checkpoint, of a run that has ended: nobody who counts writes there any more.

@@ -75,6 +75,8 @@ class Saver:
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._tried: str | None = None
         """Checkpoint that was last to be committed: one that is found committed then, although that seemed to fail, is ours."""
+        self._has_caught_up = False
+        """Whether what earlier attempts deleted has been told, too."""
         self._past: tuple[float, ObservedFailures] | None = None
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         if self._active:
@@ -280,6 +282,9 @@ class Saver:
     def _retain(self, save: Save) -> None:
         try:
             deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission)
+            if not self._has_caught_up:
+                deleted = sorted({*deleted, *self._deleted_untold()})
+                self._has_caught_up = True
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return
@@ -287,6 +292,12 @@ class Saver:
             parsed = CheckpointName.parse(name)
             assert parsed is not None
             self._ctx.journal.emit(EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name})
+
+    def _deleted_untold(self) -> list[str]:
+        """What an earlier attempt deleted, and died before it told."""
+        if (self._ctx.submission, self._ctx.attempt) == (1, 1):
+            return []
+        return self._store.missing(told_checkpoints(self._ctx.run_dir))
 
     # -- what is told ------------------------------------------------------------------------------------------------------
 

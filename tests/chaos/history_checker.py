@@ -42,6 +42,7 @@ def violations(run: RunHandle, expected: Expected) -> Iterator[str]:
     yield from _history(run)
     yield from _failures(run)
     yield from _time(run)
+    yield from _checkpoints(run, expected)
     if run.status == RunStatus.SUCCEEDED:
         yield from _result(run, expected)
 
@@ -75,12 +76,19 @@ def _time(run: RunHandle) -> Iterator[str]:
         yield f"I6: the buckets of {run.id} have {spent:.3f} s of {goodput.wall_s:.3f} s"
 
 
+def _checkpoints(run: RunHandle, expected: Expected) -> Iterator[str]:
+    """What is listed as committed can be had, also where a rank deleted it and died."""
+    for listed in run.checkpoints():
+        if listed.state == "committed" and listed.step not in expected.corrupted:
+            found = run.verify_checkpoint(listed.step)
+            if found.state != "committed":
+                yield f"I2: checkpoint {listed.name} of {run.id} is {found.state}: {found.problem}"
+
+
 def _result(run: RunHandle, expected: Expected) -> Iterator[str]:
     latest = run.run.latest_checkpoint
     if run.step != expected.total_steps or latest is None or latest.step != expected.total_steps:
         yield f"I5: {run.id} SUCCEEDED at step {run.step} of {expected.total_steps}, checkpoint {latest and latest.step}"
-    if latest is not None and latest.step not in expected.corrupted and run.verify_checkpoint(latest.step).state != "committed":
-        yield f"I2: the last checkpoint of {run.id} does not verify"
     counted = [(e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
     whole = (expected.samples, expected.samples, 0, 0)
     if not expected.forked and counted != [whole] * expected.epochs:

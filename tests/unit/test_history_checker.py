@@ -51,10 +51,12 @@ async def found(api: ApiService, run_id: str, *allowed: RunStatus) -> list[str]:
     return await asyncio.to_thread(check)
 
 
-async def ended(api: ApiService, outcome: str, *failures: dict[str, Any]) -> str:
+async def ended(api: ApiService, outcome: str, *failures: dict[str, Any], checkpoint: int | None = None) -> str:
     run_id, journal = await api.running()
     reason = None if outcome == "succeeded" else {"code": "user_error", "message": "broken"}
     events = [journal.steps(2), *(journal.event(EventKind.FAILURE, **failure) for failure in failures)]
+    if checkpoint is not None:
+        events.append(journal.checkpoint(checkpoint))
     api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2)])
     return run_id
 
@@ -71,6 +73,11 @@ async def test_a_run_that_does_not_end_or_ends_as_it_may_not(api: ApiService) ->
 
 async def test_a_success_without_its_last_checkpoint_steps_and_samples(api: ApiService) -> None:
     assert await found(api, await ended(api, "succeeded"), RunStatus.SUCCEEDED) == ["I5", "I3", "I3"]
+
+
+async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
+    run_id = await ended(api, "failed", FAILURE, checkpoint=2)
+    assert await found(api, run_id, RunStatus.FAILED) == ["I2"]
 
 
 async def test_a_failure_that_names_nobody(api: ApiService) -> None:

@@ -308,6 +308,32 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     saver.close()
 
 
+def make_durable(ctx: WorkerContext, committed: list[dict[str, Any]]) -> None:
+    """What was told of these checkpoints, and nothing else, is in the run's journal."""
+    journal = open_local_journal(ctx.run_dir, 1, 1, 0, threading.Event(), lambda line: None)
+    for data in committed:
+        journal.emit(EventKind.CHECKPOINT_COMMITTED, data)
+    journal.close(10.0)
+
+
+def test_what_an_attempt_deleted_before_it_died_is_told_by_the_next(tmp_path: Path) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20, 30):
+        advance(state, step)
+        saver.save_now()
+    saver.close()
+    make_durable(ctx, journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED))
+    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (40, 50):
+        advance(state, step)
+        saver.save_now()
+    saver.close()
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [40, 50]
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 20, 30], "each once"
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(tmp_path: Path, is_told: bool) -> None:
     """A rank that dies between a commit and the word of it leaves a checkpoint that no journal knows, of the last step perhaps."""
@@ -317,9 +343,7 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     saver.close()
     [committed] = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
     if is_told:
-        journal = open_local_journal(ctx.run_dir, 1, 1, 0, threading.Event(), lambda line: None)
-        journal.emit(EventKind.CHECKPOINT_COMMITTED, committed)
-        journal.close(10.0)
+        make_durable(ctx, [committed])
     [manifest] = ctx.run_dir.checkpoints.list()
     again = Saver(ctx, state, BoundaryCopies(state))  # the next attempt, at the same step
     again.save_now()
