@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ class Peers:
     rank: int
     world_size: int
     device: torch.device
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Looked up once: what every step asks for."""
+        return self.device.type == "cpu"
 
     @property
     def alone(self) -> bool:
@@ -52,7 +58,7 @@ class Peers:
 
     def require_whole(self) -> None:
         """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
-        if not self.alone and self.device.type == "cuda":
+        if not self.alone and not self.on_cpu:
             require_whole()
 
 

@@ -114,24 +114,23 @@ class StepSum:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._on_device = peers.device.type != "cpu"
         self._losses: list[torch.Tensor | float] = []
         self._weights: list[torch.Tensor | float] = []
         self._count = Count()
 
     def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, counted: Count) -> None:
-        self._losses.append(loss_sum.detach() if self._on_device else loss_sum.item())
+        self._losses.append(loss_sum.item() if self._peers.on_cpu else loss_sum.detach())
         self._weights.append(weight)
         self._count += counted
 
     def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> Told:
         """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
         count = self._count
-        loss, nonfinite, fraction, weight = (0.0, False, 0.0, 0) if self._on_device else self._of_losses()
+        loss, nonfinite, fraction, weight = self._of_losses() if self._peers.on_cpu else (0.0, False, 0.0, 0)
         counted = (count.num_samples, count.num_unexpected, count.num_missing, count.sample_hash, checkpoint_step)
         whole = _WHOLE.pack(weight, nonfinite, *counted, stop == "cancel", stop == "pause", save)
         values = [loss, nonfinite * (self._peers.rank + 1), fraction, *whole]
-        return Told(values, own_s, self._of_losses_on_device() if self._on_device else None)
+        return Told(values, own_s, None if self._peers.on_cpu else self._of_losses_on_device())
 
     def _of_losses(self) -> tuple[float, bool, float, int]:
         """Loss, whether it is not finite, and of the weight what is no whole number and what is."""
