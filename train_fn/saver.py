@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from everstep.events import EventKind
 from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
-from storage.lineage import told_checkpoints
 from storage.manifest import Manifest
-from storage.run_dir import CheckpointName, Stop
+from storage.run_dir import Stop
 from train_fn import head_clock, torch_file
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
@@ -24,6 +22,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.safetensors_file import safetensors_name, write_safetensors
 from train_fn.save_failures import STALLED_S, SaveFailures
+from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
 
 MODEL_FILE = "model.pt"
@@ -65,6 +64,7 @@ class Saver:
         self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
+        self._told = SavesTold(ctx)
         self._lock = threading.Condition()
         self._waiting: Save | None = None
         self._current: Save | None = None
@@ -75,8 +75,6 @@ class Saver:
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._tried: str | None = None
         """Checkpoint that was last to be committed: one that is found committed then, although that seemed to fail, is ours."""
-        self._has_caught_up = False
-        """Whether what earlier attempts deleted has been told, too."""
         self._past: tuple[float, ObservedFailures] | None = None
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         if self._active:
@@ -94,7 +92,7 @@ class Saver:
             else:
                 due = self._failures.in_a_row > 0 or self._cadence.is_due(self._state.step + 1, now)
         if stalled is not None:
-            self._tell_failed(*stalled)
+            self._told.failed(*stalled)
         return due
 
     def offer(self, *, due: bool, is_best: bool) -> None:
@@ -238,7 +236,8 @@ class Saver:
             try:
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:  # by an earlier attempt, or by a try whose answer was lost; it was just read back whole
-                manifest, is_new = self._store.manifest(exc.name), not self._is_told(exc.name)
+                manifest, is_new = self._store.manifest(exc.name), exc.name == self._tried
+            self._told.catch_up(manifest.name if is_new else None)
         except Exception as exc:
             self._note_failed(save, exc)
             return exc
@@ -247,10 +246,6 @@ class Saver:
             self._tell_committed(save, manifest, time.perf_counter() - began)
             self._retain(save)
         return None
-
-    def _is_told(self, name: str) -> bool:
-        """Whether the journals say that it was committed: a rank may die once it is, and before it has told so."""
-        return name != self._tried and CheckpointName.parse(name) in told_checkpoints(self._ctx.run_dir)
 
     def _commit(self, save: Save) -> Manifest:
         ctx, state = self._ctx, dict(save.copy.state)
@@ -282,22 +277,10 @@ class Saver:
     def _retain(self, save: Save) -> None:
         try:
             deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission)
-            if not self._has_caught_up:
-                deleted = sorted({*deleted, *self._deleted_untold()})
-                self._has_caught_up = True
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return
-        for name in deleted:
-            parsed = CheckpointName.parse(name)
-            assert parsed is not None
-            self._ctx.journal.emit(EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name})
-
-    def _deleted_untold(self) -> list[str]:
-        """What an earlier attempt deleted, and died before it told."""
-        if (self._ctx.submission, self._ctx.attempt) == (1, 1):
-            return []
-        return self._store.missing(told_checkpoints(self._ctx.run_dir))
+        self._told.deleted(deleted)
 
     # -- what is told ------------------------------------------------------------------------------------------------------
 
@@ -312,36 +295,21 @@ class Saver:
             self._failures.failed(time.monotonic())
             self._error = error
             standing = self._standing()
-        self._tell_failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
+        self._told.failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
 
     def _note_committed(self, manifest: Manifest) -> None:
         with self._lock:
             self._failures.succeeded()
             self._error, self._committed = None, manifest
 
-    def _tell_failed(self, step: int, error: str, standing: dict[str, Any]) -> None:
-        self._ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing})
-
     def _tell_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
-        self._ctx.journal.emit(
-            EventKind.CHECKPOINT_COMMITTED,
-            {
-                "step": manifest.step,
-                "epoch": manifest.epoch,
-                "name": manifest.name,
-                "size_bytes": manifest.size_bytes,
-                "digest": manifest.digest,
-                "metrics": manifest.metrics,
-                "stall_s": round(save.copy.stall_s, 6),
-                "write_s": round(write_s, 6),
-            },
-        )
+        self._told.committed(manifest, save.copy.stall_s, write_s)
         if self._cadence.auto:
             observed = self._observed()
             with self._lock:
                 chosen = self._cadence.committed(save.copy.stall_s, write_s, observed)
             if chosen is not None:
-                self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": manifest.step, **chosen})
+                self._told.cadence(manifest.step, chosen)
 
     def _observed(self) -> ObservedFailures:
         """Failures so far; the journals are read once, since in this attempt there was none yet."""

@@ -74,13 +74,14 @@ def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_t
 def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     run_ranks(Job(run_dir, spec, 2, killed_telling=LAST_STEP), tmp_path)
-    committed = run_dir.checkpoints.list()[-1]
-    assert committed.step == LAST_STEP
+    committed = run_dir.checkpoints.list()
+    assert committed[-1].step == LAST_STEP
     again = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = again.of_kind(EventKind.RESTORED)
     assert restored["step"] == LAST_STEP, "nothing is left to do but to tell"
-    assert [data["digest"] for data in again.of_kind(EventKind.CHECKPOINT_COMMITTED)] == [committed.digest]
-    assert run_dir.checkpoints.list()[-1] == committed
+    told = [(data["step"], data["digest"]) for data in again.of_kind(EventKind.CHECKPOINT_COMMITTED)]
+    assert told == [(manifest.step, manifest.digest) for manifest in committed], "none of these ranks' journals outlives them"
+    assert run_dir.checkpoints.list() == committed
 
 
 def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
