@@ -4,7 +4,8 @@
 
 Same model, data, steps and ranks. The three run in turn on the same machine, each with nothing else running: the service and its
 cluster are up for Everstep's side only. Samples/s over the steps after a warm-up, in which Everstep also fills its pool of spare
-processes; ratios within each repeat. ``--beside torchrun`` leaves plain Ray Train out.
+processes; ratios within each repeat. ``--beside torchrun`` leaves plain Ray Train out. ``--nodes 1`` has both ranks on one node,
+where torchrun's are; else each has a node of its own, with all the processes that Ray keeps for a node, as on Ray Train's side.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--warmup-steps", type=int, default=1000)
     parser.add_argument("--beside", choices=sorted(SIDES), action="append", help="compare with this one only; may be repeated")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="nodes of Everstep's cluster, with two CPUs together")
     options = parser.parse_args(argv)
     sides = options.beside or list(SIDES)
     ours: list[float] = []
@@ -85,11 +87,12 @@ def main(argv: list[str]) -> None:
     for _ in range(options.repeats):
         for side in sides:
             theirs[side].append(samples_per_s(run_plain(side, options.workload, options.steps), *shape))
-        with ServiceProcess(nodes=2) as service:
+        with ServiceProcess(nodes=options.nodes, cpus_per_node=2 // options.nodes) as service:
             ours.append(samples_per_s(run_everstep(service.client(), options.workload, options.steps), *shape))
     write(
         f"throughput_{options.workload}",
         {
+            "nodes": options.nodes,
             "everstep_samples_per_s": summary(ours),
             **{f"{side}_samples_per_s": summary(theirs[side]) for side in sides},
             **{
