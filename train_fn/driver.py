@@ -51,6 +51,8 @@ ORDER_POLL_S = 0.5
 FENCE_POLL_S = 5.0
 OLDER_MARGIN_S = 15.0
 """So much longer than its ranks may take to save is an older submission's controller waited for."""
+BEAT_S = 5.0
+"""How often a driver without news calls the journal, of which it wants to know nothing."""
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
@@ -109,7 +111,7 @@ class Driver:
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         actor = start_journal(self._run_dir, self._submission, DriverProcess.own(), ray.get_runtime_context().get_node_id())
         interval_s = max(0.1, self._run_dir.storage.batch_s)
-        self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s)
+        self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         threading.Thread(target=self._watch_orders, name="orders", daemon=True).start()

@@ -47,6 +47,13 @@ TRAINING_THREAD = "TrainingThread"
 RANK_NICENESS = -10
 """Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
 
+BEAT_S, OTHERS_BEAT_S = 0.5, 2.0
+"""How often a rank without news asks the journal for some. A stop that rank 0 has heard of all hear of with the next step, so that
+the others ask for what is theirs alone: a profile, or that a newer attempt has begun."""
+
+ASK_S = 5.0
+"""Longest wait for an answer of the journal's."""
+
 FLUSH_S = 10.0
 """Longest wait for its last events to become durable of a rank that leaves by a failure; the controller's hold is longer."""
 
@@ -191,6 +198,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         f"rank-{rank}.a{launch.attempt:03d}",
         launch.attempt,
         interval_s=max(0.5, job.run_dir.storage.batch_s),
+        beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
         on_superseded=_leave_at_once,
     )
     try:
@@ -200,7 +208,10 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
         if not client.flush(LAST_FLUSH_S):
             raise StorageUnavailable(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
-        return YIELDED if stop is not None and client.stop_requested is None and _yield_asked.is_set() else stop
+        if stop is None or not _yield_asked.is_set():
+            return stop
+        client.ask(ASK_S)  # rank 0 may have heard before this one of what the user wants
+        return stop if client.stop_requested is not None else YIELDED
     except BaseException as exc:
         error = redactor.error(describe_error(exc, rank))
         logger.error("rank %d stopped at step %s (%s): %s\n%s", rank, error.step, error.kind, error.summary, error.traceback)
