@@ -168,8 +168,9 @@ class Soak:
             spec["code"] = {"archive": self.archive, "task": "raises:Raises"}
             expected.statuses = frozenset({RunStatus.FAILED})
         done = [run for run in self.record.runs if run.handle.status == RunStatus.SUCCEEDED and not run.expected.corrupted]
-        if sort == "fork" and done:
-            parent = self.random.choice(done)
+        origins = [run for run in done if not run.expected.forked]  # a fork has made all of its 40 epochs
+        if sort == "fork" and origins:
+            parent = self.random.choice(origins)
             spec["resume_from"] = {"run_id": parent.handle.id, "step": "latest"}
             spec["train"] |= {"epochs": 40, "seed": parent.spec["train"]["seed"]}
             expected = Expected(frozenset(statuses), 40 * STEPS_PER_EPOCH, SAMPLES, 40, forked=True)
