@@ -29,7 +29,7 @@ from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_clock import StepClock
-from train_fn.step_totals import StepSum, StepTotals, totals_of
+from train_fn.step_totals import StepSum, StepTotals
 from train_fn.stragglers import StragglerWatch
 from train_fn.tasks.checks import told
 from train_fn.tensor_tree import copy_to_cpu
@@ -164,7 +164,7 @@ class Attempt:
                     loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
         replica.volatile.wait()
-        known = totals_of(replica.carrier.take(), ctx.world_size)
+        known = replica.carrier.take()
         self._own_s = self._clock.gate()
         return known
 

@@ -27,7 +27,7 @@ from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
-from train_fn.step_totals import Carrier, StepSum, totals_of
+from train_fn.step_totals import Carrier, StepSum
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
 from train_fn.tasks.build import build_task
@@ -117,7 +117,7 @@ class Replica:
         totals = StepSum(self.peers)
         totals.add(loss_sum, weight, Count())
         self.carrier.backward(loss_sum, totals.numbers(stop=None, checkpoint_step=0))
-        known = totals_of(self.carrier.take(), self.peers.world_size)
+        known = self.carrier.take()
         if 0 < known.weight < math.inf:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)

@@ -234,10 +234,10 @@ class Saver:
         self._moved()
         try:
             try:
+                self._told.catch_up()
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:  # by an earlier attempt, or by a try whose answer was lost; it was just read back whole
                 manifest, is_new = self._store.manifest(exc.name), exc.name == self._tried
-            self._told.catch_up(manifest.name if is_new else None)
         except Exception as exc:
             self._note_failed(save, exc)
             return exc

@@ -47,20 +47,18 @@ class SavesTold:
     def cadence(self, step: int, chosen: dict[str, Any]) -> None:
         self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
 
-    def catch_up(self, own: str | None) -> None:
+    def catch_up(self) -> None:
         """Once in an attempt, tell what earlier ones committed and deleted: their rank may have died before it had told so.
 
-        Args:
-            own: the checkpoint that this attempt just committed, which is told by itself.
-
-        Raises StorageError where journals or checkpoints could not be looked through; the next call tries again.
+        To be called before this attempt saves. Raises StorageError where journals or checkpoints could not be looked through; the
+        next call tries again.
         """
         if self._has_caught_up:
             return
         run_dir = self._ctx.run_dir
         told = told_checkpoints(run_dir)
         for manifest in run_dir.checkpoints.lineage():
-            if manifest.name != own and CheckpointName.parse(manifest.name) not in told:
+            if CheckpointName.parse(manifest.name) not in told:
                 self.committed(manifest)
         self.deleted(run_dir.checkpoints.missing(told))
         self._has_caught_up = True

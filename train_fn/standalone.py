@@ -298,14 +298,19 @@ def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, 
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
     place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
     run_dir = open_storage(storage).run_dir(run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}")
-    os.environ.update(NCCL_ENV | spec.env)
-    keep_memory()
-    set_threads(spec)
+    _set_up(spec)
     _join(spec, place, RecoverySettings().collective_timeout_s)
     try:
         return run_rank(spec, run_dir, place, fresh=False, stopping=threading.Event(), say=say, debug=True)
     finally:
         end_process_group()
+
+
+def _set_up(spec: RunSpec) -> None:
+    """This process as a rank's: its environment before anything reads it, its memory and threads."""
+    os.environ.update(NCCL_ENV | spec.env)
+    keep_memory()
+    set_threads(spec)
 
 
 def run_id_of(spec: RunSpec) -> str:
@@ -372,9 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         storage = open_storage(arguments.storage)
         bring_code(spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code)))
         run_dir = storage.run_dir(arguments.run_id or run_id_of(spec))
-        os.environ.update(NCCL_ENV | spec.env)
-        keep_memory()
-        set_threads(spec)
+        _set_up(spec)
         level = logging.INFO if place.rank == 0 else logging.WARNING
         logging.basicConfig(level=level, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s")
         stopping = _stop_on_signals()

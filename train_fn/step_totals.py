@@ -100,13 +100,13 @@ class Carrier(nn.Module):
         rest = self._told[len(told.of_losses) :].to(self._peers.device, non_blocking=True)
         return torch.cat([told.of_losses * world_size, rest])
 
-    def take(self) -> list[float]:
-        """The sums over all ranks, once backward has returned; the device has finished it then, too."""
+    def take(self) -> StepTotals:
+        """The totals over all ranks, once backward has returned; the device has finished it then, too."""
         assert self.numbers.grad is not None
         sums: list[float] = self.numbers.grad.tolist()
         self.numbers.grad = None
         self._peers.require_whole()
-        return sums
+        return totals_of(sums, self._peers.world_size)
 
 
 class StepSum:
@@ -154,7 +154,7 @@ class StepSum:
 
 
 def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
-    """What ``Carrier.take`` gave, read."""
+    """What the sums of all ranks' numbers say."""
     loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS]
     weight, num_nonfinite, samples, unexpected, missing, hashed, checkpoint_step, cancels, pauses, saves = (
         _number(sums[place]) for place in _PLACES
