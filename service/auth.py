@@ -16,7 +16,7 @@ from service.api.context import ApiContext, Context
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
 from service.db.rows import Role, RunRow, TokenRow
-from service.db.tokens import SeenRun, TokenStore, sha256_of
+from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
 from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
@@ -55,12 +55,19 @@ class Claimant(Principal):
     sha256: str
     """Of the token's secret."""
 
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.sha256, self.role, self.project)
+
     def confirm(self, context: ApiContext, connection: Connection) -> None:
         """Look for the token again, as part of what is asked of the database, or written to it, for it. Raises 401."""
-        found = context.tokens.find_hashed(connection, self.sha256)
-        if found is None or (found.role, found.project) != (self.role, self.project):
-            context.known_tokens.forget(self.sha256)
-            raise _unauthorized()
+        if not self.claim.holds(connection, context.clock()):
+            raise self.refused(context)
+
+    def refused(self, context: ApiContext) -> ProblemError:
+        """The answer to a claim that does not hold any more."""
+        context.known_tokens.forget(self.sha256)
+        return _unauthorized()
 
 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]

@@ -44,8 +44,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DATABASE_THREADS: Final = 8
-_LOOK_THREADS: Final = 4
-"""Of those that ask PostgreSQL for little: more of them would only wait for one another, and for the interpreter."""
 _STORAGE_THREADS: Final = 8
 
 
@@ -108,7 +106,6 @@ class ApiContext:
         self.marks_file = MarksFile(storage, self.node_marks)
         self.deployment_checks = DeploymentChecks(storage, ray, clock)
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
-        self._look_threads = anyio.CapacityLimiter(_LOOK_THREADS)
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self._writes = WriteQueue(database)
         self.feed = EventFeed(self)
@@ -123,17 +120,15 @@ class ApiContext:
         return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._database_threads)
 
     async def database_look(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that reads few rows, by an index. On SQLite it runs here: it waits for nobody, and takes less time
-        than to change threads."""
-        if self.database.is_sqlite:
-            return call(*args, **kwargs)
-        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._look_threads)
+        """Run a store's method that only looks for few rows, by an index, in the event loop."""
+        return await self.database.do_in_loop(partial(call, *args, **kwargs))
 
     async def database_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that writes, where many requests do so at once: on SQLite in one thread, for one commit."""
+        """Run a store's method that looks and writes, where many requests do so at once: on SQLite in one thread, for one
+        commit."""
         if self.database.is_sqlite:
             return await self._writes.do(partial(call, *args, **kwargs))
-        return await self.database_call(call, *args, **kwargs)
+        return await self.database.do_in_loop(partial(call, *args, **kwargs), writes=True)
 
     async def storage_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call that reads or writes storage in a thread."""

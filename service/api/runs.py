@@ -136,18 +136,34 @@ async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, 
 
 
 def _confirmed_page(context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
+    """The page in JSON. Raises 401 where the caller's token is worth nothing any more."""
     with context.database.look() as connection:
-        caller.confirm(context, connection)
-        return _page(context, caller, wanted, limit, before)
+        if not _reaches_any(caller, wanted):
+            caller.confirm(context, connection)
+            return _page_of(context, [], limit)
+        heads = context.runs.claimed_page(caller.claim, _reached(caller, wanted), limit + 1, before)
+        if heads is None:
+            raise caller.refused(context)
+        return _page_of(context, heads, limit)
 
 
 def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
-    """The page in JSON."""
-    heads: list[RunHead] = []
-    answers: dict[str, bytes] = {}
-    if caller.project is None or wanted.project in (None, caller.project):
-        heads = context.runs.page(replace(wanted, project=caller.project or wanted.project), limit + 1, before)
-        answers = _answers_about(context, heads[:limit])
+    """The page in JSON, for a caller who was confirmed."""
+    heads = context.runs.page(_reached(caller, wanted), limit + 1, before) if _reaches_any(caller, wanted) else []
+    return _page_of(context, heads, limit)
+
+
+def _reaches_any(caller: Principal, wanted: RunFilter) -> bool:
+    return caller.project is None or wanted.project in (None, caller.project)
+
+
+def _reached(caller: Principal, wanted: RunFilter) -> RunFilter:
+    return replace(wanted, project=caller.project or wanted.project)
+
+
+def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes:
+    """These runs in JSON, ``limit`` of them at most."""
+    answers = _answers_about(context, heads[:limit])
     cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
     items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)  # one may have been deleted since
     return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -17,16 +17,16 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
+from service.db import postgresql
 from service.db.shared_commits import SharedCommits, WriterTimeout
+
+T = TypeVar("T")
 
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
-CONNECT_TIMEOUT_S: Final = 5
-IDLE_S: Final = 1.0
-"""After so long without use a connection to PostgreSQL is tried out before it is used again."""
 _MIGRATION_LOCK: Final = 0x65766572_73746570
 """Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the same moment."""
 
@@ -73,21 +73,26 @@ class Database:
             pool_size=POOL_SIZE,
             # On SQLite a connection is an open file: nobody, least of all the event loop, is to wait for one.
             max_overflow=-1 if self.is_sqlite else POOL_SIZE,
-            json_serializer=encoded,
-            json_deserializer=from_json,
-            connect_args={} if self.is_sqlite else _POSTGRESQL_OPTIONS,
+            **self._options(),
         )
         # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
         self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
         self._own = threading.local()
-        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``looking``, that of its looks;
-        ``committed``, what it calls later."""
+        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``committed``, what it calls later."""
+        self._looking: ContextVar[Connection | None] = ContextVar("looking", default=None)
+        """The connection of the looks of a thread, or of a request in the event loop."""
+        self._in_loop: ContextVar[Connection | None] = ContextVar("in_loop", default=None)
+        """That of a request in the event loop, for what it writes as well."""
+        self._loop: postgresql.LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
         else:
-            event.listen(self._engine, "checkin", _note_use)
-            event.listen(self._engine, "checkout", _try_out)
+            postgresql.try_out_idle(self._engine)
+
+    def _options(self) -> dict[str, Any]:
+        connect_args = {} if self.is_sqlite else postgresql.connect_args(BUSY_TIMEOUT_MS)
+        return {"json_serializer": encoded, "json_deserializer": from_json, "connect_args": connect_args}
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
@@ -116,6 +121,7 @@ class Database:
         if begun is not None:
             yield begun
             return
+        assert self._in_loop.get() is None, "a read in the event loop would hold it up"
         with _mapped_errors(), self._engine.connect() as connection:
             if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -132,17 +138,14 @@ class Database:
 
         Within a read it is part of that, within a look it has the same connection.
         """
-        begun: Connection | None = getattr(self._own, "reading", None) or getattr(self._own, "looking", None)
+        begun: Connection | None = getattr(self._own, "reading", None) or self._looking.get()
         if begun is not None:
             yield begun
             return
         with _mapped_errors(), self._engine.connect() as connection:
             alone = {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
-            self._own.looking = connection.execution_options(**alone)
-            try:
-                yield self._own.looking
-            finally:
-                self._own.looking = None
+            with _set(self._looking, connection.execution_options(**alone)) as looking:
+                yield looking
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -151,7 +154,7 @@ class Database:
         On SQLite several threads' may be committed at once (shared_commits.py).
         """
         with _mapped_errors():
-            with self._engine.begin() if self._shared_commits is None else self._shared_commits.write() as connection:
+            with self._transaction() as connection:
                 if self._guard is not None:
                     self._guard(connection)
                 yield connection
@@ -161,6 +164,12 @@ class Database:
                 later.append(committed)
             elif committed is not None:
                 committed()
+
+    def _transaction(self) -> AbstractContextManager[Connection]:
+        in_loop = self._in_loop.get()
+        if in_loop is not None:
+            return postgresql.transaction(in_loop)
+        return self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -179,6 +188,30 @@ class Database:
                 self._own.reading, self._own.committed = None, None
         for call in called_later:
             call()
+
+    async def do_in_loop(self, call: Callable[[], T], *, writes: bool = False) -> T:
+        """What ``call`` returns, which looks, or writes, but does not read, in the event loop's own thread.
+
+        Only where that waits for nobody (SQLite's looks), or goes on with others meanwhile (PostgreSQL): threads wait for one
+        another, and for the interpreter.
+        """
+        if self.is_sqlite:
+            assert not writes, "a commit would hold up the event loop"
+            return call()
+        if self._loop is None:
+            self._loop = postgresql.LoopConnections(self.url, self._options())
+        with _mapped_errors():
+            return await self._loop.run(partial(self._call_on, call), writes=writes)
+
+    def _call_on(self, call: Callable[[], T], connection: Connection) -> T:
+        with _set(self._looking, connection), _set(self._in_loop, connection):
+            return call()
+
+    async def close_loop(self) -> None:
+        """Close what ``do_in_loop`` opened, in the event loop that it was called in."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            await loop.close()
 
     def guarded(self, guard: Guard) -> Database:
         """The same database, whose every write begins with ``guard``."""
@@ -207,16 +240,13 @@ def _checked_url(url: str) -> URL:
     return found
 
 
-_POSTGRESQL_OPTIONS: Final = {
-    "connect_timeout": CONNECT_TIMEOUT_S,
-    # A server that was cut off must not hold a request for the hours that TCP would wait.
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 15_000,
-    # Nor may a replica that stands still in the middle of a transaction keep its locks, and with them the lease.
-    "options": f"-c lock_timeout={BUSY_TIMEOUT_MS} -c idle_in_transaction_session_timeout=4000",
-}
+@contextmanager
+def _set(variable: ContextVar[Connection | None], connection: Connection) -> Iterator[Connection]:
+    before = variable.set(connection)
+    try:
+        yield connection
+    finally:
+        variable.reset(before)
 
 
 @contextmanager
@@ -255,25 +285,6 @@ def _begin_sqlite(connection: Connection) -> None:
     statement = connection.get_execution_options().get("everstep_begin", "BEGIN")
     if statement is not None:
         connection.exec_driver_sql(statement)
-
-
-def _note_use(_connection: object, record: Any) -> None:
-    record.info["used_at"] = time.monotonic()
-
-
-def _try_out(connection: Any, record: Any, _proxy: object) -> None:
-    """See that a connection that was not used for a while still is one; the pool makes another where it is not.
-
-    One that was used just now is not asked, which would cost each request a question of its own.
-    """
-    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
-        return
-    try:
-        connection.autocommit = True
-        connection.execute("SELECT 1")
-        connection.autocommit = False
-    except connection.Error as exc:
-        raise DisconnectionError from exc
 
 
 def encoded(value: Any) -> str:

@@ -148,7 +148,6 @@ class ListedRun(NamedTuple):
     restarts: int
     steps_lost: int
     time_ledger: dict[str, Any]
-    last_seq: int
     resume_from: dict[str, Any] | None
     max_system_failures: int | None
 
@@ -162,11 +161,6 @@ class ListedRun(NamedTuple):
     @classmethod
     def of(cls, row: Sequence[Any]) -> Self:
         return cls(_STATUSES[row[0]], *row[1:])
-
-    @classmethod
-    def seen(cls, row: Sequence[Any]) -> Self | None:
-        """What an outer join found; None where there is no such run."""
-        return None if row[0] is None else cls.of(row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
@@ -23,7 +22,9 @@ from service.db.new_run import new_row
 from service.db.projects import join_queue
 from service.db.rows import ListedRun, RunHead, RunRow, TransitionRow
 from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
+from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.tables import run_tags, runs, transitions
+from service.db.tokens import CLAIM_HOLDS, Claim
 from service.db.writer import RunWriter
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
 from service.states import LIVE, SUBMITTED, TransitionConflict
@@ -32,9 +33,9 @@ from storage.run_dir import Stop
 _CREATE_ATTEMPTS: Final = 5
 _CHUNK_IDS: Final = 500
 _ROWS: Final = RunRow.select(runs)
-_LISTED: Final = ListedRun.select(runs)
-_LISTED_BY_IDS: Final = _LISTED.where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_LISTED_BY_IDS: Final = ListedRun.select(runs).add_columns(STATUS_CHANGES).where(runs.c.id.in_(bindparam("ids", expanding=True)))
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
+_CLAIMED_HEADS: Final = _HEADS.add_columns(CLAIM_HOLDS)
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
 _LIVE: Final = _ROWS.where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = select(runs.c.id, runs.c.row_version).where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
@@ -122,7 +123,7 @@ class RunStore:
             return is_used(connection, idempotency)
 
     def get(self, run_id: str) -> RunRow | None:
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             return find_run(connection, run_id)
 
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
@@ -135,31 +136,37 @@ class RunStore:
         with self._database.look() as connection:
             return [RunHead._make(row) for row in connection.execute(*page_query(connection, _HEADS, where, limit, before)).all()]
 
+    def claimed_page(self, claim: Claim, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead] | None:
+        """The same for whoever makes this claim, by the same question to the database; None where it does not hold any more."""
+        with self._database.look() as connection:
+            query, values = page_query(connection, _CLAIMED_HEADS, where, limit, before)
+            rows = connection.execute(query, values | claim.values(self._clock())).all()
+            holds = rows[0][-1] if rows else claim.holds(connection, self._clock())
+        return [RunHead._make(row[:-1]) for row in rows] if holds else None
+
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
         """These runs with the changes of their status, oldest first, by id; a run that is gone is left out."""
         if not run_ids:
             return {}
         with self._database.look() as connection:
-            found = [ListedRun.of(row) for row in connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()]
-        changes = self.transitions([run.id for run in found])
-        # Those behind a row's last event came after it was read.
-        return {run.id: (run, [change for change in changes[run.id] if change.seq <= run.last_seq]) for run in found}
+            rows = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
+        found = [(ListedRun.of(row[:-1]), row[-1]) for row in rows]
+        return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
 
-    def live(self, known: Mapping[str, RunRow] = MappingProxyType({})) -> list[RunRow]:
-        """Every run that the reconciler has work with, oldest first: neither ended nor paused.
-
-        Rows in ``known``, by id, that have not changed since are given back as they are, which costs next to nothing.
-        """
+    def live(self) -> list[RunRow]:
+        """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
         with self._database.read() as connection:
-            if not known:
-                return [RunRow(*row) for row in connection.execute(_LIVE)]
-            heads = connection.execute(_LIVE_HEADS).all()
-            changed = [run_id for run_id, version in heads if run_id not in known or known[run_id].row_version != version]
-            fresh: dict[str, RunRow] = {}
-            for start in range(0, len(changed), _CHUNK_IDS):
-                found = connection.execute(_BY_IDS, {"ids": changed[start : start + _CHUNK_IDS]})
-                fresh |= {row[0]: RunRow(*row) for row in found}
-            return [fresh.get(run_id) or known[run_id] for run_id, _ in heads]
+            return [RunRow(*row) for row in connection.execute(_LIVE)]
+
+    def live_versions(self) -> dict[str, int]:
+        """Version of each of their rows by id, in that order: those that have not changed need not be read again."""
+        with self._database.read() as connection:
+            return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
+
+    def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
+        """These runs by id, as they are now; one that is gone is left out."""
+        with self._database.read() as connection:
+            return {row[0]: RunRow(*row) for row in connection.execute(_BY_IDS, {"ids": list(run_ids)})}
 
     def heads(self) -> dict[str, tuple[str, str]]:
         """(project, status) of every run, by id."""

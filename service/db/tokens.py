@@ -7,30 +7,60 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, String, bindparam, delete, insert, or_, select, update
 
 from service.db.audit import note_target
 from service.db.engine import Database
 from service.db.ids import new_token_id
 from service.db.projects import ensure_project
 from service.db.rows import ListedRun, Role, TokenRow, TransitionRow
-from service.db.tables import runs, tokens, transitions
+from service.db.status_changes import STATUS_CHANGES, changes_of
+from service.db.tables import runs, tokens
 
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32
 _BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
-_WITH_RUN: Final = (
-    _BY_HASH.add_columns(*ListedRun.select(runs).selected_columns, *(transitions.c[name] for name in TransitionRow._fields))
-    .select_from(tokens.outerjoin(runs, runs.c.id == bindparam("run_id")).outerjoin(transitions, transitions.c.run_id == runs.c.id))
-    .order_by(transitions.c.seq)
+_WITH_RUN: Final = _BY_HASH.add_columns(*ListedRun.select(runs).selected_columns, STATUS_CHANGES).select_from(
+    tokens.outerjoin(runs, runs.c.id == bindparam("run_id"))
 )
 _RUN_AT: Final = len(TokenRow.__dataclass_fields__)
-_TRANSITION_AT: Final = _RUN_AT + len(ListedRun._fields)
+_STILL_HOLDS: Final = (
+    select(tokens.c.id)
+    .where(
+        tokens.c.sha256 == bindparam("claim_sha256"),
+        tokens.c.role == bindparam("claim_role"),
+        tokens.c.project.is_not_distinct_from(bindparam("claim_project", type_=String)),
+        tokens.c.revoked_at.is_(None),
+        or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("claim_now")),
+    )
+    .scalar_subquery()
+)
+CLAIM_HOLDS: Final = _STILL_HOLDS.is_not(None)
+"""Whether a claim holds, as a column beside what is asked for it; its parameters are a claim's ``values``."""
+_HOLDS: Final = select(CLAIM_HOLDS)
 
 SeenRun = tuple[ListedRun, list[TransitionRow]]
 """A run with the changes of its status, oldest first, at one moment."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a token was when it was last looked for."""
+
+    sha256: str
+    """Of its secret."""
+    role: Role
+    project: str | None
+
+    def values(self, now: float) -> dict[str, Any]:
+        return {"claim_sha256": self.sha256, "claim_role": self.role, "claim_project": self.project, "claim_now": now}
+
+    def holds(self, connection: Connection, now: float) -> bool:
+        """Whether it still is at ``now``, as part of what is asked of the database, or written to it, for it."""
+        return bool(connection.execute(_HOLDS, self.values(now)).scalar_one())
 
 
 def new_secret() -> str:
@@ -117,24 +147,21 @@ class TokenStore:
 
     def find(self, secret: str) -> TokenRow | None:
         """Whose token this is; None where it is unknown, expired or revoked."""
+        digest = sha256_of(secret)
         with self._database.look() as connection:
-            return self.find_hashed(connection, sha256_of(secret))
-
-    def find_hashed(self, connection: Connection, digest: str) -> TokenRow | None:
-        """The same by the secret's SHA-256, as part of something else that is asked of the database or written to it."""
-        found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
+            found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         return None if found is None else self._accepted(TokenRow(*found), digest)
 
     def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
         """The same, and a run, by one question to the database: nearly all requests about one run ask for no more."""
         digest = sha256_of(secret)
         with self._database.look() as connection:
-            rows = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).all()
-        token = self._accepted(TokenRow(*rows[0][:_RUN_AT]), digest) if rows else None
-        run = ListedRun.seen(rows[0][_RUN_AT:_TRANSITION_AT]) if rows else None
-        if token is None or run is None:
+            row = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).one_or_none()
+        token = None if row is None else self._accepted(TokenRow(*row[:_RUN_AT]), digest)
+        if row is None or token is None or row[_RUN_AT] is None:
             return token, None
-        return token, (run, [TransitionRow._make(row[_TRANSITION_AT:]) for row in rows if row[_TRANSITION_AT] is not None])
+        run = ListedRun.of(row[_RUN_AT:-1])
+        return token, (run, changes_of(run.id, row[-1]))
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
         """The token, where it is worth something now."""

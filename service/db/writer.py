@@ -188,7 +188,7 @@ def _execute_rows(connection: Connection, make: Callable[[Dialect], Insert], row
     connection.exec_driver_sql(statement, rows if places is None else list(map(itemgetter(*places), rows)))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _compiled(make: Callable[[Dialect], Insert], dialect: Dialect) -> tuple[str, Sequence[str] | None]:
     """The statement, and the order of its parameters where it does not name them."""
     compiled = make(dialect).compile(dialect=dialect)

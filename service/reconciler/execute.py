@@ -31,6 +31,7 @@ from service.reconciler.decide import (
     submission_id,
 )
 from service.reconciler.facts import Delivered
+from service.reconciler.pace import in_pieces
 from service.states import TransitionConflict
 from storage.errors import StorageError
 from storage.filesystem import Storage
@@ -108,7 +109,7 @@ class Executor:
             if run_id not in self._acting:
                 self._acting[run_id] = asyncio.create_task(self._execute_for(run_id, due), name=f"execute-{run_id}")
         if said:
-            await asyncio.to_thread(self._runs.set_reasons, said)
+            await in_pieces(self._runs.set_reasons, said)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}

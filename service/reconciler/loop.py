@@ -27,6 +27,7 @@ from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
 from service.reconciler.leadership import Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
+from service.reconciler.pace import PAUSE_FACTOR
 from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
 from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
@@ -36,8 +37,6 @@ from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
 """From one tick's beginning to that of the next."""
-_PAUSE_FACTOR: Final = 2.0
-"""However long ticks take, the pause after one is so many times as long: requests want the interpreter, too."""
 _LONGEST_PAUSE_S: Final = 3.0
 TROUBLE_INTERVAL_S: Final = 2.0
 KEPT_STEPS_INTERVAL_S: Final = 5.0
@@ -142,7 +141,7 @@ class Reconciler:
             try:
                 await self.tick()
                 took_s = time.monotonic() - began
-                pause_s = min(max(_PAUSE_FACTOR * took_s, INTERVAL_S - took_s), _LONGEST_PAUSE_S)
+                pause_s = min(max(PAUSE_FACTOR * took_s, INTERVAL_S - took_s), _LONGEST_PAUSE_S)
             except LeaseLost as exc:
                 log.warning("what was begun is left to another process", problem=str(exc))
                 pause_s = INTERVAL_S

@@ -16,6 +16,7 @@ from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.reconciler.decide import submission_id
 from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
+from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
 from service.states import SUBMITTED, TransitionConflict
 from storage.run_dir import CheckpointName
@@ -77,6 +78,8 @@ class Observer:
         self._swept_at = float("-inf")
         self._known: dict[str, RunRow] = {}
         """Live rows of the last look: those that have not changed need not be read again."""
+        self._waiting: dict[str, tuple[RunRow, RunFacts]] = {}
+        """Of those that wait, what the rows say."""
         self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
         self._lost_nodes: set[str] = set()
@@ -86,8 +89,7 @@ class Observer:
 
     async def look(self) -> Facts:
         """One look. Raises DatabaseError where the database is away."""
-        rows = await asyncio.to_thread(self._runs.live, self._known)
-        self._known = {row.id: row for row in rows}
+        rows = await self._live_rows()
         answer = await self._ray_answer(rows)
         jobs = answer.jobs if answer else {}
         observed = await asyncio.to_thread(self._read_journals, rows, jobs)
@@ -97,6 +99,16 @@ class Observer:
         # Quotas are read last: a word that is acknowledged counts from the next start on.
         quotas = {} if nodes is None else await asyncio.to_thread(self._projects.quotas)
         return Facts(self._clock(), observed, nodes, problem, strays, quotas)
+
+    async def _live_rows(self) -> list[RunRow]:
+        """Rows of all live runs, oldest first, of which only those are read that have changed since the last look."""
+        versions, known = await asyncio.to_thread(self._runs.live_versions), self._known
+        changed = [run_id for run_id, version in versions.items() if run_id not in known or known[run_id].row_version != version]
+        for found in await in_pieces(self._runs.rows, changed):
+            known |= found
+        # A row may have changed, ended or gone since: whoever acts on it expects it as it is here.
+        self._known = {run_id: known[run_id] for run_id in versions if run_id in known}
+        return list(self._known.values())
 
     async def close(self) -> None:
         """Forget a question that is still open."""
@@ -196,8 +208,14 @@ class Observer:
                     continue
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
-            observed.append(facts_of(row, delivered, job, tail))
+            observed.append(self._facts_of_waiting(row) if row.status == RunStatus.QUEUED else facts_of(row, delivered, job, tail))
+        self._waiting = {facts.id: (self._known[facts.id], facts) for facts in observed if facts.status == RunStatus.QUEUED}
         return tuple(observed)
+
+    def _facts_of_waiting(self, row: RunRow) -> RunFacts:
+        """What its row says alone; of thousands that wait most are as they were at the last look."""
+        seen = self._waiting.get(row.id)
+        return seen[1] if seen is not None and seen[0] is row else facts_of(row)
 
     def _is_sweep_due(self, busy: bool) -> bool:
         first = self._swept_at == float("-inf")

@@ -54,8 +54,7 @@ def plans_of(database: Database, look: Callable[[], object]) -> list[str]:
 
 def test_the_few_that_have_not_ended_are_found_by_their_status(seeded: Database) -> None:
     runs = RunStore(seeded)
-    known = {run.id: run for run in runs.find(RunFilter(), 3)}
-    looks = (runs.live, lambda: runs.live(known), runs.checkpoints.awaited, runs.checkpoints.unended, ProjectStore(seeded).all)
+    looks = (runs.live, runs.live_versions, runs.checkpoints.awaited, runs.checkpoints.unended, ProjectStore(seeded).all)
     for look in looks:
         steps = plans_of(seeded, look)
         assert any("(status=?)" in step for step in steps), steps

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from everstep.spec import parse_spec
+from everstep.wire import RunStatus
 from service.auth import LOCAL_TOKEN_ID, METRICS_TOKEN_ID, ensure_local_token, ensure_metrics_token
 from service.db.engine import Database
-from service.db.tokens import TokenStore
-from tests.unit.api_service import NOON, ManualClock
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
+from service.db.tokens import Claim, TokenStore
+from tests.unit.api_service import NOON, ManualClock, spec
 
 pytest_plugins = ["tests.unit.database_fixtures"]
 
@@ -77,3 +82,42 @@ def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(d
         found = tokens.find(secret)
         assert found is not None and (found.id, found.role, found.project) == (METRICS_TOKEN_ID, "viewer", None)
     assert tokens.find("a" * 40) is None
+
+
+def test_a_token_and_a_run_are_found_together_as_they_are_apart(database: Database) -> None:
+    clock = ManualClock()
+    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
+    row, secret = tokens.create("ci", "submitter", None)
+    run = runs.create(parse_spec(spec()), row.id)[0]
+    # Times have digits enough to lose some, and texts what JSON writes otherwise.
+    for seconds, stop in ((0.123457, "pause"), (0.000001, None), (1 / 3, "cancel")):
+        clock.now += seconds
+        runs.request_stop(run.id, "cancel" if stop == "cancel" else "pause") if stop else runs.resume(run.id)
+    found, seen = tokens.find_with_run(secret, run.id)
+    assert found == row and seen is not None
+    assert seen[1] == runs.transitions([run.id])[run.id] and len(seen[1]) == 4
+    assert runs.listed([run.id, "run_none"]) == {run.id: seen}
+    assert tokens.find_with_run(secret, "run_none") == (row, None)
+    assert tokens.find_with_run(secret + "x", run.id) == (None, None)
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "another project", "another role"])
+def test_a_claim_holds_as_long_as_its_token_is_what_it_was(database: Database, end: str) -> None:
+    clock = ManualClock()
+    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
+    row, secret = tokens.create("ci", "submitter", "default", expires_at=NOON + 10)
+    run = runs.create(parse_spec(spec()), row.id)[0]
+    claim = Claim(row.sha256, row.role, row.project)
+    filters = (RunFilter(), RunFilter(statuses=(RunStatus.QUEUED, RunStatus.PAUSED)), RunFilter(name="nobody"))
+    pages = [runs.claimed_page(claim, where, 5) for where in filters]
+    assert [page and page[0].id for page in pages] == [run.id, run.id, []]
+    if end == "revoked":
+        tokens.revoke(row.id)
+    elif end == "expired":
+        clock.now += 10
+    elif end == "another project":
+        claim = replace(claim, project=None)
+    else:
+        claim = replace(claim, role="admin")
+    assert [runs.claimed_page(claim, where, 5) for where in filters] == [None, None, None]
+    assert (tokens.find(secret) is None) == (end in ("revoked", "expired"))
