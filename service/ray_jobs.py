@@ -9,6 +9,7 @@ RayError
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,8 @@ from typing import Any, Literal, Self
 import httpx
 
 CONNECT_TIMEOUT_S = 2.0
+MOST_SUBMITS = 16
+"""So many jobs are submitted at a time."""
 READ_TIMEOUT_S = 10.0
 # Ray answers a submission only once an agent has taken it; on a cluster that has just started that takes a moment.
 SUBMIT_TIMEOUT_S = 30.0
@@ -106,6 +109,8 @@ class RayJobs:
     def __init__(self, endpoint: Callable[[], RayEndpoint | None]) -> None:
         self._endpoint = endpoint
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=False)
+        # A thousand runs may start at once. The client's pool goes through all requests that wait whenever one begins or ends.
+        self._submits = asyncio.Semaphore(MOST_SUBMITS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,7 +137,8 @@ class RayJobs:
             JobRejected: Ray will not take it.
         """
         body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
-        response = await self._send("POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S)
+        async with self._submits:
+            response = await self._send("POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S)
         if response.is_success:
             return submission_id
         if "already exists" in response.text:

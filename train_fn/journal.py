@@ -142,7 +142,8 @@ def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_
 
     It does not end with its driver: who is done with it kills it.
     """
-    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(LastingJournalActor)
+    # Several calls a second, each of which Ray would tell its dashboard of.
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, enable_task_events=False)(LastingJournalActor)
     return actor_class.options(
         name=f"journal-{run_dir.run_id}-s{submission:03d}",
         namespace=NAMESPACE,

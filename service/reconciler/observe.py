@@ -21,8 +21,8 @@ from service.reconciler.tail import JournalTail
 from service.states import SUBMITTED, TransitionConflict
 from storage.run_dir import CheckpointName
 
-ASK_INTERVAL_S: Final = 1.0
-"""Between two questions to Ray while runs are live and nothing about them has changed."""
+ASK_INTERVAL_S: Final = 2.0
+"""Between two questions to Ray while runs are live and nothing about them has changed: each wakes four processes up."""
 IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
 MANY_JOBS: Final = 64
