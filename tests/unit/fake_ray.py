@@ -33,6 +33,8 @@ class FakeRay:
         self.answers = threading.Event()
         """While it is clear, answers are made and held back."""
         self.answers.set()
+        self.most_waiting = 0
+        """So many were held back, or answered, at one moment."""
         self.url = ""
 
     @staticmethod
@@ -87,6 +89,15 @@ class FakeRay:
 def serving(ray: FakeRay) -> Iterator[FakeRay]:
     """Serve on a free port of loopback."""
 
+    held: set[int] = set()
+
+    @contextmanager
+    def waiting(ray: FakeRay) -> Iterator[None]:
+        held.add(threading.get_ident())
+        ray.most_waiting = max(ray.most_waiting, len(held))
+        yield
+        held.discard(threading.get_ident())
+
     class Handler(BaseHTTPRequestHandler):
         def _handle(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
@@ -95,7 +106,8 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
                 status, answer = 401, "Unauthorized: Missing authentication token"
             else:
                 status, answer = ray.answer(self.command, self.path.partition("?")[0], body)
-            ray.answers.wait(HANGS_S)
+            with waiting(ray):
+                ray.answers.wait(HANGS_S)
             data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)
@@ -108,8 +120,11 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     ray.url = f"http://127.0.0.1:{server.server_address[1]}"
