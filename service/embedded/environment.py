@@ -58,6 +58,13 @@ _DEFAULTS = {
     # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",
     "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
+    # What raylets look at ten times a second, and write down for Ray's own developers: a sixth of what an idle cluster takes.
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "2000",
+    "RAY_debug_dump_period_milliseconds": "60000",
+    "RAY_event_stats": "0",
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "30",
     # A forked worker is there at once: none need wait idle, none need be started ahead.
     "EVERSTEP_RECOVERY_WARM_POOL": "0",
     # No autoscaler listens here.
