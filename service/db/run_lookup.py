@@ -19,6 +19,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     exists,
+    false,
     func,
     or_,
     select,
@@ -175,7 +176,9 @@ def _matching(
             # A run's own value, asked for run by run: "exists" is a join to PostgreSQL, which it begins at the wrong end once it
             # plans for any value.
             value = select(other.c.value).where(other.c.run_id == runs.c.id, other.c.key == _key(number)).correlate(runs)
-            query = query.where(value.scalar_subquery() == _value(number))
+            # To PostgreSQL an equality with anything is so rare that it would find all runs of the project and sort them; of a
+            # condition that it knows nothing about it expects every other run to meet it, and walks its index to the page's end.
+            query = query.where(func.coalesce(value.scalar_subquery() == _value(number), false()))
         else:
             query = query.where(exists().where(other.c.run_id == runs.c.id, _is_tag(other, number, has_value=has_value)))
     return query
