@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 _launch: RankLaunch | None = None
 _yield_asked = threading.Event()
+_trained = threading.Event()
 
 
 def prepare(launch: RankLaunch) -> None:
@@ -80,6 +81,7 @@ def prepare(launch: RankLaunch) -> None:
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
+    _trained.clear()
     take_precedence()
 
 
@@ -94,6 +96,17 @@ def take_precedence() -> None:
 def ask_to_yield() -> None:
     """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank`` knows better."""
     _yield_asked.set()
+
+
+def wait_until_trained(training: threading.Thread) -> None:
+    """Return once the loop has made its last step, or its thread has ended, however that was."""
+
+    def join() -> None:
+        training.join()
+        _trained.set()
+
+    threading.Thread(target=join, name="join-training", daemon=True).start()
+    _trained.wait()
 
 
 def stack() -> str:
@@ -259,6 +272,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     gc.freeze()
     with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
         stop = train(context)
+    _trained.set()  # the controller takes one report at a time, whenever it asks: from here on it is waited for
     if not reports.close(REPORT_S):
         logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
     return stop

@@ -94,9 +94,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
-        """Return once the training function has ended, however that was."""
+        """Return once the rank is to be asked often: it has trained, and waits until its reports are taken, or it has ended."""
         runner: Any = get_train_context().execution_context.training_thread_runner
-        runner._thread.join()
+        worker.wait_until_trained(runner._thread)
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.

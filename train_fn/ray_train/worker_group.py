@@ -74,7 +74,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_apart = on_apart
         self._fitness = fitness
         self._watches: list[asyncio.Future[None]] | None = None
-        """By rank, what is done once the rank has ended."""
+        """By rank, what is done once the rank has trained, or ended."""
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -198,7 +198,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     # -- while it runs ---------------------------------------------------------------------------------------------------
 
     async def news(self, poll_s: float, quiet_s: float) -> None:
-        """Wait until a rank has ended or died, ``quiet_s`` at most; ``poll_s`` where that is not told of all ranks any more."""
+        """Wait until a rank has trained, ended or died, ``quiet_s`` at most; ``poll_s`` where that is not told of all ranks any
+        more."""
         if self._watches is None:
             self._watches = [asyncio.wrap_future(worker.actor.watch.remote().future()) for worker in self.get_workers()]
         if any(watch.done() for watch in self._watches):
