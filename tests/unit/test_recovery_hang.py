@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from everstep.events import EventKind
 from train_fn.recovery.hang import HangWatch, find_silent, find_stuck
 from train_fn.recovery.progress import Phase, Progress, ProgressTracker
@@ -55,6 +57,15 @@ def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
     assert watch.overdue_s(still, 110.5) == 10.5
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, "no reply for 29 s: nothing was seen"
+
+
+@pytest.mark.parametrize("quiet_poll_s", [0.2, 1.0, 2.0, 7.0])
+def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> None:
+    watch = HangWatch(RecoverySettings(quiet_poll_s=quiet_poll_s), 10.0)
+    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]  # a poll itself takes some time
+    overdue = [watch.overdue_s(still, now) is not None for now in looks]
+    assert overdue == [now > 110.0 for now in looks]
 
 
 def test_evaluation_has_a_time_of_its_own() -> None:

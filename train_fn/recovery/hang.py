@@ -9,7 +9,7 @@ from train_fn.recovery.progress import Phase, Progress
 from train_fn.recovery.settings import RecoverySettings
 
 _SILENCE_S = 2.0
-"""A gap between two replies of the journal after which its silence, not the ranks', is what was seen."""
+"""A gap between two looks after which the journal's silence, not the ranks', is what was seen; longer where looks are rarer."""
 
 SILENT_S = 1.5
 """A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside of Python."""
@@ -25,6 +25,7 @@ class HangWatch:
 
     def __init__(self, settings: RecoverySettings, hang_timeout_s: float | None) -> None:
         self._settings = settings
+        self._silence_s = max(_SILENCE_S, 2 * settings.quiet_poll_s)
         self._hang_timeout_s = hang_timeout_s
         self._seen: tuple[int, int] | None = None
         self._moved_at = 0.0
@@ -33,7 +34,7 @@ class HangWatch:
     def overdue_s(self, progress: Progress, now: float) -> float | None:
         """Seconds without a sign of life, when too long; None while all is well. Call it with every reply of the journal."""
         seen = (progress.attempt, progress.num_signs)
-        if seen != self._seen or now - self._looked_at > _SILENCE_S:
+        if seen != self._seen or now - self._looked_at > self._silence_s:
             self._seen, self._moved_at = seen, now
         self._looked_at = now
         still_s = now - self._moved_at

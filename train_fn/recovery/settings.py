@@ -15,7 +15,7 @@ class RecoverySettings:
 
     poll_s: float = 0.2
     """Seconds between two looks of the controller at its ranks while they start or end, and at nodes while it waits for some."""
-    quiet_poll_s: float = 2.0
+    quiet_poll_s: float = 1.0
     """The same while all ranks train: the end of one is told at once, a rank that does not answer is seen by such a look."""
     probe_timeout_s: float = 1.0
     """Seconds in which a node's raylet must accept a TCP connection; a dead one refuses at once, an unreachable one times out."""
