@@ -80,9 +80,7 @@ class Database:
         self._own = threading.local()
         """Of a thread: ``reading``, the connection of the transaction that it reads in; ``committed``, what it calls later."""
         self._looking: ContextVar[Connection | None] = ContextVar("looking", default=None)
-        """The connection of the looks of a thread, or of a request in the event loop."""
-        self._in_loop: ContextVar[Connection | None] = ContextVar("in_loop", default=None)
-        """That of a request in the event loop, for what it writes as well."""
+        """The connection of the looks of a thread; of a request in the event loop also that of what it writes."""
         self._loop: postgresql.LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
@@ -121,7 +119,7 @@ class Database:
         if begun is not None:
             yield begun
             return
-        assert self._in_loop.get() is None, "a read in the event loop would hold it up"
+        assert self._of_loop() is None, "a read in the event loop would hold it up"
         with _mapped_errors(), self._engine.connect() as connection:
             if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -144,8 +142,21 @@ class Database:
             return
         with _mapped_errors(), self._engine.connect() as connection:
             alone = {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
-            with _set(self._looking, connection.execution_options(**alone)) as looking:
+            with self._looking_on(connection.execution_options(**alone)) as looking:
                 yield looking
+
+    @contextmanager
+    def _looking_on(self, connection: Connection) -> Iterator[Connection]:
+        before = self._looking.set(connection)
+        try:
+            yield connection
+        finally:
+            self._looking.reset(before)
+
+    def _of_loop(self) -> Connection | None:
+        """The connection that the event loop waits for, where it is the loop that asks."""
+        looking = self._looking.get()
+        return looking if looking is not None and looking.dialect.is_async else None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -166,9 +177,9 @@ class Database:
                 committed()
 
     def _transaction(self) -> AbstractContextManager[Connection]:
-        in_loop = self._in_loop.get()
-        if in_loop is not None:
-            return postgresql.transaction(in_loop)
+        of_loop = self._of_loop()
+        if of_loop is not None:
+            return postgresql.transaction(of_loop)
         return self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
 
     @contextmanager
@@ -204,7 +215,7 @@ class Database:
             return await self._loop.run(partial(self._call_on, call), writes=writes)
 
     def _call_on(self, call: Callable[[], T], connection: Connection) -> T:
-        with _set(self._looking, connection), _set(self._in_loop, connection):
+        with self._looking_on(connection):
             return call()
 
     async def close_loop(self) -> None:
@@ -238,15 +249,6 @@ def _checked_url(url: str) -> URL:
     if found.get_backend_name() != "sqlite":
         raise DatabaseError(f"{found.get_backend_name()} is not served; give sqlite:///PATH or postgresql+psycopg://…")
     return found
-
-
-@contextmanager
-def _set(variable: ContextVar[Connection | None], connection: Connection) -> Iterator[Connection]:
-    before = variable.set(connection)
-    try:
-        yield connection
-    finally:
-        variable.reset(before)
 
 
 @contextmanager

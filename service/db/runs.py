@@ -160,12 +160,12 @@ class RunStore:
 
     def live_versions(self) -> dict[str, int]:
         """Version of each of their rows by id, in that order: those that have not changed need not be read again."""
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
 
     def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
         """These runs by id, as they are now; one that is gone is left out."""
-        with self._database.read() as connection:
+        with self._database.look() as connection:
             return {row[0]: RunRow(*row) for row in connection.execute(_BY_IDS, {"ids": list(run_ids)})}
 
     def heads(self) -> dict[str, tuple[str, str]]:
@@ -303,16 +303,15 @@ class RunStore:
         self.set_reasons([(run_id, expected, reason)])
 
     def set_reasons(self, said: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
-        """The same for many runs, as (run id, expected status, reason). Words alone: nothing of it belongs to the history."""
-        for start in range(0, len(said), _CHUNK_IDS):
-            now = self._clock()
-            values = [
-                {"run_id": run_id, "expected": expected.value, "now": now}
-                | ({"code": None, "message": None} if reason is None else {"code": reason.code.value, "message": reason.message})
-                for run_id, expected, reason in said[start : start + _CHUNK_IDS]
-            ]
-            with self._database.write() as connection:
-                connection.execute(_SAY, values)
+        """The same for several runs, as (run id, expected status, reason). Words alone: nothing of it belongs to the history."""
+        now = self._clock()
+        values = [
+            {"run_id": run_id, "expected": expected.value, "now": now}
+            | ({"code": None, "message": None} if reason is None else {"code": reason.code.value, "message": reason.message})
+            for run_id, expected, reason in said
+        ]
+        with self._database.write() as connection:
+            connection.execute(_SAY, values)
 
     # ---------------------------------------------------------------- what users ask for
 

@@ -58,7 +58,7 @@ _DEFAULTS = {
     # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",
     "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
-    # What raylets look at ten times a second, and write down for Ray's own developers: a sixth of what an idle cluster takes.
+    # What raylets and agents look at several times a second, or write down for Ray's developers: a sixth of an idle cluster's CPU.
     "RAY_memory_monitor_refresh_ms": "1000",
     "RAY_object_manager_timer_freq_ms": "1000",
     "RAY_raylet_check_gc_period_milliseconds": "2000",

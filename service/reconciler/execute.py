@@ -108,8 +108,7 @@ class Executor:
         for run_id, due in by_run.items():
             if run_id not in self._acting:
                 self._acting[run_id] = asyncio.create_task(self._execute_for(run_id, due), name=f"execute-{run_id}")
-        if said:
-            await in_pieces(self._runs.set_reasons, said)
+        await in_pieces(self._runs.set_reasons, said)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}

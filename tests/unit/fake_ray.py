@@ -35,6 +35,7 @@ class FakeRay:
         self.answers.set()
         self.most_waiting = 0
         """So many were held back, or answered, at one moment."""
+        self._waiting: set[int] = set()
         self.url = ""
 
     @staticmethod
@@ -47,6 +48,13 @@ class FakeRay:
             "is_head_node": head,
             "resources_total": resources,
         }
+
+    def hold_back(self) -> None:
+        """Wait, on a thread of its own for each answer, until answers may go."""
+        self._waiting.add(threading.get_ident())
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
+        self.answers.wait(HANGS_S)
+        self._waiting.discard(threading.get_ident())
 
     def end(self, job_id: str, status: str = "FAILED") -> None:
         self.jobs[job_id]["status"] = status
@@ -89,15 +97,6 @@ class FakeRay:
 def serving(ray: FakeRay) -> Iterator[FakeRay]:
     """Serve on a free port of loopback."""
 
-    held: set[int] = set()
-
-    @contextmanager
-    def waiting(ray: FakeRay) -> Iterator[None]:
-        held.add(threading.get_ident())
-        ray.most_waiting = max(ray.most_waiting, len(held))
-        yield
-        held.discard(threading.get_ident())
-
     class Handler(BaseHTTPRequestHandler):
         def _handle(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
@@ -106,8 +105,7 @@ def serving(ray: FakeRay) -> Iterator[FakeRay]:
                 status, answer = 401, "Unauthorized: Missing authentication token"
             else:
                 status, answer = ray.answer(self.command, self.path.partition("?")[0], body)
-            with waiting(ray):
-                ray.answers.wait(HANGS_S)
+            ray.hold_back()
             data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)
