@@ -73,7 +73,7 @@ class Training:
             model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=1000, fingerprint="none"
         )
         self._inputs = torch.randn(options.batch, width)
-        self._called = wrap(model) if ranks > 1 else model
+        self._called = wrap(model, torch.device("cpu")) if ranks > 1 else model
         self.context = _context(directory, rank, ranks)
         self.journal = journal_of(self.context)
         self.copies = BoundaryCopies(self.state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray.train
@@ -30,10 +31,12 @@ class CheckpointReports:
 
     Args:
         run_dir: Where the checkpoints lie: where Ray Train expects them, so that nothing is copied.
+        on_report: Called on the thread with each report that waits for the controller to take it.
     """
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, on_report: Callable[[], None]) -> None:
         self._run_dir = run_dir
+        self._on_report = on_report
         self._queue: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoint-reports", daemon=True)
 
@@ -54,6 +57,7 @@ class CheckpointReports:
         while (report := self._queue.get()) is not None:
             try:
                 self._report(report)
+                self._on_report()
             except Exception as exc:  # the group is ending, or Ray has trouble: whoever trains will find out by itself
                 logger.warning("Ray Train was not told of checkpoint %s: %s: %s", report.name, type(exc).__name__, exc)
 

@@ -105,7 +105,7 @@ class Replica:
         if self.peers.alone:
             self.wrapped = self.step_module
         else:
-            self.wrapped = wrap(self.step_module)
+            self.wrapped = wrap(self.step_module, self.peers.device)
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
@@ -179,9 +179,21 @@ class Replica:
         ]
 
 
-def wrap(module: nn.Module) -> DistributedDataParallel:
-    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when a step commits."""
-    return DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+_CPU_BUCKET_MIB = 25
+"""All buckets of a CPU rank: DDP's size, without its small first one."""
+
+
+def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when a step commits.
+
+    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the cores that would do so are
+    those that compute: one more bucket only makes ranks give way to their own exchange. By the device alone, since buckets are part
+    of the order in which gradients add up: a run has the same ones wherever its ranks are.
+    """
+    bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
+    return DistributedDataParallel(
+        module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mib
+    )
 
 
 def empty_like(batch: Any) -> Any:

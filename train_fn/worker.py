@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 _launch: RankLaunch | None = None
 _yield_asked = threading.Event()
+_news = threading.Event()
+"""A report waits to be taken, or ``_trained``."""
 _trained = threading.Event()
 
 
@@ -81,6 +83,7 @@ def prepare(launch: RankLaunch) -> None:
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
+    _news.clear()
     _trained.clear()
     take_precedence()
 
@@ -98,15 +101,27 @@ def ask_to_yield() -> None:
     _yield_asked.set()
 
 
-def wait_until_trained(training: threading.Thread) -> None:
-    """Return once the loop has made its last step, or its thread has ended, however that was."""
+def tell_end_of(training: threading.Thread) -> None:
+    """Have ``wait_for_news`` return once the thread has ended, however that was."""
 
     def join() -> None:
         training.join()
-        _trained.set()
+        _tell_trained()
 
     threading.Thread(target=join, name="join-training", daemon=True).start()
-    _trained.wait()
+
+
+def wait_for_news() -> bool:
+    """Return once Ray Train would find something: False where that is a report, True where the loop has made its last step, or
+    its thread has ended."""
+    _news.wait()
+    _news.clear()
+    return _trained.is_set()
+
+
+def _tell_trained() -> None:
+    _trained.set()
+    _news.set()
 
 
 def stack() -> str:
@@ -239,7 +254,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
 def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
     place = ray.train.get_context()
     set_threads(job.spec)
-    reports = CheckpointReports(job.run_dir)
+    reports = CheckpointReports(job.run_dir, _news.set)
     reports.start()
     context = WorkerContext(
         spec=job.spec,
@@ -272,7 +287,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     gc.freeze()
     with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
         stop = train(context)
-    _trained.set()  # the controller takes one report at a time, whenever it asks: from here on it is waited for
+    _tell_trained()  # the controller takes one report at a time, whenever it asks: from here on it is waited for
     if not reports.close(REPORT_S):
         logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
     return stop

@@ -39,7 +39,8 @@ class SlowRay:
 def test_reports_hold_nobody_up_and_come_in_order(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = open_storage(str(tmp_path)).run_dir("run_r")
     slow = SlowRay(monkeypatch, tmp_path / "runs/run_r", rank)
-    reports = CheckpointReports(run_dir)
+    told: list[int] = []
+    reports = CheckpointReports(run_dir, lambda: told.append(len(slow.reported)))
     reports.start()
     names = [save(run_dir, step).name for step in (50, 100, 150)]
     for name, metrics in zip(names, ({"loss": 0.5}, {"fails": 1.0}, {"loss": 0.25}), strict=True):
@@ -48,6 +49,7 @@ def test_reports_hold_nobody_up_and_come_in_order(rank: int, tmp_path: Path, mon
     slow.open.release(3)
     assert reports.close(20.0)
     assert [report["checkpoint_dir_name"] for report in slow.reported] == [f"checkpoints/{names[0]}", f"checkpoints/{names[2]}"]
+    assert told == [1, 2], "of each that can be taken, once it can be"
     assert [report["metrics"] for report in slow.reported] == [{"loss": 0.5}, {"loss": 0.25}]
     for report, name in zip(slow.reported, (names[0], names[2]), strict=True):
         assert report["checkpoint_upload_mode"] is ray.train.CheckpointUploadMode.NO_UPLOAD

@@ -92,6 +92,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._stopped: Stop | None = None
         self._yield_since: float | None = None
         self._yield_at = 0.0
+        self._asked_at = float("-inf")
+        """When the ranks were last polled, in monotonic seconds."""
         self._overdue_killed = False
         self._leaving = threading.Event()
         """The driver is gone: the ranks are to save and leave, and the next submission goes on."""
@@ -190,12 +192,15 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return result
 
     async def _poll_workers(self) -> Any:
-        """Ray's poll, as soon as a rank has ended; while none has, seldom, since every poll interrupts every rank.
+        """Ray's poll, as soon as a rank has something to tell; while none has, seldom, since every poll interrupts every rank.
 
-        A user's function is asked more often: it waits until what it reports is taken.
+        A user's function is asked often: it waits until what it reports is taken.
         """
-        quiet_s = self._settings.poll_s if self._engine.job.spec.runs_own_function else self._settings.quiet_poll_s
-        await self._worker_group.news(self._settings.poll_s, quiet_s)
+        settings, own_function = self._settings, self._engine.job.spec.runs_own_function
+        news = await self._worker_group.news(settings.poll_s, settings.poll_s if own_function else settings.quiet_poll_s)
+        if not news and not own_function and time.monotonic() - self._asked_at < settings.ask_ranks_s:
+            return self._worker_group.as_it_was()
+        self._asked_at = time.monotonic()
         self._latest_poll_time = float("-inf")  # Ray's own pause is not waited for on top
         return await super()._poll_workers()
 

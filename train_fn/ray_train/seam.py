@@ -32,7 +32,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
@@ -69,6 +69,7 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "WorkerGroupError",
+    "WorkerGroupPollStatus",
     "WorkerGroupStartupFailedError",
     "WorkerGroupStartupTimeoutError",
     "WorkerGroupStateBuilder",
@@ -127,6 +128,7 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("workers", "starting_world_rank", "world_size", "replica_group_size"),
     ),
     "WorkerGroup._poll_workers_and_collect_errors": (WorkerGroup._poll_workers_and_collect_errors, ("self", "timeout")),
+    "WorkerGroupPollStatus": (WorkerGroupPollStatus, ("worker_statuses", "worker_rank_to_replica_group_rank")),
     "WorkerStatus": (WorkerStatus, ("running", "error", "training_report", "return_value", "preemption_info")),
     "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
     "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),

@@ -23,7 +23,7 @@ from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.probe import accepts_connection
 
 WATCH = "watch"
-"""Concurrency group of the one call that lasts as long as the rank trains."""
+"""Concurrency group of the one call that waits beside all others."""
 _LOOK_S = 0.005
 
 
@@ -53,6 +53,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     Its environment comes by ``prepare``.
     """
+
+    _watched = False
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
@@ -93,10 +95,14 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         return look_for_oom(pid, kills_before)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
-    def watch(self) -> None:
-        """Return once the rank is to be asked often: it has trained, and waits until its reports are taken, or it has ended."""
-        runner: Any = get_train_context().execution_context.training_thread_runner
-        worker.wait_until_trained(runner._thread)
+    def watch(self) -> bool:
+        """Return once a poll would find something: a report, or, True, that the rank is to be asked often, since it has trained and
+        waits until its reports are taken, or has ended."""
+        if not self._watched:
+            self._watched = True
+            runner: Any = get_train_context().execution_context.training_thread_runner
+            worker.tell_end_of(runner._thread)
+        return worker.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.

@@ -24,6 +24,7 @@ from train_fn.ray_train.seam import (
     BackendSetupCallback,
     Worker,
     WorkerGroup,
+    WorkerGroupPollStatus,
     WorkerGroupStartupFailedError,
     WorkerGroupStateBuilder,
     WorkerHealthCheckFailedError,
@@ -73,8 +74,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._on_created = on_created
         self._on_apart = on_apart
         self._fitness = fitness
-        self._watches: list[asyncio.Future[None]] | None = None
-        """By rank, what is done once the rank has trained, or ended."""
+        self._watches: list[asyncio.Future[bool]] = []
+        """By rank, what is done once a poll would find something."""
         self._missed_since: dict[int, float] = {}
         """By rank, since when it could not be called."""
         self._told_cut_off = False
@@ -197,18 +198,30 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     # -- while it runs ---------------------------------------------------------------------------------------------------
 
-    async def news(self, poll_s: float, quiet_s: float) -> None:
-        """Wait until a rank has trained, ended or died, ``quiet_s`` at most; ``poll_s`` where that is not told of all ranks any
-        more."""
-        if self._watches is None:
-            self._watches = [asyncio.wrap_future(worker.actor.watch.remote().future()) for worker in self.get_workers()]
-        if any(watch.done() for watch in self._watches):
+    async def news(self, poll_s: float, quiet_s: float) -> bool:
+        """Wait until a rank has something to tell, ``quiet_s`` at most; whether one has, or owes the last poll an answer.
+
+        Once one has trained, ended or died, that is not told any more: there is news every ``poll_s``.
+        """
+        if not self._watches:
+            self._watches = [self._watch(worker) for worker in self.get_workers()]
+        if any(_is_over(watch) for watch in self._watches):
             await asyncio.sleep(poll_s)
-        else:
-            await asyncio.wait(self._watches, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
-        for watch in self._watches:
-            if watch.done():
-                watch.exception()  # the poll that follows says what happened
+            return True
+        done, _ = await asyncio.wait(self._watches, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+        self._watches = [
+            self._watch(worker) if watch.done() and not _is_over(watch) else watch
+            for worker, watch in zip(self.get_workers(), self._watches, strict=True)
+        ]
+        return bool(done or self._world_rank_to_ongoing_poll)
+
+    @staticmethod
+    def _watch(worker: Any) -> asyncio.Future[bool]:
+        return asyncio.wrap_future(worker.actor.watch.remote().future())
+
+    def as_it_was(self) -> WorkerGroupPollStatus:
+        """What a poll would find while there is no news."""
+        return WorkerGroupPollStatus({rank: _still_running() for rank in range(len(self.get_workers()))})
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Ray's poll, with patience for a network that fails for a while.
@@ -323,6 +336,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+
+
+def _is_over(watch: asyncio.Future[bool]) -> bool:
+    """Whether a rank tells no more news: it has trained or ended, or cannot be called, and a poll says why."""
+    return watch.done() and (watch.exception() is not None or watch.result())
 
 
 def _still_running() -> Any:

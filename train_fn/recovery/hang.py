@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from train_fn.recovery.progress import Phase, Progress
 from train_fn.recovery.settings import RecoverySettings
 
-_SILENCE_S = 2.0
-"""A gap between two looks after which the journal's silence, not the ranks', is what was seen; longer where looks are rarer."""
+_SILENCE_S = 3.0
+"""A gap between two looks after which the journal's silence, not the ranks', is what was seen; longer where looks are rarer. A look
+sees nothing where no reply came since the last one."""
 
 SILENT_S = 1.5
 """A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside of Python."""

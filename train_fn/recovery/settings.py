@@ -16,7 +16,10 @@ class RecoverySettings:
     poll_s: float = 0.2
     """Seconds between two looks of the controller at its ranks while they start or end, and at nodes while it waits for some."""
     quiet_poll_s: float = 1.0
-    """The same while all ranks train: the end of one is told at once, a rank that does not answer is seen by such a look."""
+    """Seconds between two looks at nodes and at the ranks' progress while all ranks train."""
+    ask_ranks_s: float = 10.0
+    """Seconds between two calls of every rank meanwhile: reports and ends are told at once, a rank that does not answer is seen by
+    such a call."""
     probe_timeout_s: float = 1.0
     """Seconds in which a node's raylet must accept a TCP connection; a dead one refuses at once, an unreachable one times out."""
     silent_peer_s: float = 15.0
