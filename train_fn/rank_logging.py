@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import sys
 import threading
@@ -215,14 +217,28 @@ class _Tee:
 
 
 class CollectedLog(logging.Handler):
-    """Keeps what loggers say until it is taken."""
+    """Keeps what loggers say, on any thread, until it is taken."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[tuple[int, str]] = deque(maxlen=MAX_LINES)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._some = asyncio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append((record.levelno, self.format(record)))
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                self._loop.call_soon_threadsafe(self._some.set)
+
+    async def take_next(self, patience_s: float) -> list[tuple[int, str]]:
+        """As ``take``, after waiting for a line where there is none, at most so long. In one event loop only."""
+        self._loop = asyncio.get_running_loop()
+        self._some.clear()
+        if not self._lines:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._some.wait(), patience_s)
+        return self.take()
 
     def take(self) -> list[tuple[int, str]]:
         """Level and text of each line since the last call."""

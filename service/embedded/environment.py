@@ -57,6 +57,8 @@ _DEFAULTS = {
     "RAY_worker_niceness": "0",
     # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",
+    "METRICS_RECORD_INTERVAL_S": "60",
+    "RAY_metrics_report_interval_ms": "30000",
     "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
     # What raylets and agents look at several times a second, or write down for Ray's developers: a sixth of an idle cluster's CPU.
     "RAY_memory_monitor_refresh_ms": "1000",

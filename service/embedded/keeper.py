@@ -41,6 +41,8 @@ OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
 FORK_SOCKET = "fork.sock"
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Of malloc's memory, where the system leaves the choice to programs. Source: glibc's manual, "Memory Allocation Tunables"."""
 
 log = logging.getLogger("keeper")
 
@@ -136,11 +138,15 @@ class Keeper:
         write_note(self._note_path, self._note)
 
     def _start_fork_server(self) -> None:
-        """Start the process that forks into workers. Those that raylets ask for meanwhile wait for its imports."""
+        """Start the process that forks into workers. Those that raylets ask for meanwhile wait for its imports.
+
+        Its malloc, and so theirs, asks the kernel for huge pages, where the operator did not say how to allocate: a process can be
+        told so only by its environment, and only as it begins.
+        """
         path = self._fork_socket()
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "service.embedded.fork_server", str(path), *PRELOADED_MODULES]
-        pid = os.posix_spawn(sys.executable, command, os.environ)
+        pid = os.posix_spawn(sys.executable, command, {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ})
         self._note = replace(self._note, fork_server_pid=pid)
         self._publish()
 

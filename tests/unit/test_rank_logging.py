@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from storage.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_ra
 from storage.run_dir import RunDir
 from tests.unit.storage_places import memory_run_dir
 from train_fn import rank_logging
-from train_fn.rank_logging import BURST_CHARS, LogBudget, RankLog
+from train_fn.rank_logging import BURST_CHARS, LogBudget, RankLog, collect_log
 
 
 @pytest.fixture
@@ -133,3 +135,18 @@ def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(where: str, run_dir: R
     assert last[-20:] == [f"{number:03d}" for number in range(180, 200)]
     assert last_rank_lines(run_dir, 1, 1, 3, 30) == [] == last_rank_lines(run_dir, 2, 1, 0, 30)
     assert [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 2, before=190.0)] == ["188", "189"]
+
+
+async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:
+    log = collect_log("collected.here")
+    said = logging.getLogger("collected.here")
+    assert await log.take_next(0.01) == []
+    said.info("before anybody waits")
+    assert await log.take_next(60.0) == [(logging.INFO, "before anybody waits")]
+    waiting = asyncio.create_task(log.take_next(60.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    speaker = threading.Thread(target=said.warning, args=("on a thread",))
+    speaker.start()
+    assert await asyncio.wait_for(waiting, 20.0) == [(logging.WARNING, "on a thread")]
+    speaker.join()

@@ -25,6 +25,9 @@ _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
 """The driver removes what a dead controller leaves; no Ray Data here. Each would start a process per fit."""
 
 _RELAY_S = 0.5
+"""Pause between two looks at what the controller logs."""
+_RELAY_PATIENCE_S = 60.0
+"""Longest wait of one look."""
 
 
 class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
@@ -69,6 +72,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             ray.get(controller.run.remote())
             self.outcome = ray.get(controller.outcome.remote())
             result = ray.get(controller.get_result.remote())
+            _relay(ray.get(controller.take_log.remote(0.0)))
         except Exception:
             ray.kill(controller)
             raise
@@ -79,13 +83,17 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
 
 def _relay_log(controller: Any, ended: threading.Event) -> None:
-    """Bring what the controller logs into the driver's log, which is kept with the run."""
+    """Bring what the controller logs into the driver's log, which is kept with the run, as it comes."""
     while not ended.wait(_RELAY_S):
         try:
-            for level, message in ray.get(controller.take_log.remote()):
-                logging.getLogger("controller").log(level, "%s", message)
+            _relay(ray.get(controller.take_log.remote(_RELAY_PATIENCE_S)))
         except RayError:
             return  # the controller is gone; fit() says so
+
+
+def _relay(lines: list[tuple[int, str]]) -> None:
+    for level, message in lines:
+        logging.getLogger("controller").log(level, "%s", message)
 
 
 def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
