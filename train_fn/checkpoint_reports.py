@@ -1,8 +1,8 @@
 """Telling Ray Train of committed checkpoints beside training.
 
-``ray.train.report`` is a barrier over an actor of its own: when a group has just started, that actor may still be starting, and
-ranks that waited for it would stand still for seconds. So a thread of each rank reports; all ranks hand over the same checkpoints
-in the same order, and their threads meet there.
+``ray.train.report`` waits until the controller has taken the report before, which may take seconds. So a thread of each rank
+reports. All ranks hand over the same checkpoints in the same order, so that they need not meet for it
+(``RankLaunch.meets_to_report``).
 """
 
 from __future__ import annotations

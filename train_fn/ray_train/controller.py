@@ -264,6 +264,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             dict(self._engine.rank_env),
             self._chronicle.recovery,
             silent_peer_s=self._settings.silent_peer_s,
+            meets_to_report=self._engine.job.spec.runs_own_function,
         )
         self._last_group = EverstepWorkerGroup(
             launch,

@@ -166,6 +166,10 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
             "validation",
         ),
     ),
+    "TrainContext._sync_checkpoint_dir_name_across_ranks": (
+        TrainContext._sync_checkpoint_dir_name_across_ranks,
+        ("self", "checkpoint_dir_name"),
+    ),
     "ReportCallback.after_report": (ReportCallback.after_report, ("self", "training_report", "metrics")),
     "DataParallelTrainer._create_default_callbacks": (DataParallelTrainer._create_default_callbacks, ("self",)),
 }

@@ -55,12 +55,20 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """
 
     _watched = False
+    _meets_to_report = True
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
+        self._meets_to_report = launch.meets_to_report
         problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
         return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
+
+    def init_train_context(self, *args: Any, **kwargs: Any) -> None:
+        """Ray's; a rank that meets nobody to report calls its checkpoint as it is told to."""
+        super().init_train_context(*args, **kwargs)
+        if not self._meets_to_report:
+            get_train_context()._sync_checkpoint_dir_name_across_ranks = _as_told
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Which of the other nodes' raylets accept a connection from this one."""
@@ -118,3 +126,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         running = runner.is_running()
         error = runner.get_error()
         return RankEnd(not running, getattr(error, "_base_exc", error), worker.stack() if running else None)
+
+
+def _as_told(checkpoint_dir_name: str) -> str:
+    return checkpoint_dir_name

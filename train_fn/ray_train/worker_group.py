@@ -105,6 +105,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         threading.Thread(target=self._watch_start, args=(ended,), name="start-watch", daemon=True).start()
         try:
             self._start_impl(builder)
+            if not self._launch.meets_to_report:
+                ray.kill(builder.sync_actor)  # nobody calls it, and every process of Ray's wakes up a hundred times a second
         except BaseException:
             self.start_reports = self.start_reports or reports_after_failed_start(self._ranked, self._look_at_nodes)
             if builder.sync_actor is not None:
@@ -304,7 +306,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def settle(self) -> tuple[RankReport, ...]:
         """Hold the teardown until survivors have left their step and written their snapshots; what became of each rank."""
-        self.get_worker_group_state().sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
+        if self._launch.meets_to_report:
+            self.get_worker_group_state().sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
         settling = Settling(self.get_workers(), self._look_at_nodes, errors)

@@ -69,6 +69,9 @@ class RankLaunch:
     """Nodes that the ranks are on: filled in when these were chosen."""
     silent_peer_s: float = 0.0
     """Seconds after which a rank gives up a connection on which nothing is heard; 0 for never."""
+    meets_to_report: bool = True
+    """Whether ranks meet in an actor of Ray Train's for every report. Those of Everstep's loop all report the same in the same
+    order; a user's function may not."""
 
 
 @dataclass(frozen=True)
