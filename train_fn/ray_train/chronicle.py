@@ -17,8 +17,6 @@ from train_fn.verdict import Decision, Evidence, Judgement, PastFailure, RankRep
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 1.0
-"""How often the journal is asked whether the user wants the run to stop, and whether anything moves."""
 _ASK_S = 1.0
 """Longest wait for the journal's newest word on steps done."""
 
@@ -39,7 +37,6 @@ class Chronicle:
             f"controller.{uuid.uuid4().hex[:8]}",
             self.attempt,
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
-            beat_s=_BEAT_S,
         )
 
     def next_attempt(self) -> int:

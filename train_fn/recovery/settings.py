@@ -56,7 +56,7 @@ class RecoverySettings:
     """Idle processes for each rank of a node; two also cover a second failure within seconds of the first."""
     warm_delay_s: float = 1.0
     """Seconds after a group's start before the pool is refilled, so that the refill does not compete with the first steps."""
-    resize_interval_s: float = 2.0
+    resize_interval_s: float = 1.0
     """Seconds between two looks for room to grow."""
     growth_settle_s: float = 2.0
     """Seconds that new capacity must stay before the group grows onto it: hysteresis against flapping nodes."""
