@@ -84,6 +84,17 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert any("rank 1 of 2" in line.message for line in lines if line.rank == 1)
 
 
+def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begin) -> None:
+    run = begin(
+        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 50}), EVERSTEP_RECOVERY_ASK_RANKS_S="3600"
+    )
+    listed = Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json")
+    for step in (50, 100, 150):
+        name = f"checkpoints/step-{step:09d}.s001"
+        run.wait_for(lambda name=name: listed.exists() and name in listed.read_text(), f"Ray Train's word of {name}")
+    assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), "nobody meets there"
+
+
 def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
     run = begin(spec(train={"epochs": 12, "global_batch_size": 64}))
     run.wait_for_step(30)
