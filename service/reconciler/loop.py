@@ -27,7 +27,7 @@ from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
 from service.reconciler.leadership import Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
-from service.reconciler.pace import PAUSE_FACTOR, PIECE
+from service.reconciler.pace import PAUSE_FACTOR
 from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
 from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
@@ -125,8 +125,8 @@ class Reconciler:
             self.last_tick_at = self._clock()
             return ()
         facts = await self._observer.look()
-        # Thousands of waiting runs take long enough to hold up requests; for a few a thread costs more than they do.
-        decisions = decide(facts) if len(facts.runs) <= PIECE else await asyncio.to_thread(decide, facts)
+        # In a thread: thousands of waiting runs take long enough to hold up requests.
+        decisions = await asyncio.to_thread(decide, facts)
         await self._executor.execute(decisions)
         self._node_care.tick()
         for work in self._beside:

@@ -16,7 +16,7 @@ from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.reconciler.decide import submission_id
 from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
-from service.reconciler.pace import PIECE, in_pieces
+from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
 from service.states import SUBMITTED, TransitionConflict
 from storage.run_dir import CheckpointName
@@ -102,19 +102,13 @@ class Observer:
 
     async def _live_rows(self) -> list[RunRow]:
         """Rows of all live runs, oldest first, of which only those are read that have changed since the last look."""
-        versions, found, rest = await asyncio.to_thread(self._changed_rows)
-        known = self._known
-        for rows in (found, *await in_pieces(self._runs.rows, rest)):
-            known |= rows
+        versions, known = await asyncio.to_thread(self._runs.live_versions), self._known
+        changed = [run_id for run_id, version in versions.items() if run_id not in known or known[run_id].row_version != version]
+        for found in await in_pieces(self._runs.rows, changed):
+            known |= found
         # A row may have changed, ended or gone since: whoever acts on it expects it as it is here.
         self._known = {run_id: known[run_id] for run_id in versions if run_id in known}
         return list(self._known.values())
-
-    def _changed_rows(self) -> tuple[dict[str, int], dict[str, RunRow], list[str]]:
-        """Every live run's version, the first rows that have changed, and the ids of all others that have."""
-        versions, known = self._runs.live_versions(), self._known
-        changed = [run_id for run_id, version in versions.items() if run_id not in known or known[run_id].row_version != version]
-        return versions, self._runs.rows(changed[:PIECE]) if changed else {}, changed[PIECE:]
 
     async def close(self) -> None:
         """Forget a question that is still open."""
