@@ -231,17 +231,16 @@ class CollectedLog(logging.Handler):
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
                 self._loop.call_soon_threadsafe(self._some.set)
 
-    async def take_next(self, patience_s: float) -> list[tuple[int, str]]:
-        """As ``take``, after waiting for a line where there is none, at most so long. In one event loop only."""
+    async def take(self, patience_s: float) -> list[tuple[int, str]]:
+        """Level and text of each line since the last call; where there is none, of the next, if it comes within so long.
+
+        In one event loop only.
+        """
         self._loop = asyncio.get_running_loop()
         self._some.clear()
         if not self._lines:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._some.wait(), patience_s)
-        return self.take()
-
-    def take(self) -> list[tuple[int, str]]:
-        """Level and text of each line since the last call."""
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())

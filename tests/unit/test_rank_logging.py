@@ -140,10 +140,10 @@ def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(where: str, run_dir: R
 async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:
     log = collect_log("collected.here")
     said = logging.getLogger("collected.here")
-    assert await log.take_next(0.01) == []
+    assert await log.take(0.01) == []
     said.info("before anybody waits")
-    assert await log.take_next(60.0) == [(logging.INFO, "before anybody waits")]
-    waiting = asyncio.create_task(log.take_next(60.0))
+    assert await log.take(60.0) == [(logging.INFO, "before anybody waits")]
+    waiting = asyncio.create_task(log.take(60.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     speaker = threading.Thread(target=said.warning, args=("on a thread",))

@@ -125,7 +125,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     async def take_log(self, patience_s: float) -> list[tuple[int, str]]:
         """Level and text of what was logged since the last call; where nothing was, of what is next, if it comes within so long."""
-        return await self._log.take_next(patience_s)
+        return await self._log.take(patience_s)
 
     async def leave(self) -> None:
         """For the driver of a newer submission: have the ranks save and leave, and end, as when this one's driver dies."""

@@ -133,6 +133,7 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
     "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),
     "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
+    "RayTrainWorker.run_train_fn": (RayTrainWorker.run_train_fn, ("self", "train_fn_ref")),
     "RayTrainWorker.get_metadata": (RayTrainWorker.get_metadata, ("self",)),
     "ScalingPolicy.__init__": (ScalingPolicy.__init__, ("self", "scaling_config")),
     "ScalingPolicy.make_decision_for_non_running_worker_group": (

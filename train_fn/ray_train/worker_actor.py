@@ -54,7 +54,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     Its environment comes by ``prepare``.
     """
 
-    _watched = False
     _meets_to_report = True
 
     def prepare(self, launch: RankLaunch) -> RankReady:
@@ -69,6 +68,12 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         super().init_train_context(*args, **kwargs)
         if not self._meets_to_report:
             get_train_context()._sync_checkpoint_dir_name_across_ranks = _as_told
+
+    def run_train_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Ray's: starts the training thread, whose end is told from here on."""
+        super().run_train_fn(*args, **kwargs)
+        runner: Any = get_train_context().execution_context.training_thread_runner
+        worker.tell_end_of(runner._thread)
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Which of the other nodes' raylets accept a connection from this one."""
@@ -106,10 +111,6 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something: a report, or, True, that the rank is to be asked often, since it has trained and
         waits until its reports are taken, or has ended."""
-        if not self._watched:
-            self._watched = True
-            runner: Any = get_train_context().execution_context.training_thread_runner
-            worker.tell_end_of(runner._thread)
         return worker.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
