@@ -43,10 +43,10 @@ class Plain(Attempt):
         return None
 
     def _step(self, replica: Replica) -> None:
-        ctx, state, sampler = self.ctx, replica.state, replica.sampler
+        ctx, state = self.ctx, replica.state
         assert self._loader is not None
-        share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
-        scale = ctx.world_size / len(sampler.global_batch(state.epoch, state.k))
+        num_samples, share, _ = replica.plans.of(state.step)
+        scale = ctx.world_size / num_samples
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
             batch = next(self._loader)[1] if position < len(share) else None

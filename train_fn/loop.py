@@ -115,7 +115,7 @@ class Attempt:
             values = self._commit(replica, totals)  # the gate is passed; no collective in here
             if state.bookmarks is not None:
                 state.bookmarks.exchange(state.step, replica.peers.gather)
-            step_s = reporter.step_done(values, totals.count.num_samples)
+            step_s = reporter.step_done(values, totals.counted.num_samples)
             if self._stragglers is not None:
                 self._stragglers.note(state.step - 1, totals.own_s, step_s)
             self._report_checkpoint(totals.checkpoint_step)
@@ -130,10 +130,9 @@ class Attempt:
 
     def _forward_backward(self, replica: Replica) -> StepTotals:
         """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""
-        ctx, state, sampler = self.ctx, replica.state, replica.sampler
+        ctx, state = self.ctx, replica.state
         assert self._loader is not None and self._saver is not None and self._clock is not None
-        num_samples = len(sampler.global_batch(state.epoch, state.k))
-        share = sampler.share(state.epoch, state.k, ctx.world_rank, ctx.world_size)
+        num_samples, share, hashes = replica.plans.of(state.step)
         scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
         replica.volatile.keep()
         totals = StepSum(replica.peers)
@@ -144,7 +143,7 @@ class Attempt:
                 self.phase = "data"
                 loaded = next(self._loader)
                 batch = loaded.batch
-                counted = count(state.epoch, state.step, share[position].indices, loaded.indices)
+                counted = count(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
                 if state.bookmarks is not None:
                     state.bookmarks.note(loaded)
                 number = share[position].number
@@ -187,7 +186,7 @@ class Attempt:
                 f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
                 "a weight is how many samples or tokens loss_sum is a sum over"
             )
-        expected = totals.count.num_samples * replica.weight_per_sample
+        expected = totals.counted.num_samples * replica.weight_per_sample
         if totals.weight != expected:  # sequences of several lengths, say: what the loss is a sum over is known only now
             gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, expected / totals.weight)
@@ -204,7 +203,7 @@ class Attempt:
             replica.volatile.adopt()
             if state.ema is not None:
                 state.ema.update(state.step + 1)
-            state.ledger.commit(state.step, totals.count)
+            state.ledger.commit(state.step, totals.counted)
         state.optimizer.zero_grad(set_to_none=True)
         return {"loss": totals.loss_sum / totals.weight, "lr": state.optimizer.param_groups[0]["lr"], "grad_norm": grad_norm}
 

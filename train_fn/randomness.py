@@ -32,9 +32,9 @@ def key(*parts: int) -> int:
     return state
 
 
-def mix(values: UInt64Array, keyed: int) -> UInt64Array:
-    """64 random bits for every value under a key; a new array."""
-    mixed = (values ^ np.uint64(keyed)) + _GOLDEN_U64
+def mix(values: UInt64Array, keyed: int | UInt64Array) -> UInt64Array:
+    """64 random bits for every value under a key, or each under its own; a new array."""
+    mixed = (values ^ (np.uint64(keyed) if isinstance(keyed, int) else keyed)) + _GOLDEN_U64
     mixed ^= mixed >> _U30
     mixed *= _FIRST_U64
     mixed ^= mixed >> _U27
@@ -54,10 +54,16 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_all(key(seed, epoch, index, 1))
 
 
-def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) -> None:
-    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a model draws."""
+def seed_micro_batch(seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False) -> None:
+    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a model draws.
+
+    With ``torch_alone`` those of torch only, for what is known to draw from no other.
+    """
     keyed = key(seed, step, number, 2)
-    _seed_all(keyed)
+    if torch_alone:
+        torch.default_generator.manual_seed(keyed)
+    else:
+        _seed_all(keyed)
     if device.type == "cuda":
         torch.cuda.manual_seed(keyed)
 

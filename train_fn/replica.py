@@ -27,6 +27,7 @@ from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import key, seed_micro_batch
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
+from train_fn.step_plans import StepPlans
 from train_fn.step_totals import Carrier, StepSum
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
@@ -84,6 +85,8 @@ class Replica:
     weight_per_sample: float = 1.0
     """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
     and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
+    draws_from_torch_alone: bool = False
+    """Whether forward passes are known to draw from no generator but torch's."""
 
     def __post_init__(self) -> None:
         # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
@@ -94,7 +97,10 @@ class Replica:
         )
         self.parameters = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
         self._nothing: Any = None
+        self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], self.peers)
+        self.carrier = self.step_module.carrier
+        """What takes the step's totals along with its gradients."""
 
     def join(self) -> None:
         """Tie the replica to its peers, and run one backward whose gradients are dropped.
@@ -126,11 +132,6 @@ class Replica:
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
 
-    @property
-    def carrier(self) -> Carrier:
-        """What takes the step's totals along with its gradients."""
-        return self.step_module.carrier
-
     def num_passes(self, own: int) -> int:
         """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
 
@@ -153,7 +154,7 @@ class Replica:
 
     def seed(self, step: int, number: int) -> None:
         """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
-        seed_micro_batch(self.sampler.seed, step, number, self.peers.device)
+        seed_micro_batch(self.sampler.seed, step, number, self.peers.device, torch_alone=self.draws_from_torch_alone)
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are added up over ranks by the last micro-batch of a share only."""
@@ -247,6 +248,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         val_set=datasets.get("val"),
         step_module=StepModule(task, model, train.precision, peers, compiled=train.compile),
         total_steps=min(all_steps, train.max_steps or all_steps),
+        draws_from_torch_alone=spec.code is None,
     )
 
 

@@ -13,6 +13,7 @@ from train_fn.state import TrainState
 
 TAIL_S = 10.0
 """How far back events are reported again after a recovery. Reports are durable within a fraction of this."""
+_METRICS = EventKind.METRICS.value
 
 
 class Reporter:
@@ -32,14 +33,10 @@ class Reporter:
         """Report a step's metrics; returns how long it took since the last one, in seconds."""
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
-        finite = {name: value for name, value in values.items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items() if value is not None}
         timed = {**finite, "samples_per_s": num_samples / step_s, "step_s": step_s}
-        point = {
-            "step": self._state.step,
-            "at": head_clock.now(),
-            "values": {name: value if math.isfinite(value) else None for name, value in timed.items()},
-        }
-        self._state.tail.append({"kind": EventKind.METRICS.value, "at": point["at"], "data": point})
+        point = {"step": self._state.step, "at": head_clock.now(), "values": timed}
+        self._state.tail.append({"kind": _METRICS, "at": point["at"], "data": point})
         self._steps_reported += 1
         if self._journal is None:
             return step_s
@@ -60,9 +57,9 @@ class Reporter:
         if self._journal is None or not tail:
             return
         recent = [entry for entry in tail if entry["at"] >= tail[-1]["at"] - TAIL_S]
-        self._late_points = [entry["data"] for entry in recent if entry["kind"] == EventKind.METRICS.value]
+        self._late_points = [entry["data"] for entry in recent if entry["kind"] == _METRICS]
         for entry in recent:
-            if entry["kind"] != EventKind.METRICS.value:
+            if entry["kind"] != _METRICS:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:

@@ -53,10 +53,14 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.global_batch_size)
 
+    def size_of(self, k: int) -> int:
+        """Samples in an epoch's global batch ``k``."""
+        return min(self.global_batch_size, self.num_samples - k * self.global_batch_size)
+
     def global_batch(self, epoch: int, k: int) -> IndexArray:
         """Sample indices of the epoch's global batch ``k``, in canonical order."""
         start = k * self.global_batch_size
-        stop = min(start + self.global_batch_size, self.num_samples)
+        stop = start + self.size_of(k)
         assert 0 <= start < stop
         blocks = [
             _block(self.seed, epoch, self.num_samples, number)[

@@ -107,8 +107,8 @@ class Saver:
             self._cadence.step_ended(time.monotonic(), busy=self._current is not None)
         if due or is_best:
             self._hand_over(is_best, retry_until=float("inf") if is_best else float("-inf"))
-        with self._lock:
-            self._cadence.boundary_left(time.monotonic())
+            with self._lock:
+                self._cadence.boundary_left(time.monotonic())
 
     def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
         """Commit the present state before returning, after what is under way.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -10,17 +11,20 @@ import torch
 class StepClock:
     """One rank's own time: from the gate of the last step, which all ranks pass together, to its last gradient of this one.
 
-    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Backward runs from the
-    end, so that the first parameter mostly gets the last gradient; models whose parameters are not in order are why two more are
-    asked. On CUDA the stream's own times are taken, without waiting for it.
+    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Which parameter gets the
+    last gradient is learned in the first step; it alone is asked after that. On CUDA the stream's own times are taken, without
+    waiting for it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._began: float | torch.cuda.Event | None = None
         self._last_gradient: float | torch.cuda.Event | None = None
-        for index in {0, len(parameters) // 2, len(parameters) - 1} if parameters else ():
-            parameters[index].register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+        self._newest: torch.Tensor | None = None
+        self._hooks: dict[int, Any] = {
+            id(parameter): parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        }
 
     def restart(self) -> None:
         """Something that is no step's work came between: the time until the next gate is not told."""
@@ -29,11 +33,19 @@ class StepClock:
     def gate(self) -> float:
         """Seconds of this rank's own work in the step whose gate it has just passed; 0 where they are not known."""
         own_s = self._elapsed_s() if self._began is not None and self._last_gradient is not None else 0.0
+        if self._newest is not None and len(self._hooks) > 1:
+            self._keep_hook_of(self._newest)
         self._began, self._last_gradient = self._now(), None
         return own_s
 
-    def _mark(self, _parameter: torch.Tensor) -> None:
-        self._last_gradient = self._now()
+    def _keep_hook_of(self, last: torch.Tensor) -> None:
+        kept = self._hooks.pop(id(last))
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {id(last): kept}
+
+    def _mark(self, parameter: torch.Tensor) -> None:
+        self._last_gradient, self._newest = self._now(), parameter
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_cuda:

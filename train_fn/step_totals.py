@@ -14,12 +14,10 @@ import itertools
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from storage.run_dir import Stop
@@ -27,8 +25,10 @@ from train_fn.collectives import Peers
 from train_fn.ledger import Count
 from train_fn.randomness import MASK64
 
-_FIELDS = "QBIIIQQBBB"
-"""Weight, whether the loss is not finite; samples, unexpected, missing, their hash; a checkpoint's step; cancel, pause, save."""
+_FIELDS = "QBIIIQBBBQ"
+"""Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step; cancel, pause, save; samples' hash.
+
+All but the last are the same from step to step, mostly."""
 _WHOLE = struct.Struct(f"<{_FIELDS}")
 _MOST_WEIGHT = 1 << 48
 """A weight below it is sent exactly; of one above, the digits of a float32."""
@@ -36,10 +36,11 @@ _NUM_FRACTIONS = 3
 """Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too large. They come first."""
 _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size
 """All but the ranks' own times."""
+_SENT = struct.Struct(f"={_NUM_NUMBERS}f")
 _SIZES = [struct.calcsize(f"<{field}") for field in _FIELDS]
-_ENDS = list(itertools.accumulate(_SIZES, initial=_NUM_FRACTIONS))
-_PLACES = [slice(begin, end) for begin, end in itertools.pairwise(_ENDS)]
-"""Where the bytes of each field are, the lowest first."""
+_ENDS = list(itertools.accumulate(_SIZES, initial=0))
+_HASH_BEGINS = _NUM_NUMBERS - _SIZES[-1]
+_REMEMBERED = 64
 
 
 class Told(NamedTuple):
@@ -52,14 +53,13 @@ class Told(NamedTuple):
     """On a device, which alone knows them yet, the first of ``values``."""
 
 
-@dataclass(frozen=True)
-class StepTotals:
+class StepTotals(NamedTuple):
     """One global batch, over all ranks."""
 
     loss_sum: float
     weight: float
     """Samples or tokens that ``loss_sum`` is a sum over."""
-    count: Count
+    counted: Count
     num_nonfinite: int
     """Ranks whose loss is not finite."""
     nonfinite_rank: int | None
@@ -84,16 +84,17 @@ class Carrier(nn.Module):
         # Written anew at every step, of which the other ranks' own times stay zero. With cold caches one call of torch costs as
         # much as all of this does.
         self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
-        self._written: NDArray[np.float32] = self._told.numpy()
+        self._written: memoryview[float] = memoryview(self._told.numpy()).cast("B").cast("f")  # type: ignore[arg-type]
+        self._carried = (self.numbers,)  # an attribute that torch does not look for among a module's
 
     def backward(self, loss: torch.Tensor, told: Told) -> None:
         """``loss.backward()``, in which the parameter's gradient is what this rank tells."""
-        torch.autograd.backward((loss, self.numbers), (None, self.gradient(told)))
+        torch.autograd.backward((loss, *self._carried), (None, self.gradient(told)))
 
     def gradient(self, told: Told) -> torch.Tensor:
         """The numbers as one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
         rank, world_size = self._peers.rank, self._peers.world_size
-        self._written[:_NUM_NUMBERS] = [world_size * value for value in told.values]
+        _SENT.pack_into(self._written, 0, *[world_size * value for value in told.values])
         self._written[_NUM_NUMBERS + rank] = world_size * told.own_s
         if told.of_losses is None:
             return self._told
@@ -102,9 +103,10 @@ class Carrier(nn.Module):
 
     def take(self) -> StepTotals:
         """The totals over all ranks, once backward has returned; the device has finished it then, too."""
-        assert self.numbers.grad is not None
-        sums: list[float] = self.numbers.grad.tolist()
-        self.numbers.grad = None
+        (numbers,) = self._carried
+        assert numbers.grad is not None
+        sums: list[float] = numbers.grad.tolist()
+        numbers.grad = None
         self._peers.require_whole()
         return totals_of(sums, self._peers.world_size)
 
@@ -127,8 +129,9 @@ class StepSum:
         """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
         count = self._count
         loss, nonfinite, fraction, weight = self._of_losses() if self._peers.on_cpu else (0.0, False, 0.0, 0)
-        counted = (count.num_samples, count.num_unexpected, count.num_missing, count.sample_hash, checkpoint_step)
-        whole = _WHOLE.pack(weight, nonfinite, *counted, stop == "cancel", stop == "pause", save)
+        counted = (count.num_samples, count.num_unexpected, count.num_missing)
+        asked = (stop == "cancel", stop == "pause", save)
+        whole = _WHOLE.pack(weight, nonfinite, *counted, checkpoint_step, *asked, count.sample_hash)
         values = [loss, nonfinite * (self._peers.rank + 1), fraction, *whole]
         return Told(values, own_s, None if self._peers.on_cpu else self._of_losses_on_device())
 
@@ -156,15 +159,14 @@ class StepSum:
 def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
     """What the sums of all ranks' numbers say."""
     loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS]
-    weight, num_nonfinite, samples, unexpected, missing, hashed, checkpoint_step, cancels, pauses, saves = (
-        _number(sums[place]) for place in _PLACES
-    )
     own_s = tuple(sums[_NUM_NUMBERS:])
     assert len(own_s) == world_size
+    fields = _fields_of(tuple(sums[_NUM_FRACTIONS:_HASH_BEGINS]))
+    weight, num_nonfinite, samples, unexpected, missing, checkpoint_step, cancels, pauses, saves = fields
     return StepTotals(
         loss_sum=loss,
         weight=fraction + weight,
-        count=Count(samples, unexpected, missing, hashed),
+        counted=Count(samples, unexpected, missing, _number(sums[_HASH_BEGINS:_NUM_NUMBERS])),
         num_nonfinite=num_nonfinite,
         nonfinite_rank=round(nonfinite_rank) - 1 if num_nonfinite == 1 else None,
         stop="cancel" if cancels else "pause" if pauses else None,
@@ -174,8 +176,14 @@ def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
     )
 
 
+@lru_cache(_REMEMBERED)
+def _fields_of(sums_of_bytes: tuple[float, ...]) -> list[int]:
+    """All fields but the hash. Remembered, since with cold caches to add them up costs ten times what finding them does."""
+    return [_number(sums_of_bytes[begin:end]) for begin, end in itertools.pairwise(_ENDS[:-1])]
+
+
 def _number(sums_of_bytes: Sequence[float]) -> int:
-    """A field's sum modulo 2**64, as the hash is, from the sums of its bytes."""
+    """A field's sum modulo 2**64, as the hash is, from the sums of its bytes, the lowest first."""
     number = 0
     for byte in reversed(sums_of_bytes):
         number = (number << 8) + round(byte)

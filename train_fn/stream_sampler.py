@@ -43,7 +43,7 @@ class StreamSampler(Sampler):
 
     def of_stream(self, stream: int, epoch: int, k: int) -> list[MicroBatch]:
         """The micro-batches of a global batch that come from a stream, in order; may be empty where the batch is a short one."""
-        size = self._size(k)
+        size = self.size_of(k)
         ordinal = epoch * self._in_epoch(stream) + k * self._in_batch(stream, self.global_batch_size)
         micros = []
         for number in self._numbers(stream, size):
@@ -60,9 +60,6 @@ class StreamSampler(Sampler):
             yield self.of_stream(stream, epoch, k)
             epoch, k = (epoch, k + 1) if k + 1 < self.steps_per_epoch else (epoch + 1, 0)
 
-    def _size(self, k: int) -> int:
-        return min(self.global_batch_size, self.num_samples - k * self.global_batch_size)
-
     def _numbers(self, stream: int, size: int) -> range:
         return share_of(-(-size // self.micro_batch_size), stream, self.num_streams)
 
@@ -73,4 +70,4 @@ class StreamSampler(Sampler):
 
     def _in_epoch(self, stream: int) -> int:
         full = (self.steps_per_epoch - 1) * self._in_batch(stream, self.global_batch_size)
-        return full + self._in_batch(stream, self._size(self.steps_per_epoch - 1))
+        return full + self._in_batch(stream, self.size_of(self.steps_per_epoch - 1))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.collectives import Peers
-from train_fn.ledger import Count, Ledger, count
+from train_fn.ledger import Count, Ledger, sample_hashes
+from train_fn.ledger import count as compare
 from train_fn.step_totals import Carrier, StepSum, StepTotals, Told, totals_of
 
 ALONE = Peers(0, 1, torch.device("cpu"))
@@ -16,6 +19,11 @@ ALONE = Peers(0, 1, torch.device("cpu"))
 
 def indices(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+def count(epoch: int, step: int, expected: np.ndarray, yielded: np.ndarray) -> Count:
+    hashes = sample_hashes([(epoch, step)], [expected]) if len(expected) else [0]
+    return compare(epoch, step, expected, yielded, hashes[0])
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60), st.integers(0, 59))
@@ -57,10 +65,10 @@ def test_an_epoch_is_closed_with_its_counts() -> None:
         "duplicates": 1,
         "missing": 1,
     }
-    chain = ledger.chain
+    chain = ledger.state_dict()["chain"]
     ledger.commit(2, Count(3, 0, 0, 17))
-    assert ledger.samples == 3
-    assert ledger.chain != chain
+    assert ledger.state_dict()["samples"] == 3
+    assert ledger.state_dict()["chain"] != chain
     assert ledger.close_epoch()["digest"] != closed["digest"]
 
 
@@ -69,12 +77,45 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
     for ledger, hashes in ((first, (1, 2)), (second, (2, 1))):
         for step, sample_hash in enumerate(hashes):
             ledger.commit(step, Count(1, 0, 0, sample_hash))
-    assert first.chain != second.chain
+    assert first.state_dict()["chain"] != second.state_dict()["chain"]
     halfway = Ledger()
     halfway.commit(0, Count(1, 0, 0, 1))
     resumed.load_state_dict(halfway.state_dict())
     resumed.commit(1, Count(1, 0, 0, 2))
-    assert resumed == first
+    assert resumed.state_dict() == first.state_dict()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2), st.booleans()), max_size=200))
+def test_steps_that_wait_to_be_entered_come_to_the_same(steps: list[tuple[int, int, bool]]) -> None:
+    """Whoever asks in between, or resumes from what was told, hears and goes on with every step that was committed."""
+    waiting, asked = Ledger(), Ledger()
+    for step, (sample_hash, num_missing, ends_epoch) in enumerate(steps):
+        total = Count(5 - num_missing, 0, num_missing, sample_hash)
+        waiting.commit(step, total)
+        asked.commit(step, total)
+        told = asked.state_dict()
+        asked = Ledger()
+        asked.load_state_dict(told)
+        if ends_epoch:
+            assert waiting.close_epoch() == asked.close_epoch()
+    assert waiting.state_dict() == asked.state_dict()
+
+
+def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> None:
+    """``everstep ledger 1``: each link is the hash of the last one and the step's line."""
+    ledger = Ledger()
+    chain = hashlib.sha256(b"everstep ledger 1").hexdigest()
+    for step in range(100):
+        ledger.commit(step, Count(4, 1, 2, 2**63 + step))
+        chain = hashlib.sha256(f"{chain} {step} 4 {2**63 + step:016x} 1 2".encode()).hexdigest()
+    assert ledger.state_dict() == {
+        "chain": chain,
+        "epoch_chain": chain,
+        "samples": 400,
+        "used_once": 300,
+        "duplicates": 100,
+        "missing": 200,
+    }
 
 
 def carried(told: Told) -> StepTotals:
@@ -90,7 +131,7 @@ def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> No
     total = StepSum(ALONE)
     total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
     found = carried(total.numbers("pause", 40, save=True))
-    assert found.count == Count(5, 1, 2, sample_hash)
+    assert found.counted == Count(5, 1, 2, sample_hash)
     assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
     assert found.num_nonfinite == 0 and found.save
 
@@ -119,7 +160,7 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     found = totals_of(sums.tolist(), world_size)
     shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
     assert found.weight == world_size * weight
-    assert found.count == sum(
+    assert found.counted == sum(
         (
             Count(*(share * number for number in (c.num_samples, c.num_unexpected, c.num_missing)), c.sample_hash * share % 2**64)
             for share, c in zip(shares, counts, strict=True)
