@@ -31,7 +31,7 @@ READ_BATCH = 5000
 MAX_POINTS = 20_000
 """Metric points that a client holds while the journal is away; beyond it every second one is let go."""
 LONELY_S = 10.0
-"""A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so twice a second."""
+"""A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so every second."""
 MAX_BATCH = 500
 """Events in one delivery."""
 
@@ -130,9 +130,10 @@ class LastingJournalActor(JournalActor):
         return super().deliver(source, events, stop)
 
     def _end_when_lonely(self) -> None:
+        self._driver.wait()
         while True:
             time.sleep(1.0)
-            if not self._driver.is_alive() and time.monotonic() > self._called_at + LONELY_S:
+            if time.monotonic() > self._called_at + LONELY_S:
                 with suppress(RayError):  # the head is away; again later
                     ray.kill(ray.get_runtime_context().current_actor)  # to exit would bring it back
 
@@ -198,8 +199,12 @@ class ActorJournalClient:
         self._num_replies = 0
         self._num_replies_taken = 0
         self._asked = False
+        self._sent_events = False
+        """Whether the last call took events along: where some came others follow."""
         self._hurry = threading.Event()
         self._hurry.set()  # the first reply tells the head's time
+        self._is_idle = False
+        """Whether the thread waits for an event: it then sleeps until its beat is due."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
         self._thread.start()
@@ -210,13 +215,17 @@ class ActorJournalClient:
         with self._lock:
             if kind is EventKind.METRICS:
                 self._num_points += len(data["points"])
-                if self._pending and self._pending[-1][1:3] == (EventKind.METRICS, number):
-                    self._pending[-1][3]["points"].extend(data["points"])
-                    self._thin()
+                newest = self._pending[-1] if self._pending else None
+                if newest is not None and newest[1] is kind and newest[2] == number:
+                    newest[3]["points"].extend(data["points"])
+                    if self._num_points > MAX_POINTS:
+                        self._thin()
                     return
                 data = {**data, "points": list(data["points"])}
             self._pending.append((head_clock.now(), kind, number, data))
             self._handed_over += 1
+            if self._is_idle:
+                self._hurry.set()
 
     @property
     def stop_requested(self) -> Stop | None:
@@ -272,7 +281,7 @@ class ActorJournalClient:
     def _thin(self) -> None:
         """Called with the lock held: keep memory bounded while the journal is away."""
         points = self._pending[-1][3]["points"]
-        if self._num_points <= MAX_POINTS or len(points) < 3:
+        if len(points) < 3:
             return
         logger.warning("the journal does not answer; every second metric point of %d is let go", len(points))
         kept = points[:-1:2] + points[-1:]
@@ -283,11 +292,13 @@ class ActorJournalClient:
         last_call = float("-inf")
         failures = 0
         while not self._closing:
-            self._hurry.wait(self._interval_s * min(2**failures, 16))
+            self._hurry.wait(self._pause_s(last_call, failures))
+            self._is_idle = False
             self._hurry.clear()
             self._seal()
             asked, self._asked = self._asked, False
             if not asked and not self._sealed and self._announced is None and time.monotonic() - last_call < self._beat_s:
+                self._sent_events = False
                 self._count_delivered()
                 continue
             last_call = time.monotonic()
@@ -298,6 +309,13 @@ class ActorJournalClient:
                 failures += 1
                 if failures in (1, 10):
                     logger.warning("the journal did not take %d events, sending them again: %s", len(self._sealed), exc)
+
+    def _pause_s(self, last_call: float, failures: int) -> float:
+        """How long nothing is to be sent: while events come, or nobody answers, for an interval; else until the beat."""
+        with self._lock:
+            self._is_idle = not (failures or self._sealed or self._pending or self._sent_events)
+            beat_in_s = last_call + self._beat_s - time.monotonic()
+            return max(self._interval_s, beat_in_s) if self._is_idle else self._interval_s * min(2**failures, 16)
 
     def _seal(self) -> None:
         """Number the next batch. From here on it is fixed, since the journal may have it although no reply came."""
@@ -310,6 +328,7 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
+        self._sent_events = bool(self._sealed)
         asked_at = time.time()
         reply = self._call(self._source, tuple(self._sealed), self._announced)
         head_clock.learn(asked_at, reply.at, time.time())

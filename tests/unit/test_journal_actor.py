@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.journal import read_journal
 from storage.run_dir import ProfileOrder, RunDir, Stop
+from tests.service_process import wait_for
 from train_fn import journal
 from train_fn.journal import ActorJournalClient, JournalActor, Reply, SourceEvent
 
@@ -161,3 +163,21 @@ def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_d
     assert old.stop_requested == "cancel"
     assert old.close(timeout_s=20)
     assert controller.close(timeout_s=20)
+
+
+def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunDir) -> None:
+    calls: list[float] = []
+    actor = JournalActor(run_dir, 1)
+
+    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        calls.append(time.monotonic())
+        return actor.deliver(source, events, stop)
+
+    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=0.02, beat_s=600.0)
+    wait_for(lambda: client._is_idle, 60, "nothing to do")
+    for number in range(1, 4):
+        client.emit(EventKind.EVALUATED, {"step": number})
+        wait_for(lambda number=number: len(written(run_dir)) == number, 60, "the event")  # type: ignore[misc]
+        wait_for(lambda: client._is_idle, 60, "nothing to do")
+    assert len(calls) == 4, "the first word, and one call for each event"
+    assert client.close(timeout_s=20)

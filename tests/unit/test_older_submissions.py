@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 
@@ -27,8 +28,14 @@ def test_a_driver_is_dead_once_it_has_ended_and_not_while_it_is_stopped() -> Non
         wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, 60, "its stop")
         assert driver.is_alive()
         assert not dataclasses.replace(driver, began_at=driver.began_at - 1).is_alive(), "another process has its id"
+        dataclasses.replace(driver, began_at=driver.began_at - 1).wait()  # ended long ago
+        waiting = threading.Thread(target=driver.wait, daemon=True)
+        waiting.start()
+        waiting.join(1.5)
+        assert waiting.is_alive(), "a driver that is only stopped may go on"
         process.kill()
-        wait_for(lambda: not driver.is_alive(), 60, "its end")
+        waiting.join(60)
+        assert not waiting.is_alive() and not driver.is_alive()
         assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
     assert not driver.is_alive()
     assert DriverProcess.own().is_alive()

@@ -121,7 +121,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._pool = WarmPool(self._settings, self._recent_look, train_run_context.scaling_config._resources_per_worker_not_none)
         if self._settings.warm_pool:
             self._pool.start()
-        threading.Thread(target=self._outlive_driver, name="driver-watch", daemon=True).start()
+        threading.Thread(target=self._watch_driver, name="driver-watch", daemon=True).start()
+        threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     async def take_log(self, patience_s: float) -> list[tuple[int, str]]:
         """Level and text of what was logged since the last call; where nothing was, of what is next, if it comes within so long."""
@@ -138,15 +139,17 @@ class EverstepController(TrainController):  # type: ignore[misc]
         finally:
             self._ended.set()
 
-    def _outlive_driver(self) -> None:
+    def _watch_driver(self) -> None:
+        self._engine.driver.wait()
+        self._leaving.set()
+
+    def _leave(self) -> None:
         """On a thread: once the driver is gone let the ranks save and leave, then end this process, and them with it.
 
         A group that is only starting has nothing to save but what its nodes keep anyway. A user's function would leave when it next
         reports, which may be never.
         """
-        while not self._leaving.wait(self._settings.poll_s):
-            if not self._engine.driver.is_alive():
-                self._leaving.set()
+        self._leaving.wait()
         patience_s = 0.0 if self._engine.job.spec.runs_own_function else self._settings.yield_timeout_s
         gives_up_at = time.monotonic() + patience_s
         while isinstance(self.get_state(), RunningState | ShuttingDownState) and time.monotonic() < gives_up_at:
