@@ -13,10 +13,10 @@ import argparse
 import contextlib
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,8 @@ from service.embedded.environment import HEAD_VARIABLES, PRELOADED_MODULES, WORK
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.processes import end_members, give_way, lives, members, started_at
 
-WATCH_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 10.0
+"""Between two looks at processes whose end was not told."""
 STOP_GRACE_S = 1.0
 START_TRIES = 2
 RETRY_S = 10.0
@@ -58,7 +59,7 @@ class Keeper:
     def __init__(self, note_path: Path, note: ClusterNote) -> None:
         self._note_path = note_path
         self._note = note
-        self._wake = threading.Event()
+        self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
         self._refill_at: float | None = None
@@ -89,11 +90,31 @@ class Keeper:
     def watch(self) -> bool:
         """Until told to stop, or the head is lost. Returns whether the head was there to the end."""
         while not self._stopping:
-            self._wake.wait(WATCH_INTERVAL_S)
-            self._wake.clear()
+            self._wait()
             if not self.tick():
                 return False
         return True
+
+    def _wait(self) -> None:
+        """Until a process of the cluster ends, a signal comes, or it is time to look anyway: nothing wakes up meanwhile."""
+        note = self._note
+        pids = [note.gcs_pid, note.dashboard_pid, note.fork_server_pid, *(node.raylet_pid for node in note.nodes)]
+        look_in_s = LOOK_INTERVAL_S
+        if self._refill_at is not None:
+            look_in_s = min(look_in_s, max(0.0, self._refill_at - time.monotonic()))
+        with contextlib.ExitStack() as opened:
+            poll = select.poll()
+            poll.register(self._woken, select.POLLIN)
+            for pid in filter(None, pids):
+                try:
+                    pidfd = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    return
+                opened.callback(os.close, pidfd)
+                poll.register(pidfd, select.POLLIN)
+            poll.poll(1000 * look_in_s)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 1024)
 
     def tick(self) -> bool:
         """Look once at every node; False when the head is lost, and the cluster with it."""
@@ -132,7 +153,8 @@ class Keeper:
             self._refill = True
         else:
             self._stopping = True
-        self._wake.set()
+        with contextlib.suppress(BlockingIOError):  # there is word already
+            os.write(self._wake, b"+")
 
     def _publish(self) -> None:
         write_note(self._note_path, self._note)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -61,6 +63,27 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow
     assert slow.tick()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
     assert slow._refill_at is None
+
+
+def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "LOOK_INTERVAL_S", 600.0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        slow._note = replace(slow._note, nodes=(node(0), replace(node(1), raylet_pid=raylet.pid)))
+        waiting = threading.Thread(target=slow._wait, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "there is nothing to see"
+        raylet.kill()
+        waiting.join(60)
+        assert not waiting.is_alive()
+    slow._wait()  # the same process, which was waited for
+    slow._note = replace(slow._note, nodes=(node(0),))
+    slow._on_signal(signal.SIGUSR1, None)
+    slow._wait()
+    assert slow._refill
+    slow._refill_at = keeper_module.time.monotonic() + 0.1
+    slow._wait()
+    assert keeper_module.time.monotonic() >= slow._refill_at
 
 
 def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
