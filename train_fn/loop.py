@@ -19,7 +19,7 @@ from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
 from train_fn.ledger import Count, count
 from train_fn.loader import Loader
-from train_fn.optim import lr_factor, set_lr
+from train_fn.optim import drop_gradients, lr_factor, set_lr
 from train_fn.profiler import StepProfiler
 from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica
@@ -204,7 +204,7 @@ class Attempt:
             if state.ema is not None:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.counted)
-        state.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(state.optimizer)
         return {"loss": totals.loss_sum / totals.weight, "lr": state.optimizer.param_groups[0]["lr"], "grad_norm": grad_norm}
 
     def _close_boundary(self) -> bool:

@@ -19,7 +19,7 @@ from everstep.catalog import (
     StepScheduleSpec,
 )
 from train_fn.errors import BadTask
-from train_fn.optim import build_optimizer, lr_factor, set_lr
+from train_fn.optim import build_optimizer, drop_gradients, lr_factor, set_lr
 
 
 def test_warm_up_rises_to_the_peak() -> None:
@@ -99,3 +99,21 @@ def test_a_pattern_without_parameters_is_named() -> None:
     spec = SgdSpec.model_validate({"name": "sgd", "groups": [{"parameters": "*"}, {"parameters": "layer1.*"}]})
     with pytest.raises(BadTask, match=r"optimizer\.groups\.1\.parameters 'layer1\.\*' .*stem\.weight"):
         build_optimizer(spec, make_layers())
+
+
+def test_gradients_are_dropped_as_the_optimizer_would() -> None:
+    class Own(torch.optim.SGD):
+        num_drops = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.num_drops += 1
+            super().zero_grad(set_to_none)
+
+    for make in (torch.optim.SGD, Own):
+        layer, beside = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+        optimizer = make([{"params": layer.parameters()}, {"params": [beside]}], lr=0.1)
+        (layer(torch.ones(2)).sum() * beside).backward()
+        assert all(parameter.grad is not None for parameter in (*layer.parameters(), beside))
+        drop_gradients(optimizer)
+        assert all(parameter.grad is None for parameter in (*layer.parameters(), beside))
+    assert isinstance(optimizer, Own) and optimizer.num_drops == 1

@@ -17,8 +17,6 @@ from train_fn.verdict import Decision, Evidence, Judgement, PastFailure, RankRep
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 1.0
-"""How old what the controller knows of the ranks' progress may be: by it hangs are found."""
 _ASK_S = 1.0
 """Longest wait for the journal's newest word on steps done."""
 
@@ -39,7 +37,6 @@ class Chronicle:
             f"controller.{uuid.uuid4().hex[:8]}",
             self.attempt,
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
-            beat_s=_BEAT_S,
         )
 
     def next_attempt(self) -> int:
