@@ -31,7 +31,7 @@ READ_BATCH = 5000
 MAX_POINTS = 20_000
 """Metric points that a client holds while the journal is away; beyond it every second one is let go."""
 LONELY_S = 10.0
-"""A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so every second."""
+"""A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
 
