@@ -28,14 +28,17 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
     A collective. Returns whether the state was just found to be the best so far.
     """
     state = replica.state
+    at_end = state.step == replica.total_steps
+    at_epoch = state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
+    evaluates = state.evaluated_step != state.step and (at_end or at_epoch)
     if state.closed_epochs < state.epoch:
         closed = state.ledger.close_epoch()
         seconds = reporter.seconds_of_epoch()
-        reporter.emit(EventKind.EPOCH_COMPLETED, {"epoch": state.closed_epochs, **closed, "seconds": round(seconds, 3)})
+        rests = evaluates or hasattr(replica.task, "on_epoch_end")
+        facts = {"epoch": state.closed_epochs, **closed, "seconds": round(seconds, 3), "rests": rests}
+        reporter.emit(EventKind.EPOCH_COMPLETED, facts)
         state.closed_epochs += 1
-    at_end = state.step == replica.total_steps
-    at_epoch = state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
-    if state.evaluated_step == state.step or not (at_end or at_epoch):
+    if not evaluates:
         return False
     metrics = evaluate(ctx, replica)
     state.metrics, state.evaluated_step = metrics, state.step

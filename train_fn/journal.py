@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -196,6 +196,7 @@ class ActorJournalClient:
         self._source_n = 0
         self._announced: Stop | None = None
         self._reply: Reply | None = None
+        self._replied_at = 0.0
         self._num_replies = 0
         self._num_replies_taken = 0
         self._asked = False
@@ -247,7 +248,8 @@ class ActorJournalClient:
             if self._reply is None or self._num_replies == self._num_replies_taken:
                 return None
             self._num_replies_taken = self._num_replies
-            return self._reply.progress
+            progress = self._reply.progress
+            return replace(progress, quiet_s=progress.quiet_s + time.monotonic() - self._replied_at)
 
     def ask(self, timeout_s: float) -> None:
         """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
@@ -333,7 +335,7 @@ class ActorJournalClient:
         reply = self._call(self._source, tuple(self._sealed), self._announced)
         head_clock.learn(asked_at, reply.at, time.time())
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
-        self._reply = reply
+        self._reply, self._replied_at = reply, time.monotonic()
         self._num_replies += 1
         self._count_delivered()
         if self._pending:

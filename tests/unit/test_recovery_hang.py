@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from everstep.events import EventKind
+from train_fn.recovery import progress as progress_module
 from train_fn.recovery.hang import HangWatch, find_silent, find_stuck
 from train_fn.recovery.progress import Phase, Progress, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
@@ -27,6 +28,7 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
         (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1}, Phase.EVALUATION),
         (EventKind.EVALUATED, 1, {"step": 5, "metrics": {}}, Phase.STEP),
         (EventKind.METRICS, 1, points(6), Phase.STEP),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 2, "rests": False}, Phase.STEP),  # the next step follows at once
         (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
         (EventKind.METRICS, 1, points(6), Phase.START),  # late, of the attempt before
         (EventKind.TRAINING_STARTED, 2, {"total_steps": 7}, Phase.FIRST_STEP),
@@ -57,6 +59,29 @@ def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
     assert watch.overdue_s(still, 110.5) == 10.5
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, "no reply for 29 s: nothing was seen"
+
+
+def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
+    watch = HangWatch(RecoverySettings(), 10.0)
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=6), 99.0) is None
+    assert watch.due_at == 109.0
+    last = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=0.8)
+    assert watch.overdue_s(last, 100.0) is None
+    assert watch.due_at == 109.2
+    assert [watch.overdue_s(last, now) is None for now in (102.0, 104.0, 106.0, 108.0, 109.1, 109.3)] == [True] * 5 + [False]
+
+
+def test_the_tracker_tells_for_how_long_nothing_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    tracker = ProgressTracker()
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.METRICS, 1, points(1))
+    now = 53.0
+    tracker.note(EventKind.GPU_USE, 1, {})
+    assert tracker.progress().quiet_s == 3.0, "what threads tell beside training is no sign of life"
+    tracker.note(EventKind.METRICS, 1, points(2))
+    assert tracker.progress().quiet_s == 0.0
 
 
 @pytest.mark.parametrize("quiet_poll_s", [0.2, 1.0, 2.0, 7.0])

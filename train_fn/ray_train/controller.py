@@ -200,7 +200,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         A user's function is asked often: it waits until what it reports is taken.
         """
         settings, own_function = self._settings, self._engine.job.spec.runs_own_function
-        news = await self._worker_group.news(settings.poll_s, settings.poll_s if own_function else settings.quiet_poll_s)
+        overdue_in_s = max(settings.poll_s, self._hang_watch.due_at - time.monotonic())
+        quiet_s = settings.poll_s if own_function else min(settings.quiet_poll_s, overdue_in_s)
+        news = await self._worker_group.news(settings.poll_s, quiet_s)
         if not news and not own_function and time.monotonic() - self._asked_at < settings.ask_ranks_s:
             return self._worker_group.as_it_was()
         self._asked_at = time.monotonic()

@@ -36,7 +36,7 @@ from train_fn.ray_train.seam import (
 from train_fn.ray_train.settling import Settling
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
-from train_fn.recovery.hang import find_stuck
+from train_fn.recovery.hang import SILENT_S, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
@@ -44,8 +44,6 @@ from train_fn.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 
-_STACK_S = 2.0
-"""How long a rank may take to say where it stands."""
 _START_LOOK_S = 10.0
 """So often is looked for ranks that are stopped while a group starts."""
 
@@ -292,7 +290,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         Their peers leave with a failed collective, as when a rank dies by itself; ``settle`` tells the difference.
         """
         pending = {worker.actor.stack.remote(): rank for rank, worker in enumerate(self.get_workers())}
-        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_STACK_S)
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
         self._stacks = dict.fromkeys(pending.values())
         for ref in answered:
             with contextlib.suppress(RayError):

@@ -31,13 +31,18 @@ class HangWatch:
         self._seen: tuple[int, int] | None = None
         self._moved_at = 0.0
         self._looked_at = float("-inf")
+        self.due_at = float("inf")
+        """When the attempt will be overdue if nothing moves until then; in monotonic seconds."""
 
     def overdue_s(self, progress: Progress, now: float) -> float | None:
         """Seconds without a sign of life, when too long; None while all is well. Call it with every reply of the journal."""
         seen = (progress.attempt, progress.num_signs)
-        if seen != self._seen or now - self._looked_at > self._silence_s:
+        if now - self._looked_at > self._silence_s:
             self._seen, self._moved_at = seen, now
+        elif seen != self._seen:
+            self._seen, self._moved_at = seen, now - progress.quiet_s
         self._looked_at = now
+        self.due_at = self._moved_at + self.limit_s(progress)
         still_s = now - self._moved_at
         return still_s if still_s > self.limit_s(progress) else None
 

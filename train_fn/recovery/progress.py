@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,6 +41,8 @@ class Progress:
     """Most steps done that any event of the submission tells of."""
     step_p99_s: float | None = None
     """99th percentile of the last steps' seconds; None before there are enough."""
+    quiet_s: float = 0.0
+    """Seconds since the last sign of life arrived."""
 
 
 class ProgressTracker:
@@ -52,6 +55,7 @@ class ProgressTracker:
         self._last_step: int | None = None
         self._total_steps: int | None = None
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._sign_at = time.monotonic()
 
     def note(self, kind: EventKind, attempt: int, data: dict[str, Any]) -> None:
         """Take one event."""
@@ -59,18 +63,20 @@ class ProgressTracker:
         if kind is EventKind.ATTEMPT_STARTED:
             if attempt > self._attempt:
                 self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
+                self._sign_at = time.monotonic()
             return
         if attempt != self._attempt:
             return
         if kind in _BESIDE_TRAINING:
             return
         self._num_signs += 1
+        self._sign_at = time.monotonic()
         if kind is EventKind.TRAINING_STARTED:
             self._total_steps = data.get("total_steps")
             self._phase = Phase.FIRST_STEP
         elif kind is EventKind.METRICS:
             self._phase = self._after_step()
-        elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED:
+        elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED and data.get("rests", True):
             self._phase = Phase.EVALUATION
         elif self._phase is not Phase.START and kind is EventKind.EVALUATED:
             self._phase = self._after_step()
@@ -78,7 +84,8 @@ class ProgressTracker:
     def progress(self) -> Progress:
         """As of the last event."""
         p99 = sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
-        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99)
+        quiet_s = time.monotonic() - self._sign_at
+        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99, quiet_s)
 
     def _after_step(self) -> Phase:
         done = self._total_steps is not None and (self._last_step or 0) >= self._total_steps
