@@ -34,7 +34,6 @@ from storage.filesystem import open_storage
 from storage.journal import JournalEvent, JournalWriter
 from storage.run_dir import RunDir
 from tests.replica import Replica
-from tests.service_process import wait_for
 from tests.unit import postgres_server
 
 CLIENTS: Final = 16
@@ -64,7 +63,7 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
             # Seeded runs have no directories in which checkpoints could be read back.
             service = Replica(home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"})
             stack.callback(service.stop)
-            wait_for(service.is_ready, 60, "the service's /readyz")
+            service.wait_until_ready(60)
             yield service, found
     finally:
         shutil.rmtree(home, ignore_errors=True)

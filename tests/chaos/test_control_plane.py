@@ -64,7 +64,7 @@ class Plane:
 
     def wait_until_ready(self) -> None:
         for replica in self.replicas:
-            wait_for(replica.is_ready, PATIENCE_S, "a replica's /readyz")
+            replica.wait_until_ready(PATIENCE_S)
 
     def clients(self, http: httpx.Client) -> Iterator[threading.Thread]:
         for number in range(CLIENTS):
@@ -123,7 +123,7 @@ class Plane:
         replica.kill()
         time.sleep(chance.random())
         replica.start()
-        wait_for(replica.is_ready, PATIENCE_S, "its /readyz: a service that begins while its database is away ends")
+        replica.wait_until_ready(PATIENCE_S, "its /readyz: a service that begins while its database is away ends")
 
     def stop_a_replica(self, chance: random.Random) -> None:
         """Stand still for longer than the lease lasts, and wake up."""
