@@ -200,8 +200,6 @@ class ActorJournalClient:
         self._num_replies = 0
         self._num_replies_taken = 0
         self._asked = False
-        self._sent_events = False
-        """Whether the last call took events along: where some came others follow."""
         self._hurry = threading.Event()
         self._hurry.set()  # the first reply tells the head's time
         self._is_idle = False
@@ -293,14 +291,15 @@ class ActorJournalClient:
     def _run(self) -> None:
         last_call = float("-inf")
         failures = 0
+        busy = False  # the last call took events along: where some came others follow
         while not self._closing:
-            self._hurry.wait(self._pause_s(last_call, failures))
+            self._hurry.wait(self._pause_s(last_call, failures, busy))
             self._is_idle = False
             self._hurry.clear()
             self._seal()
+            busy = bool(self._sealed)
             asked, self._asked = self._asked, False
-            if not asked and not self._sealed and self._announced is None and time.monotonic() - last_call < self._beat_s:
-                self._sent_events = False
+            if not asked and not busy and self._announced is None and time.monotonic() - last_call < self._beat_s:
                 self._count_delivered()
                 continue
             last_call = time.monotonic()
@@ -312,10 +311,10 @@ class ActorJournalClient:
                 if failures in (1, 10):
                     logger.warning("the journal did not take %d events, sending them again: %s", len(self._sealed), exc)
 
-    def _pause_s(self, last_call: float, failures: int) -> float:
+    def _pause_s(self, last_call: float, failures: int, busy: bool) -> float:
         """How long nothing is to be sent: while events come, or nobody answers, for an interval; else until the beat."""
         with self._lock:
-            self._is_idle = not (failures or self._sealed or self._pending or self._sent_events)
+            self._is_idle = not (failures or busy or self._sealed or self._pending)
             beat_in_s = last_call + self._beat_s - time.monotonic()
             return max(self._interval_s, beat_in_s) if self._is_idle else self._interval_s * min(2**failures, 16)
 
@@ -330,7 +329,6 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
-        self._sent_events = bool(self._sealed)
         asked_at = time.time()
         reply = self._call(self._source, tuple(self._sealed), self._announced)
         head_clock.learn(asked_at, reply.at, time.time())

@@ -15,7 +15,8 @@ import psutil
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
 RAY_TITLE = "ray::"
 CONTROL_NICENESS = 5
-"""Of the processes that only keep the cluster and the runs in order: they give way to ranks, which run at 0."""
+"""Of the processes that only keep the cluster and the runs in order: they give way to ranks, which run at -10, or at 0
+where the system does not let them raise themselves."""
 
 
 def belongs(process: psutil.Process, temp_dir: str) -> bool:

@@ -43,8 +43,7 @@ class HangWatch:
             self._seen, self._moved_at = seen, now - progress.quiet_s
         self._looked_at = now
         self.due_at = self._moved_at + self.limit_s(progress)
-        still_s = now - self._moved_at
-        return still_s if still_s > self.limit_s(progress) else None
+        return now - self._moved_at if now > self.due_at else None
 
     def limit_s(self, progress: Progress) -> float:
         """How long the present phase may take without a sign of life."""
