@@ -36,13 +36,18 @@ def free_port() -> int:
 
 
 def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str, *, every_s: float = 0.05) -> T:
-    """The first truthy value of ``fact``, asked every so often; fails with ``what`` when none came in time."""
+    """The first truthy value of ``fact``, asked every so often; fails with ``what`` when none came in time.
+
+    The last question begins after that: a machine that stood still may have cut the one before it off.
+    """
     deadline = time.monotonic() + timeout_s
-    while not (value := fact()):
-        if time.monotonic() > deadline:
+    while True:
+        is_last = time.monotonic() > deadline
+        if value := fact():
+            return value
+        if is_last:
             raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
         time.sleep(every_s)
-    return value
 
 
 class ServiceProcess:

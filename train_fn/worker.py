@@ -47,6 +47,9 @@ TRAINING_THREAD = "TrainingThread"
 RANK_NICENESS = -10
 """Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
 
+NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
+"""Numbers of the cores that are this node's own, with commas between: the embedded cluster's nodes have such (its keeper)."""
+
 BEAT_S, OTHERS_BEAT_S = 0.5, 2.0
 """How often a rank without news asks the journal for some. A stop that rank 0 has heard of all hear of with the next step, so that
 the others ask for what is theirs alone: a profile, or that a newer attempt has begun."""
@@ -89,11 +92,16 @@ def prepare(launch: RankLaunch) -> None:
 
 
 def take_precedence() -> None:
-    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE); else it stays as it is."""
+    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE), and keep to its node's own cores,
+    where it has such."""
+    cores = [int(core) for core in os.environ.get(NODE_CORES_VARIABLE, "").split(",") if core]
     threads = Path("/proc/self/task")
     for thread in [int(entry.name) for entry in threads.iterdir()] if threads.exists() else [0]:
         with contextlib.suppress(OSError):  # not permitted, or a thread that has just ended
             os.setpriority(os.PRIO_PROCESS, thread, RANK_NICENESS)
+        if cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, cores)
 
 
 def ask_to_yield() -> None:

@@ -28,6 +28,9 @@ HEAD_VARIABLES = {
     # Ray starts as many processes at a time as a node has CPUs, and the head has none to give.
     "RAY_worker_maximum_startup_concurrency": "4",
 }
+NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
+"""Numbers of the cores that a node's ranks keep to, with commas between; of a node, and none where it has no cores of its own."""
+
 WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
 """What a rank, or what stands beside a driver, imports anyway. A module that is missing is logged and passed over."""
 

@@ -28,7 +28,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from service.embedded import worker_start
-from service.embedded.environment import HEAD_VARIABLES, PRELOADED_MODULES, WORKER_NODE_VARIABLES
+from service.embedded.environment import HEAD_VARIABLES, NODE_CORES_VARIABLE, PRELOADED_MODULES, WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.processes import end_members, give_way, lives, members, started_at
 
@@ -246,6 +246,7 @@ class Keeper:
         env = self._variables(WORKER_NODE_VARIABLES)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        env[NODE_CORES_VARIABLE] = ",".join(map(str, cores_of(slot, self._note, sorted(os.sched_getaffinity(0)))))
         params = RayParams(
             **self._params(f"n{slot}.{generation}", num_cpus=self._note.cpus_per_node, num_gpus=len(gpus)),
             gcs_address=self._note.address,
@@ -286,6 +287,16 @@ def _note_of(node: Node, slot: int) -> NodeNote:
         port=node.node_manager_port,
         pids=tuple(sorted({*services, *agents})),
     )
+
+
+def cores_of(slot: int, note: ClusterNote, cores: Sequence[int]) -> Sequence[int]:
+    """The cores that the ranks of a node keep to: its own, where the nodes' CPUs are all ``cores`` that there are; else none are.
+
+    Ranks that move to and fro lose what their core's caches hold. Where cores are to spare, whatever disturbs a rank has those.
+    """
+    if len(cores) != note.num_nodes * note.cpus_per_node:
+        return ()
+    return cores[(slot - 1) * note.cpus_per_node : slot * note.cpus_per_node]
 
 
 def _gpus_by_node(num_nodes: int) -> list[list[str]]:

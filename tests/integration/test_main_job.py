@@ -16,6 +16,7 @@ from everstep import RunFailed
 from everstep.runs import RunHandle
 from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
+from train_fn.worker import RANK_NICENESS
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +145,27 @@ def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProc
     assert run.attempts()[-1].world_size == 2
     assert_every_sample_counted_once(run, epochs=6)
     assert run.failures()[0].verdict == "node_lost"
+
+
+def test_ranks_run_before_all_else_each_on_the_cores_of_its_node() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    with ServiceProcess(nodes=2, cpus_per_node=half or 1) as service:
+        run = service.client().runs.create(digits("own cores", epochs=10_000))
+        wait_for_step(run, 25)
+        workers = run.attempts()[-1].workers
+        assert [worker.rank for worker in workers] == [0, 1] and len({worker.node_id for worker in workers}) == 2
+        own = [cores[:half], cores[half:]] if len(cores) == 2 * half else [cores, cores]
+        assert sorted(_cores_of(worker.pid) for worker in workers) == own
+        assert {psutil.Process(worker.pid).nice() for worker in workers} == {RANK_NICENESS if os.getuid() == 0 else 0}
+        run.cancel()
+        wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+
+
+def _cores_of(pid: int) -> list[int]:
+    """Where every thread of a process may run."""
+    [cores] = {frozenset(os.sched_getaffinity(int(thread.name))) for thread in Path(f"/proc/{pid}/task").iterdir()}
+    return sorted(cores)
 
 
 def test_cli_as_a_user_calls_it(service: ServiceProcess, tmp_path: Path) -> None:
