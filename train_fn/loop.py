@@ -102,31 +102,35 @@ class Attempt:
 
     def run(self) -> Stop | None:
         """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
-        replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
-        assert replica is not None and saver is not None and publisher is not None and reporter is not None
-        assert self._profiler is not None
-        state, stop = replica.state, None
+        replica, reporter, stop = self._replica, self._reporter, None
+        assert replica is not None and reporter is not None
         is_best = self._close_boundary()
         reporter.start_clock()
-        while state.step < replica.total_steps and stop is None:
-            self.phase = "step"
-            self._profiler.boundary(state.step)
-            totals = self._forward_backward(replica)  # collective: returns on every rank or on none
-            values = self._commit(replica, totals)  # the gate is passed; no collective in here
-            if state.bookmarks is not None:
-                state.bookmarks.exchange(state.step, replica.peers.gather)
-            step_s = reporter.step_done(values, totals.counted.num_samples)
-            if self._stragglers is not None:
-                self._stragglers.note(state.step - 1, totals.own_s, step_s)
-            self._report_checkpoint(totals.checkpoint_step)
-            if state.step < replica.total_steps:
-                stop = totals.stop
-            is_best = stop is None and self._close_boundary()
-            saver.offer(due=totals.save, is_best=is_best)
-            publisher.offer()
+        while replica.state.step < replica.total_steps and stop is None:
+            is_best, stop = self._take_step(replica)
         self.phase = "checkpoint"
         self._finish(is_best, stop)
         return stop
+
+    def _take_step(self, replica: Replica) -> tuple[bool, Stop | None]:
+        """One global batch, and what belongs between it and the next: whether its state is the best so far, and an agreed stop."""
+        saver, publisher, reporter, profiler = self._saver, self._publisher, self._reporter, self._profiler
+        assert saver is not None and publisher is not None and reporter is not None and profiler is not None
+        state, self.phase = replica.state, "step"
+        profiler.boundary(state.step)
+        totals = self._forward_backward(replica)  # collective: returns on every rank or on none
+        values = self._commit(replica, totals)  # the gate is passed; no collective in here
+        if state.bookmarks is not None:
+            state.bookmarks.exchange(state.step, replica.peers.gather)
+        step_s = reporter.step_done(values, totals.counted.num_samples)
+        if self._stragglers is not None:
+            self._stragglers.note(state.step - 1, totals.own_s, step_s)
+        self._report_checkpoint(totals.checkpoint_step)
+        stop = totals.stop if state.step < replica.total_steps else None
+        is_best = stop is None and self._close_boundary()
+        saver.offer(due=totals.save, is_best=is_best)
+        publisher.offer()
+        return is_best, stop
 
     def _forward_backward(self, replica: Replica) -> StepTotals:
         """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""

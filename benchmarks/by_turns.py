@@ -1,0 +1,118 @@
+"""A loop that is protected and plain by turns, in the same processes, and its driver: ``python -m benchmarks.by_turns``.
+
+A plain step has the same model, loader and optimizer in torch's DDP at its defaults; no gate and no totals, no copies of buffers,
+no ledger, no reports, no checkpoints, no snapshots, no watch. What is left is a plain DDP loop, beside the processes that keep the
+run, which find nothing new; or alone, when rank 0 has stopped these, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from torch.nn.parallel import DistributedDataParallel
+
+from storage.run_dir import Stop
+from train_fn.context import WorkerContext
+from train_fn.driver import main
+from train_fn.loop import Attempt
+from train_fn.optim import lr_factor, set_lr
+from train_fn.replica import Replica, StepModule
+
+BLOCK = 80
+"""Steps of one turn."""
+Kind = Literal["protected", "plain", "alone"]
+ORDER: tuple[Kind, ...] = ("protected", "plain", "alone", "alone", "plain", "protected")
+"""Of the turns, again and again, so that what drifts falls on all of them."""
+TIMES_VARIABLE = "STEADY_TIMES"
+"""File, in the spec's environment, to which rank 0 writes [kind, seconds of each step] of every turn, as JSON."""
+_KEEPERS = ("EverstepController", "JournalActor")
+
+
+def train(ctx: WorkerContext) -> Stop | None:
+    attempt = ByTurns(ctx)
+    attempt.begin()
+    return attempt.run()
+
+
+class ByTurns(Attempt):
+    """Turns of ``BLOCK`` steps."""
+
+    def run(self) -> Stop | None:
+        replica, reporter, clock = self._replica, self._reporter, self._clock
+        assert replica is not None and replica.wrapped is not None and reporter is not None and clock is not None
+        protected_module, plain_module = replica.wrapped, self._plain_module(replica)
+        keepers = _keepers() if self.ctx.world_rank == 0 else []
+        turns: list[tuple[Kind, list[float]]] = []
+        reporter.start_clock()
+        try:
+            for number in range(replica.total_steps // BLOCK):
+                kind = ORDER[number % len(ORDER)]
+                for keeper in keepers:
+                    keeper.send_signal(signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
+                replica.wrapped = protected_module if kind == "protected" else plain_module
+                replica.state.closed_epochs = replica.state.epoch
+                clock.restart()
+                turns.append((kind, [self._seconds_of_step(replica, kind) for _ in range(BLOCK)]))
+        finally:
+            for keeper in keepers:
+                keeper.send_signal(signal.SIGCONT)
+        if self.ctx.world_rank == 0:
+            Path(os.environ[TIMES_VARIABLE]).write_text(json.dumps(turns))
+        return None
+
+    def _plain_module(self, replica: Replica) -> DistributedDataParallel:
+        train = self.ctx.spec.train
+        module = StepModule(replica.task, replica.state.model, train.precision, replica.peers, compiled=train.compile)
+        del module.carrier
+        return DistributedDataParallel(module)
+
+    def _seconds_of_step(self, replica: Replica, kind: Kind) -> float:
+        began = time.perf_counter()
+        if kind == "protected":
+            self._take_step(replica)
+        else:
+            self._take_plain_step(replica)
+        return time.perf_counter() - began
+
+    def _take_plain_step(self, replica: Replica) -> None:
+        ctx, state = self.ctx, replica.state
+        assert self._loader is not None
+        num_samples, share, _ = replica.plans.of(state.step)
+        scale = ctx.world_size / num_samples
+        num_passes = replica.num_passes(len(share))
+        for position in range(num_passes):
+            batch = next(self._loader)[1] if position < len(share) else None
+            with replica.synchronising(position == num_passes - 1):
+                loss_sum, _ = replica.forward(batch)
+                state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        self._loader.prefetch()
+        state.scaler.unscale_(state.optimizer)
+        set_lr(state.optimizer, lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+
+
+def _keepers() -> list[psutil.Process]:
+    """The controller and the journal of this run, whose cluster runs no other."""
+    own = psutil.Process().environ().get("RAY_TMPDIR")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(name in " ".join(process.cmdline()) for name in _KEEPERS) and process.environ().get("RAY_TMPDIR") == own:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(train="benchmarks.by_turns:train"))
