@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from torch.nn.parallel import DistributedDataParallel
 
 from storage.run_dir import Stop
+from tests.integration.driven_run import actor_pid
 from train_fn.context import WorkerContext
 from train_fn.driver import main
 from train_fn.loop import Attempt
@@ -33,6 +33,7 @@ ORDER: tuple[Kind, ...] = ("protected", "plain", "alone", "alone", "plain", "pro
 TIMES_VARIABLE = "STEADY_TIMES"
 """File, in the spec's environment, to which rank 0 writes [kind, seconds of each step] of every turn, as JSON."""
 _KEEPERS = ("EverstepController", "JournalActor")
+"""Actors that keep the run."""
 
 
 def train(ctx: WorkerContext) -> Stop | None:
@@ -48,21 +49,21 @@ class ByTurns(Attempt):
         replica, reporter, clock = self._replica, self._reporter, self._clock
         assert replica is not None and replica.wrapped is not None and reporter is not None and clock is not None
         protected_module, plain_module = replica.wrapped, self._plain_module(replica)
-        keepers = _keepers() if self.ctx.world_rank == 0 else []
+        keepers = [actor_pid(name, os.environ["RAY_TMPDIR"]) for name in _KEEPERS] if self.ctx.world_rank == 0 else []
         turns: list[tuple[Kind, list[float]]] = []
         reporter.start_clock()
         try:
             for number in range(replica.total_steps // BLOCK):
                 kind = ORDER[number % len(ORDER)]
                 for keeper in keepers:
-                    keeper.send_signal(signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
+                    os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
                 replica.wrapped = protected_module if kind == "protected" else plain_module
                 replica.state.closed_epochs = replica.state.epoch
                 clock.restart()
                 turns.append((kind, [self._seconds_of_step(replica, kind) for _ in range(BLOCK)]))
         finally:
             for keeper in keepers:
-                keeper.send_signal(signal.SIGCONT)
+                os.kill(keeper, signal.SIGCONT)
         if self.ctx.world_rank == 0:
             Path(os.environ[TIMES_VARIABLE]).write_text(json.dumps(turns))
         return None
@@ -88,7 +89,7 @@ class ByTurns(Attempt):
         scale = ctx.world_size / num_samples
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
-            batch = next(self._loader)[1] if position < len(share) else None
+            batch = next(self._loader).batch if position < len(share) else None
             with replica.synchronising(position == num_passes - 1):
                 loss_sum, _ = replica.forward(batch)
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
@@ -99,19 +100,6 @@ class ByTurns(Attempt):
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-
-
-def _keepers() -> list[psutil.Process]:
-    """The controller and the journal of this run, whose cluster runs no other."""
-    own = psutil.Process().environ().get("RAY_TMPDIR")
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(name in " ".join(process.cmdline()) for name in _KEEPERS) and process.environ().get("RAY_TMPDIR") == own:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from tests.integration.ray_cluster import RayCluster, ray_cluster
 
 GLOBAL_BATCH_SIZE = 264
 """What takes about 25 ms without protection."""
-NUM_SAMPLES = 1437
 SETTLING = 10
 """Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""
 NUM_KINDS = len(set(ORDER))
@@ -40,13 +39,12 @@ def turns_of(cluster: RayCluster, num_turns: int) -> list[tuple[Kind, list[float
     """(kind, seconds of each step) of every turn of one run."""
     workload: dict[str, Any] = {**WORKLOADS["digits"]}
     num_steps = num_turns * BLOCK
-    epochs = -(-num_steps // -(-NUM_SAMPLES // GLOBAL_BATCH_SIZE))
     workload["train"] = {
-        "epochs": epochs,
-        "max_steps": num_steps,
+        "epochs": num_steps,  # more than there will be
+        "max_steps": num_steps + 1,  # the last step of a run is followed by an evaluation
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "micro_batch_size": GLOBAL_BATCH_SIZE // 2,
-        "eval_every_epochs": epochs + 1,
+        "eval_every_epochs": num_steps + 1,
     }
     del workload["checkpoint"]  # as often as a run saves by default
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:

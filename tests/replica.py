@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.service_process import free_port, wait_for
+from tests.service_process import free_port, wait_until_ready
 from tests.unit.fake_ray import FakeRay
 
 ANSWER_S = 20.0
@@ -45,36 +45,16 @@ class Replica:
             self.process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
 
     def wait_until_ready(self, timeout_s: float, what: str = "its /readyz") -> None:
-        """Raises TimeoutError and, where it has ended, RuntimeError, both with its last answer and the end of its log."""
-        answer = "none"
-
-        def is_ready() -> bool:
-            nonlocal answer
-            if self.process.poll() is not None:
-                raise RuntimeError(f"serve ended with {self.process.returncode}:\n{self._log_end()}")
-            try:
-                response = self._get("readyz")
-            except httpx.HTTPError as exc:
-                answer = repr(exc)
-                return False
-            answer = f"{response.status_code} {response.text}"
-            return response.is_success
-
-        try:
-            wait_for(is_ready, timeout_s, what)
-        except TimeoutError as exc:
-            raise TimeoutError(f"{exc}: {self.home.name} last answered {answer}:\n{self._log_end()}") from None
+        """As ``wait_until_ready`` of ``service_process``."""
+        wait_until_ready(self.process, self.url, self._log, timeout_s, what, answer_s=ANSWER_S)
 
     def is_listening(self) -> bool:
         with suppress(httpx.HTTPError):
-            return self._get("healthz").is_success
+            return httpx.get(f"{self.url}/healthz", timeout=ANSWER_S, trust_env=False).is_success
         return False
 
-    def _get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}/{path}", timeout=ANSWER_S, trust_env=False)
-
-    def _log_end(self) -> str:
-        return (self.home / "serve.log").read_text()[-3000:]
+    def _log(self) -> str:
+        return (self.home / "serve.log").read_text()
 
     def kill(self) -> None:
         self.process.kill()

@@ -50,6 +50,33 @@ def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str, *, every
         time.sleep(every_s)
 
 
+def wait_until_ready(
+    process: subprocess.Popen[bytes], url: str, log: Callable[[], str], timeout_s: float, what: str, *, answer_s: float = 5.0
+) -> None:
+    """Until a service's /readyz is well; each answer may take ``answer_s``.
+
+    Raises TimeoutError and, where the service has ended, RuntimeError, both with the last answer and the end of its log.
+    """
+    answer = "none"
+
+    def is_ready() -> bool:
+        nonlocal answer
+        if process.poll() is not None:
+            raise RuntimeError(f"serve ended with {process.returncode}:\n{log()[-4000:]}")
+        try:
+            response = httpx.get(f"{url}/readyz", timeout=answer_s, trust_env=False)
+        except httpx.HTTPError as exc:
+            answer = repr(exc)
+            return False
+        answer = f"{response.status_code} {response.text}"
+        return response.status_code == 200
+
+    try:
+        wait_for(is_ready, timeout_s, what)
+    except TimeoutError as exc:
+        raise TimeoutError(f"{exc}: {url} last answered {answer}:\n{log()[-4000:]}") from None
+
+
 class ServiceProcess:
     """``python -m service.serve`` on a home directory of its own; a context manager that leaves nothing behind."""
 
@@ -100,20 +127,7 @@ class ServiceProcess:
         return self.process
 
     def start(self, timeout_s: float = 180) -> None:
-        process = self.launch()
-
-        def ready() -> bool:
-            if process.poll() is not None:
-                raise RuntimeError(f"serve ended with {process.returncode}:\n{self.log()[-4000:]}")
-            try:
-                return httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        try:
-            wait_for(ready, timeout_s, "the service's /readyz")
-        except TimeoutError as exc:
-            raise TimeoutError(f"{exc}:\n{self.log()[-4000:]}") from None
+        wait_until_ready(self.launch(), self.url, self.log, timeout_s, "the service's /readyz")
 
     def log(self) -> str:
         return (self.home / "serve.log").read_text(errors="replace")

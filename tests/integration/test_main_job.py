@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -164,7 +165,11 @@ def test_ranks_run_before_all_else_each_on_the_cores_of_its_node() -> None:
 
 def _cores_of(pid: int) -> list[int]:
     """Where every thread of a process may run."""
-    [cores] = {frozenset(os.sched_getaffinity(int(thread.name))) for thread in Path(f"/proc/{pid}/task").iterdir()}
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            found.add(frozenset(os.sched_getaffinity(int(thread.name))))
+    [cores] = found
     return sorted(cores)
 
 
