@@ -58,6 +58,8 @@ class ForkServer:
                     connection, _ = self._listener.accept()
                     self._selector.register(connection, selectors.EVENT_READ, self._on_message)
                     continue
+                if isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() == -1:  # its worker's end came just before
+                    continue
                 request: dict[str, Any] | None = key.data(key.fileobj)
                 if request is not None:
                     return request
@@ -152,6 +154,7 @@ def become_worker(request: dict[str, Any]) -> None:
         os.setpgid(0, request["process_group"])
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
+        os.sched_setscheduler(0, request["scheduling_policy"], os.sched_param(0))
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["open_files"]))
     os.chdir(request["directory"])
     os.environ.clear()

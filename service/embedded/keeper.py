@@ -17,6 +17,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,8 @@ from ray._private.parameter import RayParams
 from service.embedded import worker_start
 from service.embedded.environment import HEAD_VARIABLES, NODE_CORES_VARIABLE, PRELOADED_MODULES, WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
-from service.embedded.processes import end_members, give_way, lives, members, started_at
+from service.embedded.precedence import Precedence
+from service.embedded.processes import end_members, lives, members, started_at
 
 LOOK_INTERVAL_S = 10.0
 """Between two looks at processes whose end was not told."""
@@ -59,6 +61,7 @@ class Keeper:
     def __init__(self, note_path: Path, note: ClusterNote) -> None:
         self._note_path = note_path
         self._note = note
+        self._precedence = Precedence(note.temp_dir)
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
@@ -89,6 +92,7 @@ class Keeper:
 
     def watch(self) -> bool:
         """Until told to stop, or the head is lost. Returns whether the head was there to the end."""
+        threading.Thread(target=self._precedence.keep, name="precedence", daemon=True).start()
         while not self._stopping:
             self._wait()
             if not self.tick():
@@ -200,7 +204,7 @@ class Keeper:
             dashboard_pid=pids["dashboard"],
             nodes=(_note_of(node, slot=0),),
         )
-        give_way(self._note.nodes[0].pids)
+        self._precedence.give_way(self._note.nodes[0].pids)
         self._publish()
 
     def _fill_first(self) -> None:
@@ -254,7 +258,7 @@ class Keeper:
             env_vars=env,
         )
         note = _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
-        give_way([pid for pid in note.pids if pid != note.raylet_pid])  # its ranks inherit from the raylet
+        self._precedence.give_way([pid for pid in note.pids if pid != note.raylet_pid])  # its ranks inherit from the raylet
         return note
 
     def _params(self, name: str, *, num_cpus: int, num_gpus: int = 0) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """Which processes belong to an embedded cluster, and how they are ended.
 
 Every process of a cluster carries ``EVERSTEP_CLUSTER_DIR`` in its environment, whose value (the cluster's temporary directory)
-is unique for ever. That tells a process from one that merely got the same pid, whatever the clock did. Ray's agents overwrite
-their own environment with a title; they are known by that title and by the log files that they hold open.
+is unique for ever. That tells a process from one that merely got the same pid, whatever the clock did. Ray's agents and the
+parts of its dashboard overwrite their own environment with a title; they are known by that title and by the log files that they
+hold open.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
-RAY_TITLE = "ray::"
-CONTROL_NICENESS = 5
-"""Of the processes that only keep the cluster and the runs in order: they give way to ranks, which run at -10, or at 0
-where the system does not let them raise themselves."""
+RAY_TITLES = ("ray::", "ray-dashboard-")
+"""With which those of Ray's processes begin that overwrite their environment."""
 
 
 def belongs(process: psutil.Process, temp_dir: str) -> bool:
@@ -27,7 +26,7 @@ def belongs(process: psutil.Process, temp_dir: str) -> bool:
         marker = process.environ().get(CLUSTER_DIR_VARIABLE)
         if marker is not None:
             return marker == temp_dir
-        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith(RAY_TITLE) and _holds_files_below(process, temp_dir)
+        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith(RAY_TITLES) and _holds_files_below(process, temp_dir)
     except (psutil.NoSuchProcess, psutil.AccessDenied, IndexError):
         return False
 
@@ -48,16 +47,6 @@ def started_at(pid: int) -> float:
         return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
         return 0.0
-
-
-def give_way(pids: Sequence[int]) -> None:
-    """Let processes and all that descends from them give way to the ranks, now and for what they start later."""
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    process.nice(max(CONTROL_NICENESS, process.nice()))
 
 
 def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:

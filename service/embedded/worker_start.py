@@ -45,6 +45,7 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
         "directory": os.getcwd(),  # noqa: PTH109 - a string is what travels, and pathlib costs start-up time
         "process_group": os.getpgrp(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "scheduling_policy": os.sched_getscheduler(0),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
 

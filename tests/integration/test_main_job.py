@@ -159,6 +159,7 @@ def test_ranks_run_before_all_else_each_on_the_cores_of_its_node() -> None:
         own = [cores[:half], cores[half:]] if len(cores) == 2 * half else [cores, cores]
         assert sorted(_cores_of(worker.pid) for worker in workers) == own
         assert {psutil.Process(worker.pid).nice() for worker in workers} == {RANK_NICENESS if os.getuid() == 0 else 0}
+        assert {os.sched_getscheduler(worker.pid) for worker in workers} == {os.SCHED_OTHER}
         run.cancel()
         wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -26,7 +27,8 @@ from ray._raylet import JobID, PlacementGroupID
 out = Path(sys.argv[1])
 out.with_suffix(".part").write_text(json.dumps({
     "pid": os.getpid(), "argv": sys.argv[2:], "name": __name__, "cwd": os.getcwd(), "a": os.environ.get("A"),
-    "group": os.getpgrp(), "niceness": os.getpriority(os.PRIO_PROCESS, 0), "imported": "torch" in sys.modules,
+    "group": os.getpgrp(), "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+    "policy": os.sched_getscheduler(0), "imported": "torch" in sys.modules,
     "ids": [PlacementGroupID.of(JobID.from_int(1)).hex(), ray.ActorClassID.from_random().hex(), ray.WorkerID.from_random().hex()],
 }))
 out.with_suffix(".part").rename(out)
@@ -57,7 +59,8 @@ class Started:
         context = CONTEXT_FLAG + json.dumps({"env_vars": {"A": "1"}})
         command = [sys.executable, worker_start.__file__, context, "--language=PYTHON", str(script), str(self.out), *arguments]
         env = {**os.environ, FORK_SERVER_VARIABLE: address}
-        self.process = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, text=True)
+        give_way = functools.partial(os.sched_setscheduler, 0, os.SCHED_BATCH, os.sched_param(0))
+        self.process = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, text=True, preexec_fn=give_way)
 
     def said(self) -> dict[str, object]:
         wait_for(self.out.exists, 60, "the worker's word")
@@ -77,6 +80,7 @@ def test_a_forked_worker_is_what_an_exec_would_have_made(address: str, tmp_path:
     assert said["a"] == "1", "the runtime environment's variables are set"
     assert said["group"] == os.getpgrp()
     assert said["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert said["policy"] == os.SCHED_BATCH, "it gives way as its raylet does"
 
 
 def test_two_workers_make_different_ids(address: str, tmp_path: Path) -> None:
