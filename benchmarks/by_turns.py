@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
+from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_dir import Stop
-from tests.integration.driven_run import actor_pid
 from train_fn.context import WorkerContext
 from train_fn.driver import main
 from train_fn.loop import Attempt
@@ -32,8 +32,8 @@ ORDER: tuple[Kind, ...] = ("protected", "plain", "alone", "alone", "plain", "pro
 """Of the turns, again and again, so that what drifts falls on all of them."""
 TIMES_VARIABLE = "STEADY_TIMES"
 """File, in the spec's environment, to which rank 0 writes [kind, seconds of each step] of every turn, as JSON."""
-_KEEPERS = ("EverstepController", "JournalActor")
-"""Actors that keep the run."""
+_KEEPERS = ("ray::EverstepController", "ray::LastingJournalActor")
+"""Titles of the actors that keep the run."""
 
 
 def train(ctx: WorkerContext) -> Stop | None:
@@ -49,7 +49,7 @@ class ByTurns(Attempt):
         replica, reporter, clock = self._replica, self._reporter, self._clock
         assert replica is not None and replica.wrapped is not None and reporter is not None and clock is not None
         protected_module, plain_module = replica.wrapped, self._plain_module(replica)
-        keepers = [actor_pid(name, os.environ["RAY_TMPDIR"]) for name in _KEEPERS] if self.ctx.world_rank == 0 else []
+        keepers = _keepers() if self.ctx.world_rank == 0 else []
         turns: list[tuple[Kind, list[float]]] = []
         reporter.start_clock()
         try:
@@ -100,6 +100,13 @@ class ByTurns(Attempt):
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
+
+
+def _keepers() -> list[int]:
+    """Process ids."""
+    found = [process.pid for process in members(os.environ[CLUSTER_DIR_VARIABLE]) if process.cmdline()[0].startswith(_KEEPERS)]
+    assert len(found) == len(_KEEPERS), f"the run's keepers are {found}"
+    return found
 
 
 if __name__ == "__main__":

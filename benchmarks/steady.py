@@ -2,17 +2,21 @@
 
     python -m benchmarks steady
 
-Two ranks on nodes of one CPU, steps of about 25 ms; workers are forked, as on the embedded cluster. Protected and plain steps take
-turns of two seconds in the same processes (``benchmarks/by_turns.py``): two runs of one loop differ by more than protection costs.
-A ratio is that of turns beside each other, by the median of their steps: to plain steps, while the controller and the journal find
-nothing new, and ``ratio_alone`` to plain steps while both are stopped, which counts all of Ray's that is in them as protection.
+Two ranks on the embedded cluster's nodes of one CPU, steps of about 25 ms. Protected and plain steps take turns of two seconds in
+the same processes (``benchmarks/by_turns.py``): two runs of one loop differ by more than protection costs. A ratio is that of turns
+beside each other, by the median of their steps: to plain steps, while the controller and the journal find nothing new, and
+``ratio_alone`` to plain steps while both are stopped, which counts all of Ray's that is in them as protection.
 ``ratio_of_means`` is that to plain steps by their mean, in which are checkpoints and whatever else does not come with every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
+import shlex
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,19 +27,23 @@ from benchmarks.by_turns import BLOCK, ORDER, TIMES_VARIABLE, Kind
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
 from everstep.spec import RunSpec
-from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from service.embedded.cluster import EmbeddedCluster
+from service.ray_jobs import Job, JobStatus, RayEndpoint, RayJobs
+from service.settings import Settings
+from storage.filesystem import open_storage
+from train_fn.node_dir import shared_memory_root
 
 GLOBAL_BATCH_SIZE = 264
 """What takes about 25 ms without protection."""
 SETTLING = 10
 """Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""
 NUM_KINDS = len(set(ORDER))
-ENVIRONMENT = {"EVERSTEP_RECOVERY_WARM_POOL": "0"}
-"""As the service sets it on its own cluster."""
+JOB = "steady"
+POLL_S = 2.0
+"""How often the job is looked for, as a service does."""
 
 
-def turns_of(cluster: RayCluster, num_turns: int) -> list[tuple[Kind, list[float]]]:
+def turns_of(num_turns: int) -> list[tuple[Kind, list[float]]]:
     """(kind, seconds of each step) of every turn of one run."""
     workload: dict[str, Any] = {**WORKLOADS["digits"]}
     num_steps = num_turns * BLOCK
@@ -48,20 +56,34 @@ def turns_of(cluster: RayCluster, num_turns: int) -> list[tuple[Kind, list[float
     }
     del workload["checkpoint"]  # as often as a run saves by default
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        times = Path(directory) / "times.json"
+        times, storage = Path(directory) / "times.json", str(Path(directory) / "storage")
         workload["env"] = {TIMES_VARIABLE: str(times)}
-        run = DrivenRun(cluster, Path(directory), RunSpec.model_validate(workload), module="benchmarks.by_turns")
+        run_dir = open_storage(storage).run_dir(f"run_steady{os.getpid()}")
+        run_dir.write_spec(RunSpec.model_validate(workload))
+        words = ["python", "-m", "benchmarks.by_turns", "--storage", storage, "--run-id", run_dir.run_id, "--submission", "1"]
+        cluster = EmbeddedCluster(Settings(home=Path(directory), nodes=2))
         try:
-            run.start(**ENVIRONMENT)
-            assert run.driver is not None
-            code = run.driver.wait()  # nothing reads the journal meanwhile
-            run.read_all()
+            url = cluster.ensure_running().dashboard_url
+            assert url is not None
+            job = asyncio.run(ended_job(RayEndpoint(url, cluster.token()), shlex.join(words)))
         finally:
-            run.stop()
-        if code != 0:
-            raise RuntimeError(run.describe())
+            cluster.stop()
+            shutil.rmtree(shared_memory_root() / run_dir.run_id, ignore_errors=True)
+        if job.status is not JobStatus.SUCCEEDED:
+            raise RuntimeError(job.message)
         found: list[tuple[Kind, list[float]]] = json.loads(times.read_text())
     return found
+
+
+async def ended_job(endpoint: RayEndpoint, entrypoint: str) -> Job:
+    """Run a job to its end."""
+    async with RayJobs(lambda: endpoint) as ray:
+        await ray.submit(JOB, entrypoint, {})
+        while True:
+            job = await ray.job(JOB)
+            if job.status.ended:
+                return job
+            await asyncio.sleep(POLL_S)
 
 
 def rounds_of(turns: list[tuple[Kind, list[float]]], of: Callable[[Sequence[float]], float]) -> list[dict[Kind, float]]:
@@ -74,8 +96,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=40, help="turns of each kind; more than one")
     options = parser.parse_args(argv)
-    with ray_cluster(2) as cluster:
-        turns = turns_of(cluster, options.rounds * NUM_KINDS)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the cluster, whose ranks take these turns
+    turns = turns_of(options.rounds * NUM_KINDS)
     medians, means = rounds_of(turns, statistics.median), rounds_of(turns, statistics.fmean)
     write(
         "steady",

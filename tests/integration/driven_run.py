@@ -34,22 +34,6 @@ def spec(*, workers: tuple[int, int] = (1, 2), **sections: Any) -> RunSpec:
     )
 
 
-def actor_pid(class_name: str, ray_tmpdir: str) -> int:
-    """Process id of the actor of a class in the cluster whose processes have this ``RAY_TMPDIR``."""
-    for process in psutil.process_iter(["cmdline"]):
-        title = " ".join(process.info["cmdline"] or [])
-        if class_name in title and title.startswith("ray::") and _is_of_cluster(process, ray_tmpdir):
-            return process.pid
-    raise AssertionError(f"no process of {class_name}")
-
-
-def _is_of_cluster(process: psutil.Process, ray_tmpdir: str) -> bool:
-    try:
-        return process.environ().get("RAY_TMPDIR") == ray_tmpdir
-    except psutil.Error:
-        return False
-
-
 class DrivenRun:
     """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop; ``module`` is the
     driver's."""
@@ -152,7 +136,11 @@ class DrivenRun:
 
     def actor_pid(self, class_name: str) -> int:
         """Process id of this cluster's actor of a class."""
-        return actor_pid(class_name, self._cluster.env["RAY_TMPDIR"])
+        for process in psutil.process_iter(["cmdline"]):
+            title = " ".join(process.info["cmdline"] or [])
+            if class_name in title and title.startswith("ray::") and self._is_of_cluster(process):
+                return process.pid
+        raise AssertionError(f"no process of {class_name}")
 
     def cluster_actors(self) -> list[tuple[int, str]]:
         """Process id and title of every actor of this cluster that lives."""
@@ -160,11 +148,14 @@ class DrivenRun:
         return [
             (pid, title)
             for pid, title, process in titles
-            if title.startswith("ray::")
-            and "IDLE" not in title
-            and "Agent" not in title
-            and _is_of_cluster(process, self._cluster.env["RAY_TMPDIR"])
+            if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title and self._is_of_cluster(process)
         ]
+
+    def _is_of_cluster(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("RAY_TMPDIR") == self._cluster.env["RAY_TMPDIR"]
+        except psutil.Error:
+            return False
 
     def check_sequence(self) -> None:
         """The journal is one sequence without gaps, and holds nothing twice."""
