@@ -114,7 +114,7 @@ def starved(before: Mapping[int, Turn], now: Mapping[int, Turn]) -> list[int]:
 def _turns(pids: Sequence[int]) -> Iterator[tuple[int, Turn]]:
     """Of each process that lives. Source: proc(5) and Linux's documentation of schedstat."""
     for pid in pids:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             ran_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[0]
             yield pid, Turn(state == "R", int(ran_ns))
