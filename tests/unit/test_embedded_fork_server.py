@@ -38,14 +38,29 @@ if "stay" in sys.argv:
 """
 
 
+class Server:
+    """A fork server with its socket, and a file of what it logs."""
+
+    def __init__(self, directory: Path) -> None:
+        socket, self.log = directory / "s", directory / "log"
+        self.address = str(socket)
+        command = [sys.executable, "-m", "service.embedded.fork_server", self.address, "no_such_module"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+        wait_for(socket.exists, 60, "the fork server's socket")
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("fork") / "s"
-    server = subprocess.Popen([sys.executable, "-m", "service.embedded.fork_server", str(path), "no_such_module"], cwd=ROOT)
-    wait_for(path.exists, 60, "the fork server's socket")
-    yield str(path)
-    server.kill()
-    server.wait()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("fork"))
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.fixture
+def address(server: Server) -> str:
+    return server.address
 
 
 class Started:
@@ -106,6 +121,23 @@ def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path
     os.kill(int(str(started.said()["pid"])), signal.SIGKILL)
     started.process.communicate(timeout=60)
     assert started.process.returncode == 0
+
+
+def test_a_worker_and_its_stand_in_may_end_at_once(server: Server, tmp_path: Path) -> None:
+    """The server learns of both in one look: the worker's end closes the connection whose end comes next."""
+    started = Started(server.address, tmp_path / "1", "stay")
+    pid = int(str(started.said()["pid"]))
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        started.process.communicate(timeout=60)  # it ends with its worker
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    another = Started(server.address, tmp_path / "2")
+    another.process.communicate(timeout=60)
+    assert another.process.returncode == 0
+    wait_for(lambda: not psutil.pid_exists(pid), 60, "the worker to be waited for")
+    assert "could not be served" not in server.log.read_text()
 
 
 def test_a_worker_whose_raylet_dies_ends(address: str, tmp_path: Path) -> None:
