@@ -19,9 +19,8 @@ ROOT = Path(__file__).parents[2]
 CONTROL = "import os, time; os.sched_setaffinity(0, {%d})\nwhile True: time.sleep(0.01); sum(range(100_000))"
 RANK = "import os; os.sched_setaffinity(0, {%d}); os.setpriority(os.PRIO_PROCESS, 0, -10)\nwhile True: pass"
 KEEPER = """
-import logging, sys
+import sys
 from service.embedded import precedence
-logging.basicConfig(level=logging.INFO)
 precedence.FIRST_RESPITE_S = precedence.LONGEST_RESPITE_S = 0.5
 kept = precedence.Precedence(sys.argv[1])
 kept.give_way([int(sys.argv[2])])
