@@ -46,8 +46,9 @@ class ByTurns(Attempt):
     """Turns of ``BLOCK`` steps."""
 
     def run(self) -> Stop | None:
-        replica, reporter, clock = self._replica, self._reporter, self._clock
-        assert replica is not None and replica.wrapped is not None and reporter is not None and clock is not None
+        replica, reporter, clock, saver = self._replica, self._reporter, self._clock, self._saver
+        assert replica is not None and replica.wrapped is not None
+        assert reporter is not None and clock is not None and saver is not None
         protected_module, plain_module = replica.wrapped, self._plain_module(replica)
         keepers = _keepers() if self.ctx.world_rank == 0 else []
         turns: list[tuple[Kind, list[float]]] = []
@@ -59,6 +60,8 @@ class ByTurns(Attempt):
                     os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
                 replica.wrapped = protected_module if kind == "protected" else plain_module
                 replica.state.closed_epochs = replica.state.epoch
+                if self.ctx.world_rank == 0 and kind == "protected":  # the saves that plain steps left out are not made up for
+                    saver._cadence.begun(replica.state.step, time.monotonic())
                 clock.restart()
                 turns.append((kind, [self._seconds_of_step(replica, kind) for _ in range(BLOCK)]))
         finally:

@@ -23,34 +23,38 @@ if TYPE_CHECKING:
 
 _BESIDE_BYTES = 1 << 20
 """Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
+_BUFFER_BYTES = 1 << 20
 
 
-class CheckpointFile(io.RawIOBase):
-    """A binary file that hashes and counts what is written to it; whole and durable once closed without an exception."""
+class _HashedStream(io.RawIOBase):
+    """A file's bytes on their way to the storage: hashed and counted. What follows a failed write is dropped."""
 
-    def __init__(self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor) -> None:
+    def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
         super().__init__()
         self._stream = stream
         self._hash = new_hash()
         self._hasher = hasher
+        self._on_write = on_write
         self._size_bytes = 0
-        self._spoilt = False
-        self._problem: StorageError | None = None
-        self._closed_whole = closed_whole
+        self.spoilt = False
+        """Whether not all that was written got there."""
+        self.problem: StorageError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
+        if self.spoilt:
+            return len(view)
         # The digest of a large block is taken while it is written: both let go of the interpreter. Neither keeps the caller's
         # memory, so both must be done on return.
         hashed = self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
         try:
             self._stream.write(view)
         except BaseException as exc:
-            self._spoilt = True
-            self._problem = exc if isinstance(exc, StorageError) else None
+            self.spoilt = True
+            self.problem = exc if isinstance(exc, StorageError) else None
             raise
         finally:
             if hashed is not None:
@@ -58,34 +62,58 @@ class CheckpointFile(io.RawIOBase):
         if hashed is None:
             self._hash.update(view)
         self._size_bytes += len(view)
+        self._on_write()
         return len(view)
 
     def tell(self) -> int:
         return self._size_bytes
 
     def close(self) -> None:
-        """Make the file durable. Raises StorageError, and then it is not part of the checkpoint."""
         if self.closed:
             return
         try:
             self._stream.close()
         except BaseException:
-            self._spoilt = True
+            self.spoilt = True
             raise
         finally:
             super().close()
-        if not self._spoilt:
-            self._closed_whole(FileEntry(size_bytes=self._size_bytes, blake3=self._hash.hexdigest()))
+
+    def entry(self) -> FileEntry:
+        return FileEntry(size_bytes=self._size_bytes, blake3=self._hash.hexdigest())
+
+
+class CheckpointFile(io.BufferedWriter):
+    """A binary file that is hashed and counted as it is written; whole and durable once closed without an exception.
+
+    Small pieces are gathered: torch writes five for every tensor, and what each one cost on its way was a third of a small save.
+    """
+
+    def __init__(
+        self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor, on_write: Callable[[], None]
+    ) -> None:
+        self._bytes = _HashedStream(stream, hasher, on_write)
+        self._closed_whole = closed_whole
+        super().__init__(self._bytes, _BUFFER_BYTES)
+
+    def close(self) -> None:
+        """Make the file durable. Raises StorageError, and then it is not part of the checkpoint."""
+        if self.closed:
+            return
+        super().close()
+        if not self._bytes.spoilt:
+            self._closed_whole(self._bytes.entry())
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
             return
-        self._spoilt = True
+        self._bytes.spoilt = True
         with suppress(StorageError):  # the exception under way says more
             self.close()
-        if self._problem is not None and exc is not self._problem:
-            raise self._problem from exc  # torch.save says only that a write failed
+        problem = self._bytes.problem
+        if problem is not None and exc is not problem:
+            raise problem from exc  # torch.save says only that a write failed
 
 
 class CheckpointWriter:
@@ -108,8 +136,14 @@ class CheckpointWriter:
         """The checkpoint's directory below ``checkpoints/``."""
         return str(self._name)
 
-    def write_file(self, relpath: str) -> CheckpointFile:
-        """Begin a file, for use in a ``with``. Raises InvalidStorage for a path that may not be, CheckpointReplaced."""
+    def write_file(self, relpath: str, on_write: Callable[[], None] = lambda: None) -> CheckpointFile:
+        """Begin a file, for use in a ``with``.
+
+        Args:
+            on_write: called whenever the storage took bytes of it.
+
+        Raises InvalidStorage for a path that may not be, CheckpointReplaced.
+        """
         parts = PurePosixPath(relpath).parts
         if not parts or "\\" in relpath or relpath.startswith("/") or ".." in parts or str(PurePosixPath(relpath)) != relpath:
             raise InvalidStorage(f"{relpath!r} is not a plain path below a checkpoint's directory")
@@ -124,7 +158,7 @@ class CheckpointWriter:
         def closed_whole(entry: FileEntry) -> None:
             self._entries[relpath] = entry
 
-        return CheckpointFile(self._files.create(f"{self._directory}/{relpath}"), closed_whole, self._hasher)
+        return CheckpointFile(self._files.create(f"{self._directory}/{relpath}"), closed_whole, self._hasher, on_write)
 
     def commit(
         self,

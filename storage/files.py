@@ -26,8 +26,6 @@ class ReadStream(Protocol):
 class WriteStream(Protocol):
     def write(self, data: bytes | memoryview, /) -> int: ...
 
-    def flush(self) -> None: ...
-
     def close(self) -> None:
         """Make the file whole, and durable where the filesystem can promise that."""
 

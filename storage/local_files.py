@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 import shutil
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from storage.errors import StorageDenied, StorageNotFound, mapped
 from storage.files import Entry, ReadStream
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-_BUFFER_BYTES = 1 << 20
 _WRITE_BACK_BYTES = 8 << 20
 
 
@@ -37,68 +32,41 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-class _Descriptor(io.RawIOBase):
-    """A file open for writing, whose pages the system begins to bring to the medium as soon as they are written.
-
-    Otherwise all of a checkpoint would wait in memory for the fsync at its end, and the medium would idle meanwhile.
-    """
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self._offset_bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        view = memoryview(data).cast("B")
-        written = 0
-        while written < len(view):
-            count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
-            if sys.platform == "linux":  # begins to write dirty pages back that are to be dropped, and drops none before that
-                os.posix_fadvise(self._fd, self._offset_bytes, count, os.POSIX_FADV_DONTNEED)
-            self._offset_bytes += count
-            written += count
-        return written
-
-    def close(self) -> None:
-        if not self.closed:
-            try:
-                super().close()
-            finally:
-                os.close(self._fd)
-
-
 class _SyncedFile:
-    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to sync."""
+    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to sync.
+
+    The system begins to bring pages to the medium as soon as they are written. Otherwise all of a checkpoint would wait in memory
+    for the fsync at its end, and the medium would idle meanwhile.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._offset_bytes = 0
         with mapped("create", str(path)):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            self._file = io.BufferedWriter(_Descriptor(fd), _BUFFER_BYTES)
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, data: bytes | memoryview, /) -> int:
+        assert self._fd is not None
+        view = memoryview(data).cast("B")
+        written = 0
         with mapped("write", str(self._path)):
-            return self._file.write(data)
-
-    def flush(self) -> None:
-        with mapped("write", str(self._path)):
-            self._file.flush()
+            while written < len(view):
+                count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
+                if sys.platform == "linux":  # begins to write dirty pages back that are to be dropped, and drops none before that
+                    os.posix_fadvise(self._fd, self._offset_bytes, count, os.POSIX_FADV_DONTNEED)
+                self._offset_bytes += count
+                written += count
+        return written
 
     def close(self) -> None:
-        if self._file.closed:
+        fd, self._fd = self._fd, None
+        if fd is None:
             return
         with mapped("write", str(self._path)):
             try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                os.fsync(fd)
             finally:
-                self._file.close()
+                os.close(fd)
 
 
 class LocalFiles:

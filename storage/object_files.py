@@ -82,9 +82,6 @@ class _ObjectUpload:
         with mapped("write", self._path):
             return int(self._stream.write(data))
 
-    def flush(self) -> None:
-        """Nothing: parts are sent when they are large enough."""
-
     def close(self) -> None:
         with mapped("write", self._path):
             self._stream.close()

@@ -151,10 +151,10 @@ class SaveCadence:
         self._slowdown_s, self._busy_s, self._just_begun = self._measure_slowdown_s(), [], True
 
     def step_ended(self, now: float, *, busy: bool) -> None:
-        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every boundary."""
+        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every boundary, for ``auto`` only."""
         before, self._step_ended_at = self._step_ended_at, now
         busy, self._just_begun = busy or self._just_begun, False
-        if before is not None and self.auto:
+        if before is not None:
             (self._busy_s if busy else self._quiet_s).append(now - before)
 
     def boundary_left(self, now: float) -> None:

@@ -187,7 +187,8 @@ class ActorJournalClient:
         self._interval_s = interval_s
         self._beat_s = beat_s
         self._on_superseded = on_superseded
-        self._lock = threading.Condition()
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
         self._pending: deque[tuple[float, EventKind, int, dict[str, Any]]] = deque()
         self._num_points = 0
         self._sealed: list[SourceEvent] = []
@@ -211,7 +212,7 @@ class ActorJournalClient:
     def emit(self, kind: EventKind, data: dict[str, Any], *, attempt: int | None = None) -> None:
         """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics travel as one."""
         number = self.attempt if attempt is None else attempt
-        with self._lock:
+        with self._mutex:  # as self._lock, which is Python's own code, would take it
             if kind is EventKind.METRICS:
                 self._num_points += len(data["points"])
                 newest = self._pending[-1] if self._pending else None

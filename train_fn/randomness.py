@@ -68,6 +68,12 @@ def seed_micro_batch(seed: int, step: int, number: int, device: torch.device, *,
         torch.cuda.manual_seed(keyed)
 
 
+def torch_generators(device: torch.device) -> list[torch.Tensor]:
+    """States of those of torch's generators that a forward pass on ``device`` may draw from."""
+    states = [torch.default_generator.get_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
 def _seed_all(keyed: int) -> None:
     torch.default_generator.manual_seed(keyed)
     random.seed(keyed)

@@ -24,7 +24,7 @@ from train_fn.optim import build_optimizer
 from train_fn.own_code import add_to_path
 from train_fn.own_packages import bring_packages
 from train_fn.precision import Precision, autocast, build_scaler
-from train_fn.randomness import key, seed_micro_batch
+from train_fn.randomness import key, seed_micro_batch, torch_generators
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
 from train_fn.step_plans import StepPlans
@@ -86,7 +86,7 @@ class Replica:
     """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
     and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
     draws_from_torch_alone: bool = False
-    """Whether forward passes are known to draw from no generator but torch's."""
+    """Whether forward passes are known to draw from no generator but torch's, and all do if one does: Everstep's own models."""
 
     def __post_init__(self) -> None:
         # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
@@ -97,6 +97,7 @@ class Replica:
         )
         self.parameters = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
         self._nothing: Any = None
+        self._draws = True
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], self.peers)
         self.carrier = self.step_module.carrier
@@ -118,7 +119,10 @@ class Replica:
         buffers = list(self.state.model.buffers())
         before = [buffer.clone() for buffer in buffers]
         self.seed(0, 0)
+        generators = torch_generators(self.peers.device)
         loss_sum, weight = self.wrapped(batch)
+        if self.draws_from_torch_alone:
+            self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
         check_moves(self.task, loss_sum)
         totals = StepSum(self.peers)
         totals.add(loss_sum, weight, Count())
@@ -154,7 +158,8 @@ class Replica:
 
     def seed(self, step: int, number: int) -> None:
         """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
-        seed_micro_batch(self.sampler.seed, step, number, self.peers.device, torch_alone=self.draws_from_torch_alone)
+        if self._draws:
+            seed_micro_batch(self.sampler.seed, step, number, self.peers.device, torch_alone=self.draws_from_torch_alone)
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are added up over ranks by the last micro-batch of a share only."""

@@ -7,11 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import IO, Any, cast
+from typing import Any
 
-from storage.checkpoint_writer import CheckpointFile
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import Stop
@@ -65,7 +63,8 @@ class Saver:
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
         self._told = SavesTold(ctx)
-        self._lock = threading.Condition()
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
         self._waiting: Save | None = None
         self._current: Save | None = None
         self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
@@ -85,7 +84,7 @@ class Saver:
         if not self._active:
             return False
         now = time.monotonic()
-        with self._lock:
+        with self._mutex:  # as self._lock, which is Python's own code, would take it
             stalled = self._stalled(now)
             if self._current is not None or self._waiting is not None or not self._failures.may_try(now):
                 due = False
@@ -103,8 +102,9 @@ class Saver:
         """
         if not self._active:
             return
-        with self._lock:
-            self._cadence.step_ended(time.monotonic(), busy=self._current is not None)
+        if self._cadence.auto:
+            with self._lock:
+                self._cadence.step_ended(time.monotonic(), busy=self._current is not None)
         if due or is_best:
             self._hand_over(is_best, retry_until=float("inf") if is_best else float("-inf"))
             with self._lock:
@@ -255,11 +255,11 @@ class Saver:
             if ema is not None:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
-                with writer.write_file(name) as file:
-                    torch_file.save(content, _Watched(file, self._moved))
+                with writer.write_file(name, self._moved) as file:
+                    torch_file.save(content, file)
                 if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
-                    with writer.write_file(safetensors_name(name)) as file:
-                        write_safetensors(content, cast(IO[bytes], _Watched(file, self._moved)))
+                    with writer.write_file(safetensors_name(name), self._moved) as file:
+                        write_safetensors(content, file)
                 self._moved()
             self._tried = writer.name
             return writer.commit(
@@ -322,18 +322,3 @@ class Saver:
                 return ObservedFailures()
         at, past = self._past
         return replace(past, trained_s=past.trained_s + now - at)
-
-
-class _Watched:
-    """A checkpoint's file that tells whenever the storage took bytes."""
-
-    def __init__(self, file: CheckpointFile, moved: Callable[[], None]) -> None:
-        self._file, self._moved = file, moved
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        written = self._file.write(data)
-        self._moved()
-        return written
-
-    def flush(self) -> None:
-        self._file.flush()

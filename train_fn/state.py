@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,13 +85,9 @@ class TrainState:
     def k(self) -> int:
         return self.step % self.steps_per_epoch
 
-    @contextmanager
-    def committing(self) -> Iterator[None]:
+    def committing(self) -> _Commit:
         """The one block in which a step changes the state; it holds no collective. Left by an exception, the state is torn."""
-        self.complete = False
-        yield
-        self.step += 1
-        self.complete = True
+        return _Commit(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as nested dicts of plain values and live tensors (not copies); loads with ``weights_only=True``."""
@@ -107,7 +103,7 @@ class TrainState:
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
-            "tail": list(self.tail),
+            "tail": json.dumps(list(self.tail)),  # one value: as many small ones as these take a boundary's copy a millisecond
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -152,8 +148,24 @@ class TrainState:
         self.metrics = dict(state["metrics"])
         self.best = Best(**state["best"]) if state["best"] else None
         self.parent = state["parent"]
-        self.tail = deque(state["tail"], maxlen=TAIL_LENGTH)
+        tail = state["tail"]
+        self.tail = deque(json.loads(tail) if isinstance(tail, str) else tail, maxlen=TAIL_LENGTH)  # a list in older checkpoints
         self.complete = True
+
+
+class _Commit:
+    """A class of its own, since a generator in its place costs ten times as much between a model's passes."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.complete = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._state.step += 1
+            self._state.complete = True
 
 
 def _match_layout(optimizer: torch.optim.Optimizer) -> None:

@@ -39,7 +39,10 @@ _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size
 _SENT = struct.Struct(f"={_NUM_NUMBERS}f")
 _SIZES = [struct.calcsize(f"<{field}") for field in _FIELDS]
 _ENDS = list(itertools.accumulate(_SIZES, initial=0))
-_HASH_BEGINS = _NUM_NUMBERS - _SIZES[-1]
+_FRACTIONS, _HASH = struct.Struct(f"={_NUM_FRACTIONS}f"), struct.Struct(f"={_SIZES[-1]}f")
+_OWN_AT = _SENT.size
+_HASH_AT = _OWN_AT - _HASH.size
+"""Where in the numbers' bytes, float32, the ranks' own times begin, and the hash."""
 _REMEMBERED = 64
 
 
@@ -86,6 +89,9 @@ class Carrier(nn.Module):
         self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
         self._written: memoryview[float] = memoryview(self._told.numpy()).cast("B").cast("f")  # type: ignore[arg-type]
         self._carried = (self.numbers,)  # an attribute that torch does not look for among a module's
+        self._sums = memoryview(b"")
+        self._sums_at = 0
+        """The gradient's memory, where DDP adds up at every step, and its address."""
 
     def backward(self, loss: torch.Tensor, told: Told) -> None:
         """``loss.backward()``, in which the parameter's gradient is what this rank tells."""
@@ -104,11 +110,19 @@ class Carrier(nn.Module):
     def take(self) -> StepTotals:
         """The totals over all ranks, once backward has returned; the device has finished it then, too."""
         (numbers,) = self._carried
-        assert numbers.grad is not None
-        sums: list[float] = numbers.grad.tolist()
-        numbers.grad = None
+        grad, numbers.grad = numbers.grad, None
+        assert grad is not None
+        sums = self._memory_of(grad)
         self._peers.require_whole()
         return totals_of(sums, self._peers.world_size)
+
+    def _memory_of(self, grad: torch.Tensor) -> memoryview:
+        if not self._peers.on_cpu:
+            return grad.cpu().numpy().data.cast("B")
+        address = grad.data_ptr()
+        if address != self._sums_at:
+            self._sums, self._sums_at = grad.numpy().data.cast("B"), address
+        return self._sums
 
 
 class StepSum:
@@ -156,29 +170,28 @@ class StepSum:
         return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
 
 
-def totals_of(sums: Sequence[float], world_size: int) -> StepTotals:
-    """What the sums of all ranks' numbers say."""
-    loss, nonfinite_rank, fraction = sums[:_NUM_FRACTIONS]
-    own_s = tuple(sums[_NUM_NUMBERS:])
-    assert len(own_s) == world_size
-    fields = _fields_of(tuple(sums[_NUM_FRACTIONS:_HASH_BEGINS]))
+def totals_of(sums: memoryview, world_size: int) -> StepTotals:
+    """What the sums of all ranks' numbers say: the bytes of ``_NUM_NUMBERS + world_size`` float32."""
+    loss, nonfinite_rank, fraction = _FRACTIONS.unpack_from(sums)
+    fields = _fields_of(bytes(sums[_FRACTIONS.size : _HASH_AT]))
     weight, num_nonfinite, samples, unexpected, missing, checkpoint_step, cancels, pauses, saves = fields
     return StepTotals(
-        loss_sum=loss,
-        weight=fraction + weight,
-        counted=Count(samples, unexpected, missing, _number(sums[_HASH_BEGINS:_NUM_NUMBERS])),
-        num_nonfinite=num_nonfinite,
-        nonfinite_rank=round(nonfinite_rank) - 1 if num_nonfinite == 1 else None,
-        stop="cancel" if cancels else "pause" if pauses else None,
-        checkpoint_step=checkpoint_step,
-        save=saves > 0,
-        own_s=own_s,
+        loss,
+        fraction + weight,
+        Count(samples, unexpected, missing, _number(_HASH.unpack_from(sums, _HASH_AT))),
+        num_nonfinite,
+        round(nonfinite_rank) - 1 if num_nonfinite == 1 else None,
+        "cancel" if cancels else "pause" if pauses else None,
+        checkpoint_step,
+        saves > 0,
+        struct.unpack_from(f"={world_size}f", sums, _OWN_AT),
     )
 
 
 @lru_cache(_REMEMBERED)
-def _fields_of(sums_of_bytes: tuple[float, ...]) -> list[int]:
+def _fields_of(sums: bytes) -> list[int]:
     """All fields but the hash. Remembered, since with cold caches to add them up costs ten times what finding them does."""
+    sums_of_bytes = struct.unpack(f"={len(sums) // 4}f", sums)
     return [_number(sums_of_bytes[begin:end]) for begin, end in itertools.pairwise(_ENDS[:-1])]
 
 

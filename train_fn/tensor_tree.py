@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -38,66 +39,84 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     all of it loads with ``weights_only=True``. Raises BadTask, with its place, for what could not be loaded again.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copied = _laid_out(tree, reuse, pairs, "")
+    try:
+        copied = _laid_out(tree, reuse, pairs)
+    except _Unkept as exc:
+        raise BadTask(
+            f"the training state cannot be kept: {exc.path} is a {exc.kind.__module__}.{exc.kind.__qualname__}, which no "
+            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the model or optimizer give tensors, "
+            "numbers, strings, lists and dicts in its place"
+        ) from None
     _copy(pairs)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
     return copied
 
 
-def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], path: str) -> Any:
+class _Unkept(Exception):
+    """A value of this kind could not be loaded again; ``path`` is its place in the tree."""
+
+    def __init__(self, kind: type, path: str = "") -> None:
+        super().__init__(kind, path)
+        self.kind, self.path = kind, path
+
+    def below(self, name: object) -> _Unkept:
+        return _Unkept(self.kind, f"{name}/{self.path}" if self.path else str(name))
+
+
+def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of target and source."""
     if isinstance(tree, torch.Tensor):
         fits = isinstance(reuse, torch.Tensor) and reuse.shape == tree.shape and reuse.dtype == tree.dtype
         target = reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
-        pairs.append((target, tree.detach()))
+        pairs.append((target, tree.detach() if tree.requires_grad else tree))
         return target
     if isinstance(tree, dict):
-        old = reuse if isinstance(reuse, dict) else {}
-        return {
-            _plain(name, path): _laid_out(value, old.get(name), pairs, f"{path}/{name}" if path else str(name))
-            for name, value in tree.items()
-        }
+        return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, pairs))
     if isinstance(tree, list | tuple):
-        same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
         kind = list if isinstance(tree, list) else torch.Size if isinstance(tree, torch.Size) else tuple
-        return kind(
-            _laid_out(value, reuse[position] if same else None, pairs, f"{path}/{position}") for position, value in enumerate(tree)
-        )
-    return _plain(tree, path)
+        same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
+        return kind(value for _, value in _items_laid_out(enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs))
+    return _plain(tree)
 
 
-def _plain(value: Any, path: str) -> Any:
+def _items_laid_out(
+    items: Iterable[tuple[Any, Any]], reuse: Mapping[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[tuple[Any, Any]]:
+    """Names and values of a dict or a list, laid out. Raises _Unkept with their names."""
+    for name, value in items:
+        try:
+            yield _plain(name), _laid_out(value, reuse.get(name), pairs)
+        except _Unkept as exc:
+            raise exc.below(name) from None
+
+
+def _plain(value: Any) -> Any:
     """A value that is not shared, and that loads with ``weights_only=True``: of numpy's numbers and of enums their plain value."""
     if type(value) in _FIXED:
         return value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return _plain(value.item(), path)
+        return _plain(value.item())
     for kind in _PLAIN:
         if isinstance(value, kind):
             return kind(value)
     if type(value) in (set, bytearray):
         return copy.copy(value)
-    raise BadTask(
-        f"the training state cannot be kept: {path} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint "
-        "that loads with weights_only=True may hold. Let state_dict() of the model or optimizer give tensors, numbers, strings, "
-        "lists and dicts in its place"
-    )
+    raise _Unkept(type(value))
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself has one thread, several copy."""
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in pairs:
-        plain = not source.is_cuda and source.is_contiguous() and target.is_contiguous()
-        num_elements = max(1, PIECE_BYTES // source.element_size())
-        if plain and source.numel() > num_elements:
-            pieces += zip(torch.split(target.view(-1), num_elements), torch.split(source.view(-1), num_elements), strict=True)
-        elif source.is_cuda:
+        if source.is_cuda:
             target.copy_(source, non_blocking=True)
+        elif source.nbytes > PIECE_BYTES and source.is_contiguous() and target.is_contiguous():
+            num_elements = PIECE_BYTES // source.element_size()
+            pieces += zip(torch.split(target.view(-1), num_elements), torch.split(source.view(-1), num_elements), strict=True)
         else:
             pieces.append((target, source))
-    num_bytes = sum(source.numel() * source.element_size() for _, source in pieces)
+    num_bytes = sum(source.nbytes for _, source in pieces)
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     num_threads = min(COPY_THREADS, num_cpus, num_bytes // PIECE_BYTES)
     if num_threads < 2 or torch.get_num_threads() > 1:
@@ -107,8 +126,9 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in pieces:
-        target.copy_(source)
+    if pieces:
+        targets, sources = zip(*pieces, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _shares(pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

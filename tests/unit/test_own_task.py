@@ -157,6 +157,26 @@ OPTIONAL = """
 """
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2, None])
+def test_passes_are_seeded_where_they_may_draw(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float | None
+) -> None:
+    """Everstep's own models draw in every pass or in none; of a user's (None) nobody knows what it does at a later step."""
+    seeded: list[int] = []
+    monkeypatch.setattr("train_fn.replica.seed_micro_batch", lambda seed, step, *rest, torch_alone: seeded.append(step))
+    if dropout is None:
+        ctx = context(storage, TASK, train={"max_steps": 3})
+    else:
+        model = {"name": "mini_resnet", "args": {"width": 4, "num_stages": 1, "dropout": dropout}}
+        task = {"name": "image_classification", "model": model, "data": {"name": "digits"}}
+        train_spec = {"global_batch_size": 16, "micro_batch_size": 16, "max_steps": 3}
+        spec = RunSpec.model_validate({"name": "own", "task": task, "train": train_spec})
+        ctx = one_rank(spec, storage.run_dir("run_own"))
+    with torch.random.fork_rng():
+        assert train(ctx) is None
+    assert set(seeded) == ({0} if dropout == 0 else {0, 1, 2}) and (len(seeded) == 1) == (dropout == 0)
+
+
 def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     ctx = context(storage, TASK + OPTIONAL, train={"epochs": 2})
     assert train(ctx) is None

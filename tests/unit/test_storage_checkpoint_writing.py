@@ -114,6 +114,41 @@ def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, m
         file.close()
 
 
+def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(local_dir: RunDir) -> None:
+    told: list[int] = []
+    small, large = [bytes([number % 256]) * 700 for number in range(2000)], bytes(range(256)) * 20_000
+    with local_dir.checkpoints.begin(50, 1) as writer:
+        with writer.write_file("a.pt", lambda: told.append(file.tell())) as file:
+            for piece in small:
+                file.write(piece)
+            assert len(told) == 1
+            file.write(large)
+        manifest = writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+    assert len(told) == 3
+    assert local_dir.checkpoints.read_file(manifest.name, "a.pt") == b"".join(small) + large
+
+
+def test_after_a_failed_write_the_storage_is_left_alone(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does, which ends its file all the same: what comes then could only follow a gap."""
+    tried: list[int] = []
+
+    def full(fd: int, data: memoryview) -> int:
+        tried.append(len(data))
+        raise OSError(28, "No space left on device")
+
+    block = bytes(2 << 20)
+    with local_dir.checkpoints.begin(50, 1) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.write", full)
+            with writer.write_file("a.pt") as file:
+                with pytest.raises(StorageFull):
+                    file.write(block)
+                file.write(block)
+        assert len(tried) == 1
+        with pytest.raises(InvalidStorage, match=r"a\.pt"):
+            writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+
+
 @pytest.mark.parametrize(
     "relpath", ["", ".", "..", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\\b", "manifest.json", "manifest.json.1.tmp"]
 )

@@ -157,7 +157,7 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     sums = np.zeros_like(told[0])
     for rank in range(world_size):
         sums += told[rank % len(told)]
-    found = totals_of(sums.tolist(), world_size)
+    found = totals_of(memoryview(sums.tobytes()), world_size)
     shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
     assert found.weight == world_size * weight
     assert found.counted == sum(

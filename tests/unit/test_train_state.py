@@ -112,6 +112,18 @@ def test_other_data_is_refused() -> None:
         make_state(fingerprint="other").load_state_dict(make_state(num_steps=2).state_dict())
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_events_travel_with_the_state(older: bool) -> None:
+    state, resumed = make_state(num_steps=1), make_state()
+    entries = [
+        {"kind": "metrics", "at": 0.1 + step, "data": {"step": step, "values": {"loss": None, "lr": 1e-30}}} for step in range(70)
+    ]
+    state.tail.extend(entries)
+    told = through_a_file(copy_to_cpu(state.state_dict()))
+    resumed.load_state_dict(told | {"tail": entries[-64:]} if older else told)
+    assert list(resumed.tail) == entries[-64:] and resumed.tail.maxlen == state.tail.maxlen
+
+
 def test_an_exception_inside_the_commit_leaves_the_state_torn() -> None:
     state = make_state()
     with pytest.raises(KeyError), state.committing():
