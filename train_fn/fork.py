@@ -104,7 +104,7 @@ def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerCo
         "ema": averages,
         "best": _best(state, ctx),
         "parent": origin.name,
-        "tail": "[]",
+        "tail": [] if state["version"] == 1 else "[]",
     }
 
 

@@ -18,7 +18,8 @@ from train_fn.errors import DataChanged
 from train_fn.ledger import Ledger
 from train_fn.stream_set import Bookmarks
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had ``tail`` as a list."""
 TAIL_LENGTH = 64
 """Events that travel with the state, because the rank that reported them may have died before they were durable."""
 
@@ -118,8 +119,8 @@ class TrainState:
             DataChanged: it was trained on other data.
             ValueError: it is of a version that this one does not know.
         """
-        if state["version"] != VERSION:
-            raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads version {VERSION}")
+        if state["version"] not in (1, VERSION):
+            raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads versions 1 to {VERSION}")
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
                 f"{self.data_name} changed since step {state['step']}: "
@@ -148,8 +149,7 @@ class TrainState:
         self.metrics = dict(state["metrics"])
         self.best = Best(**state["best"]) if state["best"] else None
         self.parent = state["parent"]
-        tail = state["tail"]
-        self.tail = deque(json.loads(tail) if isinstance(tail, str) else tail, maxlen=TAIL_LENGTH)  # a list in older checkpoints
+        self.tail = deque(state["tail"] if state["version"] == 1 else json.loads(state["tail"]), maxlen=TAIL_LENGTH)
         self.complete = True
 
 

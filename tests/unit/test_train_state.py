@@ -120,8 +120,14 @@ def test_events_travel_with_the_state(older: bool) -> None:
     ]
     state.tail.extend(entries)
     told = through_a_file(copy_to_cpu(state.state_dict()))
-    resumed.load_state_dict(told | {"tail": entries[-64:]} if older else told)
+    resumed.load_state_dict(told | {"version": 1, "tail": entries[-64:]} if older else told)
     assert list(resumed.tail) == entries[-64:] and resumed.tail.maxlen == state.tail.maxlen
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    state = make_state()
+    with pytest.raises(ValueError, match="has version 3, this Everstep reads versions 1 to 2"):
+        state.load_state_dict(state.state_dict() | {"version": 3})
 
 
 def test_an_exception_inside_the_commit_leaves_the_state_torn() -> None:
