@@ -35,12 +35,10 @@ from everstep.spec import parse_spec
 from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
 from train_fn.boundary_copy import BoundaryCopies
-from train_fn.checkpoint_process import CheckpointProcess
 from train_fn.checkpoint_read import load_checkpoint
-from train_fn.checkpoint_write import MODEL_FILE, STATE_FILE
 from train_fn.context import WorkerContext
 from train_fn.replica import wrap
-from train_fn.saver import Saver
+from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
 from train_fn.state import TrainState
 
 BYTES_PER_PARAMETER = 12
@@ -79,7 +77,7 @@ class Training:
         self.context = _context(directory, rank, ranks)
         self.journal = journal_of(self.context)
         self.copies = BoundaryCopies(self.state)
-        self.saver = Saver(self.context, self.state, self.copies, CheckpointProcess(self.context.run_dir.checkpoints))
+        self.saver = Saver(self.context, self.state, self.copies)
 
     def step(self) -> None:
         self._called(self._inputs).square().mean().backward()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import builtins
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import IO, TypeVar, cast
 
@@ -41,18 +40,16 @@ class Rejected:
 
 
 class CheckpointStore:
-    """All checkpoints of one run. Picklable, with what it has learned of them; not thread-safe as to deleting while another thread
-    reads.
-    """
+    """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread reads."""
 
-    def __init__(self, run_dir: RunDir, rejected: Mapping[str, datetime] | None = None) -> None:
+    def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._restore_points: dict[int, RestorePoint] = {}
-        self._rejected = dict(rejected or {})
-        """Checkpoints that were found to be corrupt, and when these were made: what is written in their place later is not."""
+        self._rejected: set[str] = set()
+        """Checkpoints that this object found to be corrupt."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return CheckpointStore, (self._run_dir, self._rejected)
+        return CheckpointStore, (self._run_dir,)
 
     def begin(self, step: int, submission: int) -> CheckpointWriter:
         """Start writing ``step-STEP.sSUBMISSION``. What an earlier writer left unfinished or corrupt there is replaced.
@@ -69,6 +66,7 @@ class CheckpointStore:
                 return False
             return True
 
+        self._rejected.discard(str(name))
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
@@ -111,7 +109,6 @@ class CheckpointStore:
         rejected: builtins.list[Rejected] = []
         num_missing = 0
         for name in reversed(self._lineage_names(before_submission, told)):
-            manifest = None
             try:
                 manifest = self.manifest(str(name))
                 return manifest, read(manifest), rejected
@@ -120,8 +117,7 @@ class CheckpointStore:
                     num_missing += 1
                     rejected.append(Rejected(str(name), "it was committed, as the journal tells, and is not there any more"))
             except CorruptCheckpoint as exc:
-                if manifest is not None:
-                    self._rejected[str(name)] = manifest.created_at
+                self._rejected.add(str(name))
                 rejected.append(Rejected(str(name), str(exc)))
         if num_missing and num_missing == len(rejected):
             raise StorageUnavailable(
@@ -230,12 +226,12 @@ class CheckpointStore:
         lineage = self.lineage()
         if not lineage:
             return []
-        sound = [manifest for manifest in lineage if not self._is_rejected(manifest)] or lineage
+        sound = [manifest for manifest in lineage if manifest.name not in self._rejected] or lineage
         # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
         latest = sorted(sound, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
         kept = {manifest.name for manifest in latest} | {sound[-1].name, best}
         kept |= self._awaited(lineage) | held_checkpoints(self._run_dir)
-        kept |= {each.name for each in lineage if self._is_rejected(each) and each.created_at >= latest[0].created_at}
+        kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
         doomed = [
@@ -293,9 +289,6 @@ class CheckpointStore:
             name = CheckpointName.parse(entry.name)
             if entry.name.startswith(_TRASH) or (name and name not in committed and self._is_past(name, newest)):
                 self._files.delete_dir(self._run_dir.checkpoints_path(entry.name))
-
-    def _is_rejected(self, manifest: Manifest) -> bool:
-        return self._rejected.get(manifest.name) == manifest.created_at
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:

@@ -24,10 +24,9 @@ class BoundaryCopy:
 
 
 class BoundaryCopies:
-    """Makes the copies, in memory that is used again, and that another process can map.
+    """Makes the copies, in memory that is used again. Who asks at the same boundary shares one copy.
 
-    Who asks at the same boundary shares one copy. Two callers at one step see one boundary: the state changes only with its step,
-    and what closes an epoch comes before.
+    Two callers at one step see one boundary: the state changes only with its step, and what closes an epoch comes before.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -45,7 +44,7 @@ class BoundaryCopies:
                 newest.num_holders += 1
                 return newest
             reuse, self._free = self._free, None
-        tree = copy_to_cpu(self._state.state_dict(), reuse, shared=True)
+        tree = copy_to_cpu(self._state.state_dict(), reuse)
         copy = BoundaryCopy(self._state.step, self._state.epoch, tree, time.perf_counter() - began)
         with self._lock:
             self._newest = copy

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -11,12 +14,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from everstep.spec import RunSpec
-from train_fn.processes import end_with_starter
 from train_fn.randomness import key, seed_sample
 from train_fn.sampler import IndexArray, MicroBatch
 
 Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16
+_PR_SET_PDEATHSIG = 1
 
 
 class Loaded(NamedTuple):
@@ -136,16 +139,20 @@ class Loader:
         self._iterator = self._ahead = None
 
 
-def _begin_worker(_: int) -> None:
-    """In a loader process, before it loads anything."""
-    end_with_starter()
+def _end_with_rank(_: int) -> None:
+    """In a loader process: have the kernel end it when the rank's thread that started it ends, however that happens.
+
+    By itself it would find out only seconds later, with its memory still taken, and never while it is stopped.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def loader_options(spec: RunSpec, num_workers: int, device: torch.device) -> dict[str, Any]:
     """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there."""
     return {
         "collate_fn": _as_is,
-        "worker_init_fn": _begin_worker,
+        "worker_init_fn": _end_with_rank,
         "num_workers": num_workers,
         "prefetch_factor": spec.train.loader.prefetch_factor if num_workers else None,
         "pin_memory": device.type == "cuda",

@@ -13,7 +13,6 @@ from everstep.events import EventKind
 from storage.run_dir import CheckpointName, Stop
 from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
-from train_fn.checkpoint_process import CheckpointProcess
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
@@ -82,8 +81,7 @@ class Attempt:
         restored = restore(ctx, replica)
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
-        self._saver = Saver(ctx, state, copies, CheckpointProcess(ctx.run_dir.checkpoints))
-        self._publisher = Publisher(ctx, state, copies)
+        self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.origin is not None:
             self._saver.offer(due=True, is_best=True)  # from then on the run needs nothing of its origin
         self._reporter = Reporter(ctx, state)

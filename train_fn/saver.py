@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import Stop
-from train_fn import head_clock
+from train_fn import head_clock, torch_file
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
-from train_fn.checkpoint_process import CheckpointProcess, ProcessUnfit
-from train_fn.checkpoint_write import CheckpointJob, write_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
-from train_fn.processes import stand_back
+from train_fn.safetensors_file import safetensors_name, write_safetensors
 from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
 
+MODEL_FILE = "model.pt"
+"""The model's plain ``state_dict`` on the CPU."""
+EMA_FILE = "model_ema.pt"
+"""The same with averaged weights, where the run keeps them."""
+STATE_FILE = "train_state.pt"
+"""Everything else of TrainState."""
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
+WRITER_NICENESS = 10
+"""By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,10 +58,8 @@ class Saver:
     the first step after that. Only a state that is the best so far cannot wait: it takes a copy of its own.
     """
 
-    def __init__(
-        self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies, process: CheckpointProcess | None = None
-    ) -> None:
-        self._ctx, self._state, self._copies, self._process = ctx, state, copies, process
+    def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
+        self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
         self._told = SavesTold(ctx)
@@ -116,8 +122,6 @@ class Saver:
         with self._lock:
             self._hurry = True
             self._lock.notify_all()
-        if self._process is not None:
-            self._process.hurry()
         if self.wait_idle(deadline) and not self._is_committed():
             self._hand_over(is_best, retry_until=deadline)
             self.wait_idle(deadline)
@@ -194,7 +198,8 @@ class Saver:
     # -- the saver's thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        stand_back()
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.nice(WRITER_NICENESS)
         while (save := self._next()) is not None:
             while (error := self._write(save)) is not None and self._try_again(save, error):
                 pass
@@ -202,10 +207,6 @@ class Saver:
             with self._lock:
                 self._current = self._moved_at = None
                 self._lock.notify_all()
-            if self._process is not None:
-                self._process.start()  # not before: what a run does until its first save is what somebody waits for
-        if self._process is not None:
-            self._process.end()
 
     def _next(self) -> Save | None:
         with self._lock:
@@ -230,7 +231,7 @@ class Saver:
     def _write(self, save: Save) -> Exception | None:
         """Write, commit, report, and delete what retention lets go; the error when it was not committed."""
         began = time.perf_counter()
-        self.moved()
+        self._moved()
         try:
             try:
                 self._told.catch_up()
@@ -247,35 +248,39 @@ class Saver:
         return None
 
     def _commit(self, save: Save) -> Manifest:
-        ctx, copy = self._ctx, save.copy
-        safetensors = ctx.spec.checkpoint.safetensors
-        job = CheckpointJob(ctx.submission, ctx.attempt, ctx.world_size, copy.step, copy.epoch, safetensors)
-        if self._process is not None:
-            with suppress(ProcessUnfit):
-                return self._process.write(job, copy.state, self)
-        return write_checkpoint(self._store, job, copy.state, self)
+        ctx, state = self._ctx, dict(save.copy.state)
+        model, ema = state.pop("model"), state.pop("ema")
+        with self._store.begin(save.copy.step, ctx.submission) as writer:
+            files = {MODEL_FILE: model, STATE_FILE: state}
+            if ema is not None:
+                files[EMA_FILE] = {**model, **ema}
+            for name, content in files.items():
+                with writer.write_file(name, self._moved) as file:
+                    torch_file.save(content, file)
+                if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
+                    with writer.write_file(safetensors_name(name), self._moved) as file:
+                        write_safetensors(content, file)
+                self._moved()
+            self._tried = writer.name
+            return writer.commit(
+                epoch=save.copy.epoch,
+                attempt=ctx.attempt,
+                parent=state["parent"],
+                world_size=ctx.world_size,
+                sample_digest=state["ledger"]["chain"],
+                metrics=state["metrics"],
+            )
 
-    def moved(self) -> None:
-        """The storage took bytes of the current save."""
+    def _moved(self) -> None:
         self._moved_at = time.monotonic()
-
-    def committing(self, name: str) -> None:
-        """This is the checkpoint whose manifest comes next."""
-        self._tried = name
 
     def _retain(self, save: Save) -> None:
         try:
-            deleted = self._deleted(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission)
+            deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission)
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return
         self._told.deleted(deleted)
-
-    def _deleted(self, keep_latest: int, best: str | None, submission: int) -> list[str]:
-        if self._process is not None:
-            with suppress(ProcessUnfit):
-                return self._process.retain(keep_latest, best, submission)
-        return self._store.retain(keep_latest, best, submission)
 
     # -- what is told ------------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.shared_tensors import lay_out
 
 PIECE_BYTES = 4 << 20
 """Pieces of about this size are copied side by side; a state that is smaller than two of them is not worth the threads."""
 COPY_THREADS = 4
 """Memory has no room for more."""
-_Pair = tuple[torch.Tensor, torch.Tensor]
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
@@ -34,27 +32,22 @@ class TensorShape:
     dtype: torch.dtype
 
 
-def copy_to_cpu(tree: Any, reuse: Any = None, *, shared: bool = False) -> Any:
+def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     """A copy of ``tree`` on the CPU; tensors of ``reuse``, an earlier copy, are overwritten where they fit.
 
     Of CUDA tensors the copies lie in pinned memory, and are complete on return. Nothing of the copy is shared with ``tree``, and
     all of it loads with ``weights_only=True``. Raises BadTask, with its place, for what could not be loaded again.
-
-    Args:
-        shared: let other processes map the copy, where the system can do that (``shared_tensors.places_of``).
     """
-    layout = _Layout([], [] if shared else None)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
-        copied = _laid_out(tree, reuse, layout)
+        copied = _laid_out(tree, reuse, pairs)
     except _Unkept as exc:
         raise BadTask(
             f"the training state cannot be kept: {exc.path} is a {exc.kind.__module__}.{exc.kind.__qualname__}, which no "
             "checkpoint that loads with weights_only=True may hold. Let state_dict() of the model or optimizer give tensors, "
             "numbers, strings, lists and dicts in its place"
         ) from None
-    if layout.without_memory:
-        lay_out(layout.without_memory)
-    _copy(layout.pairs)
+    _copy(pairs)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
     return copied
@@ -71,42 +64,29 @@ class _Unkept(Exception):
         return _Unkept(self.kind, f"{name}/{self.path}" if self.path else str(name))
 
 
-class _Layout(NamedTuple):
-    """What is still to be done for a copy: pairs of target and source."""
-
-    pairs: list[_Pair]
-    without_memory: list[_Pair] | None
-    """Those of ``pairs`` whose targets are to get shared memory; None where targets get memory of their own at once."""
-
-    def target(self, source: torch.Tensor) -> torch.Tensor:
-        if self.without_memory is None:
-            return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        target = torch.empty(0, dtype=source.dtype)
-        self.without_memory.append((target, source))
-        return target
-
-
-def _laid_out(tree: Any, reuse: Any, layout: _Layout) -> Any:
-    """``tree`` with other tensors, to which those of ``tree`` are still to be copied."""
+def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of target and source."""
     if isinstance(tree, torch.Tensor):
         fits = isinstance(reuse, torch.Tensor) and reuse.shape == tree.shape and reuse.dtype == tree.dtype
-        target = reuse if fits else layout.target(tree)
-        layout.pairs.append((target, tree.detach() if tree.requires_grad else tree))
+        target = reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
+        pairs.append((target, tree.detach() if tree.requires_grad else tree))
         return target
     if isinstance(tree, dict):
-        return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, layout))
+        return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, pairs))
     if isinstance(tree, list | tuple):
         kind = list if isinstance(tree, list) else torch.Size if isinstance(tree, torch.Size) else tuple
         same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
-        return kind(value for _, value in _items_laid_out(enumerate(tree), dict(enumerate(reuse)) if same else {}, layout))
+        return kind(value for _, value in _items_laid_out(enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs))
     return _plain(tree)
 
 
-def _items_laid_out(items: Iterable[tuple[Any, Any]], reuse: Mapping[Any, Any], layout: _Layout) -> Iterator[tuple[Any, Any]]:
+def _items_laid_out(
+    items: Iterable[tuple[Any, Any]], reuse: Mapping[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[tuple[Any, Any]]:
     """Names and values of a dict or a list, laid out. Raises _Unkept with their names."""
     for name, value in items:
         try:
-            yield _plain(name), _laid_out(value, reuse.get(name), layout)
+            yield _plain(name), _laid_out(value, reuse.get(name), pairs)
         except _Unkept as exc:
             raise exc.below(name) from None
 
@@ -125,9 +105,9 @@ def _plain(value: Any) -> Any:
     raise _Unkept(type(value))
 
 
-def _copy(pairs: list[_Pair]) -> None:
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself has one thread, several copy."""
-    pieces: list[_Pair] = []
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in pairs:
         if source.is_cuda:
             target.copy_(source, non_blocking=True)
@@ -145,15 +125,15 @@ def _copy(pairs: list[_Pair]) -> None:
         list(_threads().map(_copy_pieces, _shares(pieces, num_threads)))
 
 
-def _copy_pieces(pieces: list[_Pair]) -> None:
+def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pieces:
         targets, sources = zip(*pieces, strict=True)
         torch._foreach_copy_(targets, sources)
 
 
-def _shares(pieces: list[_Pair], num_threads: int) -> list[list[_Pair]]:
+def _shares(pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The pieces in so many parts of about the same size."""
-    parts: list[list[_Pair]] = [[] for _ in range(num_threads)]
+    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
     sizes = [0] * num_threads
     for piece in pieces:
         least = sizes.index(min(sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.metadata
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -32,7 +34,6 @@ from train_fn.host_memory import keep_memory
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.nccl import begin_attempt
 from train_fn.network_settings import meet_on_the_clusters_network
-from train_fn.processes import take_precedence
 from train_fn.rank_error import RankFailure, describe_error
 from train_fn.rank_logging import RankLog
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
@@ -42,6 +43,12 @@ from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
 """How Ray Train names the thread that runs the training function."""
+
+RANK_NICENESS = -10
+"""Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
+
+NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
+"""Numbers of the cores that are this node's own, with commas between: the embedded cluster's nodes have such (its keeper)."""
 
 BEAT_S, OTHERS_BEAT_S = 0.5, 2.0
 """How often a rank without news asks the journal for some. A stop that rank 0 has heard of all hear of with the next step, so that
@@ -82,6 +89,19 @@ def prepare(launch: RankLaunch) -> None:
     _news.clear()
     _trained.clear()
     take_precedence()
+
+
+def take_precedence() -> None:
+    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE), and keep to its node's own cores,
+    where it has such."""
+    cores = [int(core) for core in os.environ.get(NODE_CORES_VARIABLE, "").split(",") if core]
+    threads = Path("/proc/self/task")
+    for thread in [int(entry.name) for entry in threads.iterdir()] if threads.exists() else [0]:
+        with contextlib.suppress(OSError):  # not permitted, or a thread that has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, RANK_NICENESS)
+        if cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, cores)
 
 
 def ask_to_yield() -> None:

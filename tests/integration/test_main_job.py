@@ -17,7 +17,7 @@ from everstep import RunFailed
 from everstep.runs import RunHandle
 from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
 from tests.service_process import ServiceProcess, wait_for
-from train_fn.processes import RANK_NICENESS
+from train_fn.worker import RANK_NICENESS
 
 ROOT = Path(__file__).parents[2]
 

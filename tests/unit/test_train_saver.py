@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import io
@@ -10,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,14 @@ from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
-from tests.unit.ready_process import ready_process
 from tests.unit.storage_places import quick_directory
 from train_fn import saver as saver_module
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
-from train_fn.checkpoint_process import CheckpointProcess
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.ledger import Count
 from train_fn.local_journal import open_local_journal
-from train_fn.processes import WRITER_NICENESS
-from train_fn.saver import Saver
+from train_fn.saver import WRITER_NICENESS, Saver
 from train_fn.state import Best, TrainState
 from train_fn.tensor_tree import size_bytes, take_apart
 
@@ -153,21 +149,7 @@ class CountedCopies(BoundaryCopies):
         super().release(copy)
 
 
-WriterFor = Callable[[WorkerContext], CheckpointProcess | None]
-
-
-@pytest.fixture(params=["thread", "process"])
-def writer_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterFor]:
-    """Gives a run a process that writes all of its saves, or none: a thread of its rank writes them then."""
-    if request.param == "thread":
-        yield lambda ctx: None
-        return
-    with contextlib.ExitStack() as processes:
-        monkeypatch.setattr(saver_module, "write_checkpoint", None)
-        yield lambda ctx: processes.enter_context(ready_process(ctx.run_dir.checkpoints))
-
-
-def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path, writer_for: WriterFor) -> None:
+def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     """Training overwrites its tensors in place as fast as it can while saves are written, each of them over many steps."""
     ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
     model = nn.Linear(200, 200)
@@ -177,7 +159,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path, writer_f
     optimizer.step()
     live = [*model.parameters(), *(moment for moments in optimizer.state.values() for moment in moments.values())]
     copies = CountedCopies(state)
-    saver = Saver(ctx, state, copies, writer_for(ctx))
+    saver = Saver(ctx, state, copies)
     step = num_saved = 0
     deadline = time.monotonic() + 60
     while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
@@ -239,14 +221,14 @@ def awkward_model() -> nn.Module:
     return model
 
 
-def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path, writer_for: WriterFor) -> None:
+def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
     """Weights, buffers, moments, rates, counters, metrics and ledger are of one moment, however torch and its users keep them."""
     ctx = make_context(place, every_steps=1, keep_latest=10_000)
     model = awkward_model()
     optimizer = Rebinding(model.parameters(), lr=0.1)
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=7, fingerprint="data")
     copies = CountedCopies(state)
-    saver = Saver(ctx, state, copies, writer_for(ctx))
+    saver = Saver(ctx, state, copies)
     step = 0
     deadline = time.monotonic() + 60
     while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 12:
