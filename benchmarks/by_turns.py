@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,15 +25,27 @@ from train_fn.loop import Attempt
 from train_fn.optim import lr_factor, set_lr
 from train_fn.replica import Replica, StepModule
 
-BLOCK = 80
-"""Steps of one turn."""
+BLOCK = 164
+"""Steps of one turn: 14 that do not count, and three times what lies between two checkpoints."""
 Kind = Literal["protected", "plain", "alone"]
 ORDER: tuple[Kind, ...] = ("protected", "plain", "alone", "alone", "plain", "protected")
 """Of the turns, again and again, so that what drifts falls on all of them."""
 TIMES_VARIABLE = "STEADY_TIMES"
-"""File, in the spec's environment, to which rank 0 writes [kind, seconds of each step] of every turn, as JSON."""
+"""File, in the spec's environment, to which rank 0 writes every Turn, as JSON."""
+WORK = 2_000
+"""What a fixed piece of work adds up: some 40 us."""
 _KEEPERS = ("ray::EverstepController", "ray::LastingJournalActor")
 """Titles of the actors that keep the run."""
+
+
+class Turn(NamedTuple):
+    """What rank 0 tells of one turn."""
+
+    kind: Kind
+    steps_s: list[float]
+    """Seconds of each step."""
+    works_s: list[list[float]]
+    """Of each rank, how long a fixed piece of work took before each step, and after the last."""
 
 
 def train(ctx: WorkerContext) -> Stop | None:
@@ -51,7 +63,7 @@ class ByTurns(Attempt):
         assert reporter is not None and clock is not None and saver is not None
         protected_module, plain_module = replica.wrapped, self._plain_module(replica)
         keepers = _keepers() if self.ctx.world_rank == 0 else []
-        turns: list[tuple[Kind, list[float]]] = []
+        turns: list[Turn] = []
         reporter.start_clock()
         try:
             for number in range(replica.total_steps // BLOCK):
@@ -63,7 +75,7 @@ class ByTurns(Attempt):
                 if self.ctx.world_rank == 0 and kind == "protected":  # the saves that plain steps left out are not made up for
                     saver._cadence.begun(replica.state.step, time.monotonic())
                 clock.restart()
-                turns.append((kind, [self._seconds_of_step(replica, kind) for _ in range(BLOCK)]))
+                turns.append(self._turn(replica, kind))
         finally:
             for keeper in keepers:
                 os.kill(keeper, signal.SIGCONT)
@@ -76,6 +88,13 @@ class ByTurns(Attempt):
         module = StepModule(replica.task, replica.state.model, train.precision, replica.peers, compiled=train.compile)
         del module.carrier
         return DistributedDataParallel(module)
+
+    def _turn(self, replica: Replica, kind: Kind) -> Turn:
+        steps_s, works_s = [], []
+        for _ in range(BLOCK):
+            works_s.append(_seconds_of_work())
+            steps_s.append(self._seconds_of_step(replica, kind))
+        return Turn(kind, steps_s, replica.peers.gather([*works_s, _seconds_of_work()]))
 
     def _seconds_of_step(self, replica: Replica, kind: Kind) -> float:
         began = time.perf_counter()
@@ -103,6 +122,18 @@ class ByTurns(Attempt):
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
+
+
+def _seconds_of_work() -> float:
+    """How fast this core is at the moment: the least of three, since what else runs here does not count."""
+
+    def work() -> float:
+        began, total = time.perf_counter(), 0
+        for number in range(WORK):
+            total += number
+        return time.perf_counter() - began
+
+    return min(work() for _ in range(3))
 
 
 def _keepers() -> list[int]:
