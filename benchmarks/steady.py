@@ -141,7 +141,7 @@ def ratio_of(rounds: list[dict[Kind, float]], other: Kind) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each kind; more than one")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each kind; more than two")
     parser.add_argument("--batch", type=int, default=GLOBAL_BATCH_SIZE, help="global batch size: what a step's length depends on")
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the cluster, whose ranks take these turns
