@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.spec import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_dir import Stop
 from train_fn.context import WorkerContext
@@ -25,8 +26,14 @@ from train_fn.loop import Attempt
 from train_fn.optim import lr_factor, set_lr
 from train_fn.replica import Replica, StepModule
 
-BLOCK = 164
-"""Steps of one turn: 14 that do not count, and three times what lies between two checkpoints."""
+SETTLING = 14
+"""Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""
+SAVES = 3
+"""Checkpoints in a protected turn, which saves as often as a run does by default."""
+_SAVE_EVERY = CheckpointSpec().every_steps
+assert isinstance(_SAVE_EVERY, int)
+BLOCK = SETTLING + SAVES * _SAVE_EVERY
+"""Steps of one turn."""
 Kind = Literal["protected", "plain", "alone"]
 ORDER: tuple[Kind, ...] = ("protected", "plain", "alone", "alone", "plain", "protected")
 """Of the turns, again and again, so that what drifts falls on all of them."""

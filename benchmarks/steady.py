@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.by_turns import BLOCK, ORDER, TIMES_VARIABLE, Kind, Turn
+from benchmarks.by_turns import BLOCK, ORDER, SETTLING, TIMES_VARIABLE, Kind, Turn
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
 from everstep.spec import RunSpec
@@ -41,9 +41,7 @@ from storage.filesystem import open_storage
 from train_fn.node_dir import shared_memory_root
 
 GLOBAL_BATCH_SIZE = 360
-"""What takes about 25 ms without protection, and makes an epoch of four steps that are as long as each other."""
-SETTLING = 14
-"""Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""
+"""What takes 20 to 25 ms without protection, and makes an epoch of four steps that are as long as each other."""
 NUM_KINDS = len(set(ORDER))
 QUIET = 1.2
 """How much longer than usual a rank's piece of work may take beside a quiet step; on a core that is shared it takes twice as
@@ -121,8 +119,11 @@ def quiet_steps(turns: Sequence[Turn]) -> Callable[[Turn], list[float]]:
 
 def results_of(rounds: list[dict[Kind, list[float]]]) -> dict[str, Any]:
     """Steps' times, and what is compared by them."""
-    medians = [{kind: statistics.median(steps_s) for kind, steps_s in found.items()} for found in rounds]
-    means = [{kind: statistics.fmean(steps_s) for kind, steps_s in found.items()} for found in rounds]
+
+    def seconds(of: Callable[[Sequence[float]], float]) -> list[dict[Kind, float]]:
+        return [{kind: of(steps_s) for kind, steps_s in found.items()} for found in rounds]
+
+    medians, means = seconds(statistics.median), seconds(statistics.fmean)
     return {
         "rounds": len(rounds),
         **{f"{kind}_ms": summary([1000 * found[kind] for found in medians]) for kind in ORDER[:NUM_KINDS]},

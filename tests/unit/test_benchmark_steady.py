@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.by_turns import BLOCK, ORDER, Kind, Turn
-from benchmarks.steady import NUM_KINDS, SETTLING, quiet_steps, results_of, rounds_of, settled_steps
+from benchmarks.by_turns import BLOCK, ORDER, SETTLING, Kind, Turn
+from benchmarks.steady import NUM_KINDS, quiet_steps, results_of, rounds_of, settled_steps
 
 
 def make_turn(kind: Kind, step_s: float, slow: dict[int, set[int]] | None = None) -> Turn:
