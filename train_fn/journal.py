@@ -330,14 +330,14 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
-        asked_at = time.time()
-        reply = self._call(self._source, tuple(self._sealed), self._announced)
+        asked_at, batch = time.time(), tuple(self._sealed)
+        reply = self._call(self._source, batch, self._announced)
         head_clock.learn(asked_at, reply.at, time.time())
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
         self._reply, self._replied_at = reply, time.monotonic()
         self._num_replies += 1
         self._count_delivered()
-        if self._pending:
+        if len(batch) == MAX_BATCH:  # there may be more; what came meanwhile waits for its turn, or every step would be a call
             self._hurry.set()
         if reply.progress.attempt > self.attempt and self._on_superseded is not None:
             superseded, self._on_superseded = self._on_superseded, None

@@ -181,3 +181,35 @@ def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunD
         wait_for(lambda: client._is_idle, 60, "nothing to do")
     assert len(calls) == 4, "the first word, and one call for each event"
     assert client.close(timeout_s=20)
+
+
+def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir) -> None:
+    interval_s, began = 0.05, time.monotonic()
+    calls: list[int] = []
+    actor = JournalActor(run_dir, 1)
+
+    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        calls.append(len(events))
+        return actor.deliver(source, events, stop)
+
+    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=interval_s)
+    number = 0
+    while time.monotonic() < began + 1.0 or number < 300:
+        number += 1
+        client.emit(EventKind.EVALUATED, {"step": number})
+        time.sleep(0.001)
+    took_s = time.monotonic() - began
+    assert client.close(timeout_s=20)
+    assert sum(calls) == number
+    assert len(calls) <= took_s / interval_s + 4, "beside them the first word, the event that woke it up, and the end"
+
+
+def test_a_backlog_is_sent_without_a_pause(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_BATCH", 10)
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
+        for step in range(95):
+            client.emit(EventKind.EVALUATED, {"step": step})
+    assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
