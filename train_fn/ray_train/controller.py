@@ -34,6 +34,7 @@ from train_fn.ray_train.seam import (
     WorkerGroupError,
     WorkerGroupStartupTimeoutError,
 )
+from train_fn.ray_train.snapshot_file import ShortList
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.apart import Apart
@@ -116,6 +117,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         failure_policy = EvidencePolicy(self, train_run_context.run_config.failure_config)
         super().__init__(train_run_context=train_run_context, scaling_policy=self._sizes, failure_policy=failure_policy, **kwargs)
         self._health_check_interval_s = self._settings.poll_s
+        self._reported = ShortList(engine.job.run_dir, self._checkpoint_manager)
         self._log = collect_log("train_fn", "ray.train")
         watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
         self._pool = WarmPool(self._settings, self._recent_look, train_run_context.scaling_config._resources_per_worker_not_none)
@@ -192,6 +194,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
             self._see_to_yield()
             self._see_to_hang()
+            self._reported.shorten()
         return result
 
     async def _poll_workers(self) -> Any:

@@ -1,4 +1,6 @@
-"""Ray Train's own list of reported checkpoints, repaired before it is read: Ray refuses to start on one that is not right."""
+"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to start on one that is wrong, and kept
+short, since Ray writes all of it with every report.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import ray
 
 from storage.errors import StorageError, StorageNotFound, StorageUnavailable
-from storage.run_dir import RunDir
+from storage.run_dir import CheckpointName, RunDir
 from train_fn.ray_train.reported_parts import ALL, PARTS_METRIC, what_is_missing, write_manifest
 from train_fn.ray_train.seam import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 
@@ -19,6 +21,8 @@ STEP_METRIC = "everstep_step"
 """Name under which a report's number travels with its metrics, which Ray keeps with the checkpoint."""
 
 _COPY = "checkpoint_list_copy.json"
+_SHORT = 16
+"""Of so many checkpoints Ray's list may always be."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,39 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
             files.write(f"{root}/{_COPY}", files.read(f"{root}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
         except StorageError as exc:
             logger.warning("a reported checkpoint could not be entered; the next report tries again: %s", exc)
+
+
+class ShortList:
+    """Frees Ray's list of checkpoints of Everstep's own that retention has deleted, of which Ray does not know.
+
+    Whenever it is twice as long as what was left of it, so that a listing of the storage comes seldom. What a user's function
+    reports Ray deletes by itself.
+    """
+
+    def __init__(self, run_dir: RunDir, manager: Any) -> None:
+        """``manager`` is Ray's CheckpointManager, in the process of the controller."""
+        self._run_dir, self._manager = run_dir, manager
+        self._long = 0
+        """From this length on it is looked through again."""
+
+    def shorten(self) -> None:
+        manager = self._manager
+        results = manager._checkpoint_results
+        if len(results) < max(_SHORT, self._long):
+            return
+        names = [CheckpointName.parse(PurePosixPath(result.checkpoint.path).name) for result in results]
+        try:
+            gone = set(self._run_dir.checkpoints.missing(filter(None, names)))
+        except StorageError as exc:
+            logger.warning("Ray Train's checkpoint list could not be shortened; trying again later: %s", exc)
+            gone = set()
+        gone -= {str(name) for result, name in zip(results, names, strict=True) if result is manager._latest_checkpoint_result}
+        kept = [result for result, name in zip(results, names, strict=True) if str(name) not in gone]
+        manager._checkpoint_results = kept
+        manager._checkpoint_to_report_index = {
+            each.checkpoint: manager._checkpoint_to_report_index[each.checkpoint] for each in kept
+        }
+        self._long = 2 * len(kept)
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
