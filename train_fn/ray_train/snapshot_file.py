@@ -1,5 +1,5 @@
-"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to start on one that is wrong, and kept
-short, since Ray writes all of it with every report.
+"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to start on one that is wrong, and
+kept short, since Ray writes all of it with every report.
 """
 
 from __future__ import annotations
