@@ -71,7 +71,7 @@ class CheckpointStore:
 
     def list(self) -> builtins.list[Manifest]:
         """Every checkpoint with a valid manifest, oldest first (step, then submission); its files are not read."""
-        return self._manifests(self._committed())
+        return self._manifests(self._committed(self._entries()))
 
     def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
         """Those of ``list`` that count: without what a newer submission did not restore from. Oldest first.
@@ -223,7 +223,9 @@ class CheckpointStore:
         """
         if submission is not None and any(newer > submission for newer in self._run_dir.submissions()):
             return []
-        lineage = self.lineage()
+        entries = self._entries()
+        committed = self._committed(entries)
+        lineage = self._manifests(self._in_lineage(committed))
         if not lineage:
             return []
         sound = [manifest for manifest in lineage if manifest.name not in self._rejected] or lineage
@@ -235,18 +237,16 @@ class CheckpointStore:
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
         doomed = [
-            str(name)
-            for name in self._committed()
-            if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
+            str(name) for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
         ]
         deleted = [name for name in doomed if self._delete_unless_held(name)]
-        self._sweep(newest)
+        self._sweep(entries - {str(name) for name in committed}, newest)
         return deleted
 
     def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
         """Of checkpoints that were told of those that are not there, oldest first, but for what is newer than all that is: that may
         not be listed yet."""
-        there = set(self._committed())
+        there = set(self._committed(self._entries()))
         return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
 
     def collect_orphans(self) -> builtins.list[str]:
@@ -254,12 +254,9 @@ class CheckpointStore:
 
         Who was only slow finds its marker gone, and cannot commit. Returns the directories' names.
         """
-        committed = {str(name) for name in self._committed()}
-        orphans = [
-            entry.name
-            for entry in self._files.list(self._run_dir.checkpoints_path())
-            if entry.name not in committed and (entry.name.startswith(_TRASH) or CheckpointName.parse(entry.name))
-        ]
+        entries = self._entries()
+        rest = entries - {str(name) for name in self._committed(entries)}
+        orphans = sorted(name for name in rest if name.startswith(_TRASH) or CheckpointName.parse(name))
         for name in orphans:
             self._files.delete_dir(self._run_dir.checkpoints_path(name))
         return orphans
@@ -282,13 +279,12 @@ class CheckpointStore:
         steps = self._run_dir.kept_steps()
         return {manifest.name for manifest in lineage if manifest.step in steps}
 
-    def _sweep(self, newest: CheckpointName) -> None:
-        """Remove directories that never became checkpoints and never will."""
-        committed = set(self._committed())
-        for entry in self._files.list(self._run_dir.checkpoints_path()):
-            name = CheckpointName.parse(entry.name)
-            if entry.name.startswith(_TRASH) or (name and name not in committed and self._is_past(name, newest)):
-                self._files.delete_dir(self._run_dir.checkpoints_path(entry.name))
+    def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
+        """Remove those of these directories that never became checkpoints and never will."""
+        for each in names:
+            name = CheckpointName.parse(each)
+            if each.startswith(_TRASH) or (name and self._is_past(name, newest)):
+                self._files.delete_dir(self._run_dir.checkpoints_path(each))
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
@@ -296,18 +292,25 @@ class CheckpointStore:
         return name.submission < newest.submission or (name.submission == newest.submission and name.step < newest.step)
 
     def _lineage_names(self, before_submission: int | None, told: Collection[CheckpointName] = ()) -> builtins.list[CheckpointName]:
+        return self._in_lineage({*self._committed(self._entries()), *told}, before_submission)
+
+    def _in_lineage(self, names: Iterable[CheckpointName], before_submission: int | None = None) -> builtins.list[CheckpointName]:
         def seen(submission: int) -> bool:
             return before_submission is None or submission < before_submission
 
-        names = {name for name in (*self._committed(), *told) if seen(name.submission)}
         for submission in filter(seen, self._run_dir.submissions()):
             if submission not in self._restore_points and (point := restore_point(self._run_dir, submission)):
                 self._restore_points[submission] = point  # the first one stays the first
-        return in_lineage(names, {number: point for number, point in self._restore_points.items() if seen(number)})
+        points = {number: point for number, point in self._restore_points.items() if seen(number)}
+        return in_lineage((name for name in names if seen(name.submission)), points)
 
-    def _committed(self) -> builtins.list[CheckpointName]:
+    def _entries(self) -> set[str]:
+        """Names of what lies beside each other where checkpoints do."""
+        return {entry.name for entry in self._files.list(self._run_dir.checkpoints_path())}
+
+    def _committed(self, entries: Iterable[str]) -> builtins.list[CheckpointName]:
         """Names of directories with a manifest, valid or not, oldest first."""
-        names = filter(None, (CheckpointName.parse(entry.name) for entry in self._files.list(self._run_dir.checkpoints_path())))
+        names = filter(None, map(CheckpointName.parse, entries))
         return sorted(name for name in names if self._files.exists(f"{self._directory(str(name))}/{MANIFEST}"))
 
     def _manifests(self, names: builtins.list[CheckpointName]) -> builtins.list[Manifest]:

@@ -111,11 +111,12 @@ class Manifest(_Frozen):
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest's canonical JSON; it covers every file's own digest."""
-        return hashlib.sha256(_canonical(self.model_dump(mode="json"))).hexdigest()
+        return _digest(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``: canonical JSON with its own digest beside the fields."""
-        return _canonical({**self.model_dump(mode="json"), "digest": self.digest})
+        fields = self.model_dump(mode="json")
+        return _canonical({**fields, "digest": _digest(fields)})
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -132,6 +133,10 @@ def parse_manifest(data: bytes) -> Manifest:
     if data != manifest.to_bytes():  # the digest is part of it
         raise CorruptFile("its content is not what its digest was taken of")
     return manifest
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(fields)).hexdigest()
 
 
 def _canonical(value: dict[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from storage.run_dir import CheckpointName, RunDir
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
+from train_fn.optim import unpacked
 from train_fn.state import TrainState
 
 MAX_NAMED = 20
@@ -99,7 +100,7 @@ def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerCo
         averages = state["model"]
     return {
         **state,
-        "optimizer": _with_own_settings(state["optimizer"], into.optimizer.state_dict(), origin),
+        "optimizer": _with_own_settings(unpacked(state["optimizer"]), into.optimizer.state_dict(), origin),
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "ema": averages,
         "best": _best(state, ctx),

@@ -1,9 +1,12 @@
-"""Optimizers by name, and learning rates as pure functions of the step."""
+"""Optimizers by name, their states as few tensors, and learning rates as pure functions of the step."""
 
 from __future__ import annotations
 
+import json
 import math
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +22,13 @@ from everstep.catalog import (
     StepScheduleSpec,
 )
 from train_fn.errors import BadTask
+
+_kind = attrgetter("dtype", "device", "layout", "requires_grad")
+_shape = attrgetter("shape")
+_nbytes = attrgetter("nbytes")
+
+FLAT_BYTES = 64 << 20
+"""Larger states are left as they are: of these a copy in between would cost more than their many tensors do."""
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
@@ -97,3 +107,61 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Scale every parameter group's own peak learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` with its values for all parameters in one flat tensor of each kind, where alike and small.
+
+    To describe a tensor is Python, as much of it as to write 50 kB: of a small model's moments that is most of a checkpoint.
+
+    Returns:
+        In place of ``state`` the entry ``flat``: ``parameters``, their numbers; ``values``, by name one tensor with the values of
+        all parameters one behind the other; ``shapes``, by name those of each, as JSON. Others come back as they are.
+    """
+    columns = _columns(state["state"])
+    if columns is None:
+        return state
+    flat = {
+        "parameters": list(state["state"]),
+        "values": {name: torch._utils._flatten_dense_tensors(column) for name, column in columns.items()},  # type: ignore[no-untyped-call]
+        "shapes": {name: _json(tuple(map(_shape, column))) for name, column in columns.items()},
+    }
+    return {**{name: value for name, value in state.items() if name != "state"}, "flat": flat}
+
+
+def unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """What ``packed`` was given, with tensors of their own."""
+    if "flat" not in state:
+        return state
+    flat = state["flat"]
+    values: dict[Any, dict[str, torch.Tensor]] = {number: {} for number in flat["parameters"]}
+    for name, text in flat["shapes"].items():
+        shapes = json.loads(text)
+        parts = torch.split(flat["values"][name], [math.prod(shape) for shape in shapes])
+        for number, part, shape in zip(values, parts, shapes, strict=True):
+            values[number][name] = part.view(shape).clone()
+    return {**{name: value for name, value in state.items() if name != "flat"}, "state": values}
+
+
+def _columns(values: dict[Any, dict[str, Any]]) -> dict[str, list[torch.Tensor]] | None:
+    """By name the values of all parameters; None where parameters have other names, or values cannot lie in one flat tensor."""
+    rows = list(values.values())
+    names = list(rows[0]) if rows else []
+    if not names or any(list(row) != names for row in rows):
+        return None
+    columns = {name: [row[name] for row in rows] for name in names}
+    alike = all(map(_is_alike, columns.values()))
+    return columns if alike and sum(sum(map(_nbytes, column)) for column in columns.values()) <= FLAT_BYTES else None
+
+
+def _is_alike(column: list[Any]) -> bool:
+    """Whether these are plain tensors of numbers that one flat tensor can hold."""
+    if set(map(type, column)) != {torch.Tensor}:
+        return False
+    [(dtype, _, layout, requires_grad), *others] = set(map(_kind, column))
+    return not others and dtype.is_floating_point and layout is torch.strided and not requires_grad
+
+
+@lru_cache(maxsize=64)
+def _json(shapes: tuple[torch.Size, ...]) -> str:
+    return json.dumps(shapes)

@@ -16,10 +16,11 @@ from torch import nn
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.ledger import Ledger
+from train_fn.optim import packed, unpacked
 from train_fn.stream_set import Bookmarks
 
-VERSION = 2
-"""Version 1 had ``tail`` as a list."""
+VERSION = 3
+"""Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor of its own."""
 TAIL_LENGTH = 64
 """Events that travel with the state, because the rank that reported them may have died before they were durable."""
 
@@ -91,7 +92,8 @@ class TrainState:
         return _Commit(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as nested dicts of plain values and live tensors (not copies); loads with ``weights_only=True``."""
+        """Everything, as nested dicts of plain values and tensors, live ones but for small moments (``packed``); a file of it loads
+        with ``weights_only=True``."""
         return {
             "version": VERSION,
             "step": self.step,
@@ -106,7 +108,7 @@ class TrainState:
             "parent": self.parent,
             "tail": json.dumps(list(self.tail)),  # one value: as many small ones as these take a boundary's copy a millisecond
             "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
@@ -119,7 +121,7 @@ class TrainState:
             DataChanged: it was trained on other data.
             ValueError: it is of a version that this one does not know.
         """
-        if state["version"] not in (1, VERSION):
+        if state["version"] not in range(1, VERSION + 1):
             raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads versions 1 to {VERSION}")
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
@@ -135,7 +137,7 @@ class TrainState:
         self.complete = False
         self.model.load_state_dict(state["model"])
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
         _match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:

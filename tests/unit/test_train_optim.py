@@ -1,8 +1,11 @@
-"""Learning rates are functions of the step; optimizers decay matrices only."""
+"""Learning rates are functions of the step; optimizers decay matrices only; what was packed comes back bit for bit."""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from everstep.catalog import (
     SgdSpec,
     StepScheduleSpec,
 )
+from train_fn import optim
 from train_fn.errors import BadTask
-from train_fn.optim import build_optimizer, drop_gradients, lr_factor, set_lr
+from train_fn.optim import build_optimizer, drop_gradients, lr_factor, packed, set_lr, unpacked
 
 
 def test_warm_up_rises_to_the_peak() -> None:
@@ -117,3 +121,124 @@ def test_gradients_are_dropped_as_the_optimizer_would() -> None:
         drop_gradients(optimizer)
         assert all(parameter.grad is None for parameter in (*layer.parameters(), beside))
     assert isinstance(optimizer, Own) and optimizer.num_drops == 1
+
+
+def trained(optimizer_of: Any, *, dtype: torch.dtype = torch.float32, idle: bool = False) -> torch.optim.Optimizer:
+    """An optimizer after two steps over parameters of many shapes; the last one has no gradient where it is to be idle."""
+    torch.manual_seed(3)
+    shapes = [(), (1,), (5,), (3, 4), (0, 7), (2, 3, 3, 5)]
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    parameters[-1].data = parameters[-1].data.to(memory_format=torch.channels_last)
+    made: torch.optim.Optimizer = optimizer_of([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}])
+    for _ in range(2):
+        for parameter in parameters[: -1 if idle else None]:
+            parameter.grad = torch.randn_like(parameter)
+        made.step()
+    return made
+
+
+def through_a_file(tree: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["param_groups"] == wanted["param_groups"] and found.keys() == wanted.keys()
+    assert list(found["state"]) == list(wanted["state"])
+    for number, values in wanted["state"].items():
+        assert list(found["state"][number]) == list(values)
+        for name, value in values.items():
+            other = found["state"][number][name]
+            assert other.dtype == value.dtype and other.shape == value.shape and torch.equal(other, value), (number, name)
+
+
+KINDS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.1),
+    "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_are_few_tensors_and_come_back_bit_for_bit(kind: str, dtype: torch.dtype, idle: bool) -> None:
+    optimizer = trained(KINDS[kind], dtype=dtype, idle=idle)
+    wanted = optimizer.state_dict()
+    made = packed(wanted)
+    assert "state" not in made and len(made["flat"]["values"]) == len(next(iter(wanted["state"].values())))
+    before = copy.deepcopy(wanted)
+    loaded = unpacked(through_a_file(made))
+    assert_same(loaded, before)
+    for values in loaded["state"].values():
+        for value in values.values():
+            assert value.untyped_storage().nbytes() == value.nbytes, "it keeps no other's memory"
+    other = trained(KINDS[kind], dtype=dtype, idle=idle)
+    other.load_state_dict(loaded)
+    assert_same(other.state_dict(), before)
+
+
+def test_what_was_packed_is_a_copy() -> None:
+    optimizer = trained(KINDS["adamw"])
+    made = packed(optimizer.state_dict())
+    before = copy.deepcopy(made)
+    optimizer.step()
+    assert all(torch.equal(value, before["flat"]["values"][name]) for name, value in made["flat"]["values"].items())
+
+
+class Odd(torch.Tensor):
+    """Not torch's own class."""
+
+
+OTHERS: dict[str, Any] = {
+    "list": [1.0, 2.0],
+    "number": 7,
+    "none": None,
+    "integers": torch.zeros(3, dtype=torch.uint8),
+    "complex": torch.zeros(3, dtype=torch.complex64),
+    "double": torch.zeros(3, dtype=torch.float64),
+    "elsewhere": torch.zeros(3, device="meta"),
+    "sparse": torch.eye(3).to_sparse(),
+    "wants grad": torch.zeros(3, requires_grad=True),
+    "parameter": nn.Parameter(torch.zeros(3)),
+    "subclass": torch.zeros(3).as_subclass(Odd),
+}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_does_not_fit_one_flat_tensor_is_left_as_it_is(name: str, everywhere: bool) -> None:
+    state = {"state": {number: {"a": torch.ones(2), "b": torch.ones(3)} for number in range(3)}, "param_groups": []}
+    for number in range(3) if everywhere else [1]:
+        state["state"][number]["b"] = OTHERS[name]  # type: ignore[index]
+    made = packed(state)
+    if everywhere and name in ("double", "elsewhere"):
+        assert "flat" in made, "these are alike"
+    else:
+        assert made is state and unpacked(made) is state
+
+
+def test_parameters_whose_values_have_other_names_are_left_as_they_are() -> None:
+    state = {"state": {0: {"a": torch.ones(2)}, 1: {"a": torch.ones(2), "b": torch.ones(3)}}, "param_groups": []}
+    assert packed(state) is state
+    empty: dict[str, Any] = {"state": {}, "param_groups": []}
+    assert packed(empty) is empty and packed({"state": {0: {}}}) == {"state": {0: {}}}
+
+
+def test_large_moments_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained(KINDS["adamw"]).state_dict()
+    num_bytes = sum(value.nbytes for values in state["state"].values() for value in values.values())
+    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes)
+    assert "flat" in packed(state)
+    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes - 1)
+    assert packed(state) is state
+
+
+def test_what_an_optimizer_keeps_beside_its_values_stays() -> None:
+    state = trained(KINDS["adamw"]).state_dict() | {"own": {"rounds": 3}}
+    made = packed(state)
+    assert made["own"] == {"rounds": 3} and unpacked(made)["own"] == {"rounds": 3}
