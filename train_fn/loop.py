@@ -160,7 +160,7 @@ class Attempt:
                 loss = state.scaler.scale(loss_sum * scale)
                 if last:  # what all need to know travels with the gradients of the last backward
                     saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
-                    reported = saver.newest_committed(self._reported_checkpoint)
+                    reported = saver.newest_to_tell(self._reported_checkpoint)
                     replica.volatile.start()
                     replica.carrier.backward(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
                 else:

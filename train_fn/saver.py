@@ -33,6 +33,9 @@ FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
+TELL_EVERY_S = 5.0
+"""All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for its controller and for every
+rank, for a small model almost as much as the save itself. A run that saves more often tells of the newest one."""
 WRITER_NICENESS = 10
 """By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
 
@@ -70,6 +73,7 @@ class Saver:
         self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
+        self._told_at = float("-inf")
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._tried: str | None = None
@@ -142,8 +146,13 @@ class Saver:
         committed = self._committed
         return committed.step if committed is not None and committed.step > already_reported else 0
 
-    def metrics_of_newest(self) -> dict[str, float]:
-        return dict(self._committed.metrics) if self._committed else {}
+    def newest_to_tell(self, already_told: int) -> int:
+        """As ``newest_committed``, but 0 where that was not 0 a moment ago. Called by the training thread."""
+        newest, now = self.newest_committed(already_told), time.monotonic()
+        if not newest or now < self._told_at + TELL_EVERY_S:
+            return 0
+        self._told_at = now
+        return newest
 
     def close(self) -> None:
         """Take no more; a save under way is left to its thread, which dies with the process."""
@@ -160,6 +169,8 @@ class Saver:
             if self._closed or (self._waiting is not None and self._waiting.is_best and not is_best):
                 return
             self._drop_waiting()
+            if self._committed is not None:  # the other ranks hear of it later, if at all
+                self._state.parent = self._committed.name
         copy = self._copies.take()
         best = self._state.best
         with self._lock:

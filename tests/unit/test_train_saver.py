@@ -23,6 +23,7 @@ from everstep.spec import RunSpec
 from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
+from storage.run_dir import CheckpointName
 from tests.unit.one_rank import journal_of, one_rank
 from tests.unit.storage_places import quick_directory
 from train_fn import saver as saver_module
@@ -127,6 +128,25 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path,
     saver.save_now()
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]
     assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 43, 50]
+    saver.close()
+
+
+def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, state = make_context(tmp_path, keep_latest=9), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    told = 0
+    for step in (10, 20, 30, 40):
+        monkeypatch.setattr(saver_module, "TELL_EVERY_S", 0.0 if step == 40 else 3600.0)
+        train_step(saver, state, step)
+        assert saver.wait_idle(time.monotonic() + 60)
+        newest = saver.newest_to_tell(told)
+        assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
+        told = newest or told
+    assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), "what was told is no news"
+    names = [str(CheckpointName(step, 1)) for step in (10, 20, 30, 40)]
+    assert [manifest.parent for manifest in ctx.run_dir.checkpoints.list()] == [None, *names[:-1]]
     saver.close()
 
 
