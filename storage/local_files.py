@@ -217,7 +217,7 @@ class LocalFiles:
 
     @staticmethod
     def _is_there(path: Path) -> bool:
-        """Seldom, where it is asked, and then this is the quickest way to know."""
+        """Whether anything is. Where it is asked there mostly is not, and to look is quicker than to fail."""
         with mapped("look at", str(path)):
             try:
                 os.lstat(path)

@@ -28,7 +28,7 @@ _shape = attrgetter("shape")
 _nbytes = attrgetter("nbytes")
 
 FLAT_BYTES = 64 << 20
-"""Larger states are left as they are: of these a copy in between would cost more than their many tensors do."""
+"""Larger states are left as they are: one more copy of them would cost more than their many tensors do."""
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
