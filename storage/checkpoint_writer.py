@@ -29,7 +29,7 @@ _BUFFER_BYTES = 1 << 20
 class _HashedStream(io.RawIOBase):
     """A file's bytes on their way to the storage: hashed and counted. What follows a failed write is dropped."""
 
-    def __init__(self, stream: WriteStream, hasher: Callable[[], Executor], on_write: Callable[[], None]) -> None:
+    def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
         super().__init__()
         self._stream = stream
         self._hash = new_hash()
@@ -49,7 +49,7 @@ class _HashedStream(io.RawIOBase):
             return len(view)
         # The digest of a large block is taken while it is written: both let go of the interpreter. Neither keeps the caller's
         # memory, so both must be done on return.
-        hashed = self._hasher().submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
+        hashed = self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
         try:
             self._stream.write(view)
         except BaseException as exc:
@@ -90,11 +90,7 @@ class CheckpointFile(io.BufferedWriter):
     """
 
     def __init__(
-        self,
-        stream: WriteStream,
-        closed_whole: Callable[[FileEntry], None],
-        hasher: Callable[[], Executor],
-        on_write: Callable[[], None],
+        self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor, on_write: Callable[[], None]
     ) -> None:
         self._bytes = _HashedStream(stream, hasher, on_write)
         self._closed_whole = closed_whole
@@ -130,7 +126,7 @@ class CheckpointWriter:
         # The marker says whose directory this is. Who begins the same checkpoint again removes it with the directory.
         self._marker = f"{self._directory}/{MANIFEST}.{secrets.token_hex(6)}.tmp"
         self._entries: dict[str, FileEntry | None] = {}
-        self._hashing: Executor | None = None
+        self._hasher = ThreadPoolExecutor(1, "checkpoint-digest")
         self._ended = False
         self._files.make_dir(run_dir.checkpoints_path())
         self._files.touch(self._marker)  # fences the living; commit makes the directory durable
@@ -224,19 +220,12 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        if self._hashing is not None:
-            self._hashing.shutdown()
+        self._hasher.shutdown()
         if kind is None:
             self.abort()
             return
         with suppress(StorageError):  # the exception under way says more; who begins next clears away what is left
             self.abort()
-
-    def _hasher(self) -> Executor:
-        """A thread for digests, from when it is first needed on."""
-        if self._hashing is None:
-            self._hashing = ThreadPoolExecutor(1, "checkpoint-digest")
-        return self._hashing
 
     @property
     def _files(self) -> Files:

@@ -172,8 +172,6 @@ class LocalFiles:
 
     def set_aside(self, relpath: str, aside: str) -> bool:
         path = self.root / relpath
-        if not self._is_there(path):
-            return False
         try:
             with mapped("rename", str(path)):
                 path.rename(self.root / aside)
@@ -206,24 +204,12 @@ class LocalFiles:
 
     def delete_dir(self, relpath: str) -> None:
         path = self.root / relpath
-        if not self._is_there(path):
-            return
         try:
             with mapped("delete", str(path)):
                 shutil.rmtree(path)
                 sync_path(path.parent)
         except StorageNotFound:
             return
-
-    @staticmethod
-    def _is_there(path: Path) -> bool:
-        """Whether anything is. Where it is asked there mostly is not, and to look is quicker than to fail."""
-        with mapped("look at", str(path)):
-            try:
-                os.lstat(path)
-            except FileNotFoundError:
-                return False
-        return True
 
     @staticmethod
     def _write_synced(path: Path, data: bytes, flags: int) -> None:

@@ -123,7 +123,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
         return state
     flat = {
         "parameters": list(state["state"]),
-        "values": {name: torch._utils._flatten_dense_tensors(column) for name, column in columns.items()},  # type: ignore[no-untyped-call]
+        "values": {name: torch.cat([value.reshape(-1) for value in column]) for name, column in columns.items()},
         "shapes": {name: _json(tuple(map(_shape, column))) for name, column in columns.items()},
     }
     return {**{name: value for name, value in state.items() if name != "state"}, "flat": flat}

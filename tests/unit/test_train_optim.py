@@ -212,9 +212,10 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_does_not_fit_one_flat_tensor_is_left_as_it_is(name: str, everywhere: bool) -> None:
-    state = {"state": {number: {"a": torch.ones(2), "b": torch.ones(3)} for number in range(3)}, "param_groups": []}
+    values: dict[int, dict[str, Any]] = {number: {"a": torch.ones(2), "b": torch.ones(3)} for number in range(3)}
     for number in range(3) if everywhere else [1]:
-        state["state"][number]["b"] = OTHERS[name]  # type: ignore[index]
+        values[number]["b"] = OTHERS[name]
+    state = {"state": values, "param_groups": []}
     made = packed(state)
     if everywhere and name in ("double", "elsewhere"):
         assert "flat" in made, "these are alike"

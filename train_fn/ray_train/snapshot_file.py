@@ -72,8 +72,11 @@ class ShortList:
         except StorageError as exc:
             logger.warning("Ray Train's checkpoint list could not be shortened; trying again later: %s", exc)
             gone = set()
-        gone -= {str(name) for result, name in zip(results, names, strict=True) if result is manager._latest_checkpoint_result}
-        kept = [result for result, name in zip(results, names, strict=True) if str(name) not in gone]
+        kept = [
+            result
+            for result, name in zip(results, names, strict=True)
+            if str(name) not in gone or result is manager._latest_checkpoint_result
+        ]
         manager._checkpoint_results = kept
         manager._checkpoint_to_report_index = {
             each.checkpoint: manager._checkpoint_to_report_index[each.checkpoint] for each in kept
