@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
 from storage.run_dir import Stop
-from train_fn import head_clock, torch_file
+from train_fn import head_clock
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.context import WorkerContext
@@ -22,6 +23,7 @@ from train_fn.safetensors_file import safetensors_name, write_safetensors
 from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
+from train_fn.torch_file import FormFile
 
 MODEL_FILE = "model.pt"
 """The model's plain ``state_dict`` on the CPU."""
@@ -66,6 +68,7 @@ class Saver:
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
         self._told = SavesTold(ctx)
+        self._forms: defaultdict[str, FormFile] = defaultdict(FormFile)
         self._mutex = threading.RLock()
         self._lock = threading.Condition(self._mutex)
         self._waiting: Save | None = None
@@ -267,7 +270,7 @@ class Saver:
                 files[EMA_FILE] = {**model, **ema}
             for name, content in files.items():
                 with writer.write_file(name, self._moved) as file:
-                    torch_file.save(content, file)
+                    self._forms[name].save(content, file)
                 if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
                     with writer.write_file(safetensors_name(name), self._moved) as file:
                         write_safetensors(content, file)
