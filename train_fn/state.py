@@ -16,7 +16,7 @@ from torch import nn
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.ledger import Ledger
-from train_fn.optim import packed, unpacked
+from train_fn.optim import Packer, unpacked
 from train_fn.stream_set import Bookmarks
 
 VERSION = 3
@@ -55,6 +55,7 @@ class TrainState:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self._packer = Packer()
         self.scaler = scaler
         self.ema = ema
         self.steps_per_epoch = steps_per_epoch
@@ -92,7 +93,7 @@ class TrainState:
         return _Commit(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as nested dicts of plain values and tensors, live ones but for small moments (``packed``); a file of it loads
+        """Everything, as nested dicts of plain values and tensors, live ones but for small moments (``Packer``); a file of it loads
         with ``weights_only=True``."""
         return {
             "version": VERSION,
@@ -108,7 +109,7 @@ class TrainState:
             "parent": self.parent,
             "tail": json.dumps(list(self.tail)),  # one value: as many small ones as these take a boundary's copy a millisecond
             "model": dict(self.model.state_dict()),
-            "optimizer": packed(self.optimizer.state_dict()),
+            "optimizer": self._packer.packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,

@@ -23,7 +23,7 @@ from everstep.catalog import (
 )
 from train_fn import optim
 from train_fn.errors import BadTask
-from train_fn.optim import build_optimizer, drop_gradients, lr_factor, packed, set_lr, unpacked
+from train_fn.optim import Packer, build_optimizer, drop_gradients, lr_factor, set_lr, unpacked
 
 
 def test_warm_up_rises_to_the_peak() -> None:
@@ -137,6 +137,11 @@ def trained(optimizer_of: Any, *, dtype: torch.dtype = torch.float32, idle: bool
     return made
 
 
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """By one who sees this optimizer for the first time."""
+    return Packer().packed(state)
+
+
 def through_a_file(tree: Any) -> Any:
     file = io.BytesIO()
     torch.save(tree, file)
@@ -188,6 +193,61 @@ def test_what_was_packed_is_a_copy() -> None:
     before = copy.deepcopy(made)
     optimizer.step()
     assert all(torch.equal(value, before["flat"]["values"][name]) for name, value in made["flat"]["values"].items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_packed_as_they_are_now_also_by_who_knows_the_optimizer(kind: str) -> None:
+    optimizer, packer = trained(KINDS[kind]), Packer()
+    first = packer.packed(optimizer.state_dict())
+    for _ in range(3):
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        made = packer.packed(optimizer.state_dict())
+        assert all(made["flat"]["values"][name] is value for name, value in first["flat"]["values"].items()), "in the same memory"
+        assert_same(unpacked(made), optimizer.state_dict())
+
+
+def replaced(state: dict[str, Any]) -> None:
+    state["state"][2]["exp_avg"] = torch.randn(5)
+
+
+def resized(state: dict[str, Any]) -> None:
+    state["state"][2]["exp_avg"].data = torch.randn(1)
+
+
+def retyped(state: dict[str, Any]) -> None:
+    for values in state["state"].values():
+        values["exp_avg"].data = values["exp_avg"].double() / 3
+
+
+def renamed(state: dict[str, Any]) -> None:
+    for number, values in state["state"].items():
+        state["state"][number] = {("other" if name == "exp_avg" else name): value for name, value in values.items()}
+
+
+def swapped(state: dict[str, Any]) -> None:
+    values = state["state"]
+    values[4], values[5] = values.pop(5), values.pop(4)
+
+
+def dropped(state: dict[str, Any]) -> None:
+    del state["state"][1]
+
+
+@pytest.mark.parametrize("change", [replaced, resized, retyped, renamed, swapped, dropped])
+def test_who_knows_the_optimizer_sees_that_its_values_are_others(change: Any) -> None:
+    state, packer = trained(KINDS["adamw"]).state_dict(), Packer()
+    packer.packed(state)
+    change(state)
+    assert_same(unpacked(packer.packed(state)), state)
+
+
+def test_who_knows_the_optimizer_sees_that_a_value_does_not_fit_any_more() -> None:
+    state, packer = trained(KINDS["adamw"]).state_dict(), Packer()
+    assert "flat" in packer.packed(state)
+    state["state"][2]["exp_avg"] = None
+    assert packer.packed(state) is state
 
 
 class Odd(torch.Tensor):
