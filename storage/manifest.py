@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import Annotated, Any, Protocol, Self
 
 import blake3 as blake3_module
@@ -119,6 +120,7 @@ class Manifest(_Frozen):
         return _canonical({**fields, "digest": _digest(fields)})
 
 
+@lru_cache(maxsize=64)
 def parse_manifest(data: bytes) -> Manifest:
     """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
     try:
