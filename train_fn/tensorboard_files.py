@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from google_crc32c import value as crc32c
+
 from everstep.events import EventKind
 from storage.event_files import EventFile, open_event_file
 from storage.journal import JournalEvent
@@ -125,7 +127,5 @@ def _framed(data: bytes) -> bytes:
 
 def _checksum(data: bytes) -> int:
     """CRC-32C, turned and masked as the format asks for."""
-    from tensorboardX.crc32c import crc32c
-
     value: int = crc32c(data)
     return ((value >> 15 | value << 17) + 0xA282EAD8) & _MASK32
