@@ -35,7 +35,7 @@ FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
-TELL_EVERY_S = 5.0
+TELL_EVERY_S = 15.0
 """All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for its controller and for every
 rank, for a small model almost as much as the save itself. A run that saves more often tells of the newest one."""
 WRITER_NICENESS = 10
