@@ -151,10 +151,10 @@ class Saver:
 
     def newest_to_tell(self, already_told: int) -> int:
         """As ``newest_committed``, but 0 where that was not 0 a moment ago. Called by the training thread."""
-        newest, now = self.newest_committed(already_told), time.monotonic()
-        if not newest or now < self._told_at + TELL_EVERY_S:
-            return 0
-        self._told_at = now
+        now = time.monotonic()
+        newest = self.newest_committed(already_told) if now >= self._told_at + TELL_EVERY_S else 0
+        if newest:
+            self._told_at = now
         return newest
 
     def close(self) -> None:
