@@ -244,11 +244,10 @@ def _checked_url(url: str) -> URL:
         found = make_url(url)
     except SQLAlchemyError as exc:
         raise DatabaseError("that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…") from exc
-    if found.get_backend_name() == "postgresql":
-        return found.set(drivername="postgresql+psycopg")
-    if found.get_backend_name() != "sqlite":
-        raise DatabaseError(f"{found.get_backend_name()} is not served; give sqlite:///PATH or postgresql+psycopg://…")
-    return found
+    drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}  # whatever driver the URL names
+    if (backend := found.get_backend_name()) not in drivers:
+        raise DatabaseError(f"{backend} is not served; give sqlite:///PATH or postgresql+psycopg://…")
+    return found.set(drivername=drivers[backend])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +198,10 @@ def test_a_connection_that_drops_in_the_middle_changes_nothing_and_the_next_one_
 def test_an_address_that_is_not_served_says_what_is(url: str) -> None:
     with pytest.raises(DatabaseError, match=r"postgresql\+psycopg"):
         Database(url)
+
+
+def test_an_address_may_name_any_driver(tmp_path: Path) -> None:
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'everstep.db'}")
+    database.migrate()
+    assert [row.name for row, _ in ProjectStore(database).all()] == ["default"]
+    database.close()
