@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import operator
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ def _proven_form(content: dict[str, torch.Tensor], data: bytes) -> _Form | None:
     try:
         form = _Form(content, data)
         return form if form.proof() else None
-    except (KeyError, ValueError, RuntimeError, zipfile.BadZipFile, struct.error):
+    except (KeyError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error):
         return None
 
 
