@@ -120,7 +120,7 @@ class Manifest(_Frozen):
         return _canonical({**fields, "digest": _digest(fields)})
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # more than most runs keep, and retention reads with every save
 def parse_manifest(data: bytes) -> Manifest:
     """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
     try:
