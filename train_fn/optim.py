@@ -24,7 +24,7 @@ from everstep.catalog import (
 from train_fn.errors import BadTask
 
 _kind = operator.attrgetter("dtype", "device", "layout", "requires_grad")
-_shape = operator.attrgetter("shape")
+_form = operator.attrgetter("shape", "dtype")
 _nbytes = operator.attrgetter("nbytes")
 
 FLAT_BYTES = 64 << 20
@@ -142,21 +142,20 @@ class _Flat:
     def __init__(self, columns: dict[str, list[torch.Tensor]]) -> None:
         self._names = list(columns)
         self._sources = list(itertools.chain(*columns.values()))
-        self._shapes = list(map(_shape, self._sources))
+        self._forms = list(map(_form, self._sources))
         self._values = {name: column[0].new_empty(sum(map(torch.numel, column))) for name, column in columns.items()}
         parts = [torch.split(self._values[name], [value.numel() for value in column]) for name, column in columns.items()]
-        self._targets = [part.view(shape) for part, shape in zip(itertools.chain(*parts), self._shapes, strict=True)]
+        self._targets = [part.view(value.shape) for part, value in zip(itertools.chain(*parts), self._sources, strict=True)]
         self.shapes = {name: json.dumps([value.shape for value in column]) for name, column in columns.items()}
 
     def is_of(self, columns: dict[str, list[Any]]) -> bool:
-        """Whether these are the values that it was made for, and of the same shape and kind."""
+        """Whether these are the values that it was made for, and of the same shapes and kinds."""
         values = list(itertools.chain(*columns.values()))
         return (
             list(columns) == self._names
             and len(values) == len(self._sources)
             and all(map(operator.is_, values, self._sources))
-            and list(map(_shape, values)) == self._shapes
-            and all({value.dtype for value in column} == {self._values[name].dtype} for name, column in columns.items())
+            and list(map(_form, values)) == self._forms
         )
 
     @torch.no_grad()

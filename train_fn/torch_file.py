@@ -14,11 +14,14 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from isal.isal_zlib import crc32
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 FORM_BYTES = 16 << 20
 """Files of named tensors up to this size are kept as a form; to write a larger one takes longer than to describe its tensors."""
@@ -76,8 +79,9 @@ class FormFile:
             return
         first = io.BytesIO()
         save(content, first)
-        file.write(first.getbuffer())
-        self._form = _proven_form(content, first.getvalue())
+        data = first.getvalue()
+        file.write(data)
+        self._form = _proven_form(content, data)
 
 
 class _Form:
@@ -86,13 +90,13 @@ class _Form:
     def __init__(self, content: dict[str, torch.Tensor], data: bytes) -> None:
         self._names, self._tensors = list(content), list(content.values())
         self._data = bytearray(data)
-        self._sources = [_bytes_of(tensor) for tensor in self._tensors if tensor.nbytes]
+        self._sources = {name: _bytes_of(tensor) for name, tensor in content.items() if tensor.nbytes}
         self._targets: list[torch.Tensor] = []
         self._records: list[tuple[memoryview, int, int]] = []
         """Of each tensor that has any: its bytes, and where its checksum is twice."""
         records = _records(data)
         for number, tensor in enumerate(self._tensors):
-            begin, size_bytes, entry_at = records[f"data/{number}"]
+            begin, size_bytes, checksum_at = records[f"data/{number}"]
             if size_bytes != tensor.nbytes:
                 raise ValueError(f"record {number} has {size_bytes} bytes, its tensor {tensor.nbytes}")
             if not size_bytes:
@@ -101,7 +105,7 @@ class _Form:
             if data[end : end + 4] != _DESCRIPTOR:
                 raise ValueError(f"nothing follows record {number}")
             self._targets.append(torch.frombuffer(self._data, dtype=torch.uint8, count=size_bytes, offset=begin))
-            self._records.append((memoryview(self._data)[begin:end], end + 4, entry_at + 16))
+            self._records.append((memoryview(self._data)[begin:end], end + 4, checksum_at))
 
     def is_of(self, content: Any) -> bool:
         """Whether these are the tensors it was made of."""
@@ -109,15 +113,15 @@ class _Form:
 
     def filled(self) -> memoryview:
         """The file with the tensors' present values; the next call overwrites it."""
-        return self._filled_with(self._sources)
+        return self._filled_with(list(self._sources.values()))
 
     def proof(self) -> bool:
         """Whether it loads as what it was filled with, whatever that is, and its checksums are right. Leaves other values in it."""
         random = np.random.default_rng(len(self._data))
-        values = [torch.from_numpy(random.integers(0, 256, source.numel(), np.uint8)) for source in self._sources]
+        values = [torch.from_numpy(random.integers(0, 256, source.numel(), np.uint8)) for source in self._sources.values()]
         file = io.BytesIO(self._filled_with(values))
         loaded = torch.load(file, weights_only=True)
-        found = [_bytes_of(loaded[name]) for name, tensor in zip(self._names, self._tensors, strict=True) if tensor.nbytes]
+        found = [_bytes_of(loaded[name]) for name in self._sources]
         with zipfile.ZipFile(file) as archive:
             return all(map(torch.equal, found, values)) and archive.testzip() is None
 
@@ -159,15 +163,26 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _records(data: bytes) -> dict[str, tuple[int, int, int]]:
-    """By name without the archive's own: where a record's data begins, its size, and where its entry in the directory begins."""
-    found: dict[str, tuple[int, int, int]] = {}
+    """By name without the archive's own: where a record's data begins, its size, and where the directory has its checksum."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entry_at = archive.start_dir
-        for info in archive.infolist():
-            header_bytes = _LOCAL_BYTES + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
-            found[info.filename.partition("/")[2]] = info.header_offset + header_bytes, info.file_size, entry_at
-            entry_at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", data, entry_at + 28))
-    return found
+        infos, start = archive.infolist(), archive.start_dir
+    return {
+        info.filename.partition("/")[2]: (info.header_offset + _header_bytes(data, info.header_offset), info.file_size, checksum_at)
+        for info, checksum_at in zip(infos, _checksum_places(data, start), strict=False)
+    }
+
+
+def _header_bytes(data: ReadableBuffer, at: int = 0) -> int:
+    """Length of a record's header."""
+    name_bytes, padding_bytes = struct.unpack_from("<HH", data, at + 26)
+    return _LOCAL_BYTES + int(name_bytes + padding_bytes)
+
+
+def _checksum_places(data: ReadableBuffer, at: int) -> Iterator[int]:
+    """Where in a directory that begins there each record's checksum is; the caller knows how many there are."""
+    while True:
+        yield at + 16
+        at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", data, at + 28))
 
 
 class _Checksums:
@@ -206,7 +221,7 @@ class _Checksums:
         elif view[:4] == _LOCAL:
             if self._in_record:
                 self._crcs.append(0)
-            self._header_left = _LOCAL_BYTES + sum(struct.unpack_from("<HH", view, 26)) - len(view)
+            self._header_left = _header_bytes(view) - len(view)
             self._in_record, self._crc, self._size_bytes = True, 0, 0
         elif view[:4] == _CENTRAL:
             return self._directory(view)
@@ -222,10 +237,9 @@ class _Checksums:
         return layout is not None and struct.unpack(layout, view) == (_DESCRIPTOR, 0, self._size_bytes, self._size_bytes)
 
     def _directory(self, view: memoryview) -> memoryview:
-        directory, at = bytearray(view), 0
-        for crc in self._crcs:
-            struct.pack_into("<I", directory, at + 16, crc)
-            at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", directory, at + 28))
+        directory = bytearray(view)
+        for crc, place in zip(self._crcs, _checksum_places(view, 0), strict=False):
+            struct.pack_into("<I", directory, place, crc)
         return memoryview(directory)
 
 
