@@ -22,10 +22,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL
 
 from service.db.checkpoints import CheckpointRecords
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database, DatabaseError, checked_url
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings, SettingsError, database_url, home_directory
@@ -67,10 +67,11 @@ def create(settings: Settings, directory: Path, *, with_storage: bool = True) ->
             f"the storage {storage.uri} is an object store: turn on its bucket's versioning or replication, and copy the database "
             "with --database-only"
         )
+    url = checked_url(settings.database_url)
     draft = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
-    name = _copy_database(make_url(settings.database_url), draft)
+    name = _copy_database(url, draft)
     if with_storage:
         _copy_tree(Path(storage.uri), draft / _STORAGE)
     manifest = {
@@ -98,7 +99,7 @@ def restore(settings: Settings, directory: Path) -> Summary:
     source = directory / str(manifest["database"])
     if _sha256(source) != manifest["database_sha256"]:
         raise BackupError(f"{source} holds other bytes than were written: take another copy")
-    storage, url = open_storage(settings.storage_uri), make_url(settings.database_url)
+    storage, url = open_storage(settings.storage_uri), checked_url(settings.database_url)
     with HomeLock(settings):
         if manifest["with_storage"]:
             if not storage.is_local:

@@ -64,7 +64,7 @@ class Database:
 
         Raises DatabaseError for a URL that names no database that is served.
         """
-        self.url: Final[URL] = _checked_url(url)
+        self.url: Final[URL] = checked_url(url)
         self.is_sqlite: Final = self.url.get_backend_name() == "sqlite"
         self.companion: Companion | None = None
         self._guard: Guard | None = None
@@ -239,7 +239,8 @@ class Database:
         self._engine.dispose()
 
 
-def _checked_url(url: str) -> URL:
+def checked_url(url: str) -> URL:
+    """Where a database is, with the driver that is used. Raises DatabaseError for one that is not served."""
     try:
         found = make_url(url)
     except SQLAlchemyError as exc:

@@ -11,7 +11,7 @@ import pytest
 from everstep.spec import parse_spec
 from service import backup
 from service.backup import BackupError, create, restore
-from service.db.engine import Database
+from service.db.engine import Database, DatabaseError
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
@@ -119,6 +119,17 @@ def test_a_copy_that_was_damaged_or_never_finished_is_refused(served: Settings, 
     (copy / backup.MANIFEST).unlink()
     with pytest.raises(BackupError, match="is no copy"):
         restore(other, copy)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "mysql://host/name"])
+def test_a_database_that_is_not_served_is_neither_copied_nor_put_back(served: Settings, tmp_path: Path, url: str) -> None:
+    other = Settings(home=tmp_path / "other", database_url=url)
+    with pytest.raises(DatabaseError, match="sqlite:///PATH"):
+        create(other, tmp_path / "none", with_storage=False)
+    create(served, tmp_path / "copy", with_storage=False)
+    with pytest.raises(DatabaseError, match="sqlite:///PATH"):
+        restore(other, tmp_path / "copy")
+    assert not [path.name for path in tmp_path.iterdir() if "none" in path.name], "nothing is left of it"
 
 
 def test_an_object_store_is_the_bucket_s_own_matter(served: Settings, tmp_path: Path) -> None:
