@@ -114,7 +114,7 @@ class ByTurns(Attempt):
     def _take_plain_step(self, replica: Replica) -> None:
         ctx, state = self.ctx, replica.state
         assert self._loader is not None
-        num_samples, share, _ = replica.plans.of(state.step)
+        num_samples, share, *_ = replica.plans.of(state.step)
         scale = ctx.world_size / num_samples
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):

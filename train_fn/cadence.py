@@ -121,6 +121,8 @@ class SaveCadence:
     def __init__(self, spec: CheckpointSpec, step: int, now: float) -> None:
         self._spec = spec
         self._saved_step, self._saved_at = step, now
+        self.earliest_step = self._earliest_step()
+        """Nothing is due at a step before this one, whenever it comes."""
         self._interval: Interval | None = None
         self._told_s: float | None = None
         self._quiet_s: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -135,7 +137,7 @@ class SaveCadence:
 
     def is_due(self, step: int, now: float) -> bool:
         """Whether the state after ``step`` is to be saved. What came due while it could not be done stays due."""
-        if step == self._saved_step:
+        if step < self.earliest_step:
             return False
         every_steps, every_s, passed_s = self._spec.every_steps, self._spec.every_s, now - self._saved_at
         if isinstance(every_steps, int) and step // every_steps > self._saved_step // every_steps:
@@ -148,6 +150,7 @@ class SaveCadence:
     def begun(self, step: int, now: float) -> None:
         """A save of ``step`` was begun, whether because it was due or not."""
         self._saved_step, self._saved_at = step, now
+        self.earliest_step = self._earliest_step()
         self._slowdown_s, self._busy_s, self._just_begun = self._measure_slowdown_s(), [], True
 
     def step_ended(self, now: float, *, busy: bool) -> None:
@@ -181,6 +184,12 @@ class SaveCadence:
             "bound": chosen.bound,
             "reason": chosen.reason(),
         }
+
+    def _earliest_step(self) -> int:
+        every_steps = self._spec.every_steps
+        if not isinstance(every_steps, int) or self._spec.every_s is not None:
+            return self._saved_step + 1
+        return (self._saved_step // every_steps + 1) * every_steps
 
     def _measure_slowdown_s(self) -> float:
         """What the last save took from the steps beside it. By medians: an evaluation between two steps is no slow step."""

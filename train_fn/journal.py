@@ -34,6 +34,7 @@ LONELY_S = 10.0
 """A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
+_METRICS = EventKind.METRICS  # asked of the class, a member is found by Python's own code
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,10 @@ class ActorJournalClient:
         self._source_n = 0
         self._announced: Stop | None = None
         self._reply: Reply | None = None
+        self.stop_requested: Stop | None = None
+        """What the user asked for, as far as the journal told."""
+        self.profile_ordered: ProfileOrder | None = None
+        """The newest profile that was asked for, of whatever rank and attempt."""
         self._replied_at = 0.0
         self._num_replies = 0
         self._num_replies_taken = 0
@@ -213,7 +218,7 @@ class ActorJournalClient:
         """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics travel as one."""
         number = self.attempt if attempt is None else attempt
         with self._mutex:  # as self._lock, which is Python's own code, would take it
-            if kind is EventKind.METRICS:
+            if kind is _METRICS:
                 self._num_points += len(data["points"])
                 newest = self._pending[-1] if self._pending else None
                 if newest is not None and newest[1] is kind and newest[2] == number:
@@ -226,15 +231,6 @@ class ActorJournalClient:
             self._handed_over += 1
             if self._is_idle:
                 self._hurry.set()
-
-    @property
-    def stop_requested(self) -> Stop | None:
-        return self._reply.stop if self._reply else None
-
-    @property
-    def profile_ordered(self) -> ProfileOrder | None:
-        """The newest profile that was asked for, of whatever rank and attempt."""
-        return self._reply.profile if self._reply else None
 
     @property
     def last_step(self) -> int | None:
@@ -335,6 +331,7 @@ class ActorJournalClient:
         head_clock.learn(asked_at, reply.at, time.time())
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
         self._reply, self._replied_at = reply, time.monotonic()
+        self.stop_requested, self.profile_ordered = reply.stop, reply.profile
         self._num_replies += 1
         self._count_delivered()
         if len(batch) == MAX_BATCH:  # there may be more; what came meanwhile waits for its turn, or every step would be a call

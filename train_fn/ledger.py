@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,15 +47,25 @@ def sample_hashes(places: Sequence[tuple[int, int]], batches: Sequence[IndexArra
     return hashes
 
 
-def count(epoch: int, step: int, expected: IndexArray, yielded: IndexArray, expected_hash: int) -> Count:
-    """Compare what a loader yielded with what the sampler expected of it, whose hash was worked out before."""
+def difference(epoch: int, step: int, expected: IndexArray, yielded: IndexArray, expected_hash: int) -> Count | None:
+    """What is to be added to the count of what the sampler expected of a loader, to have that of what it yielded; None for nothing.
+
+    Args:
+        expected_hash: of the samples that are expected, worked out before.
+    """
     if expected.tobytes() == yielded.tobytes():
-        return Count(len(yielded), 0, 0, expected_hash)
+        return None
     sample_hash = int(np.add.reduce(mix(yielded.astype(np.uint64), key(epoch, step, 5))))
     want, num_want = np.unique(expected, return_counts=True)
     have, num_have = np.unique(yielded, return_counts=True)
     both = np.minimum(num_want[np.isin(want, have)], num_have[np.isin(have, want)]).sum()
-    return Count(len(yielded), len(yielded) - int(both), len(expected) - int(both), sample_hash)
+    num_common = int(both)
+    return Count(
+        len(yielded) - len(expected),
+        len(yielded) - num_common,
+        len(expected) - num_common,
+        (sample_hash - expected_hash) & MASK64,
+    )
 
 
 @dataclass
@@ -88,10 +98,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entered = _Entered()
-        self._waiting: list[tuple[int, Count]] = []
+        self._waiting: list[tuple[int, Callable[[], Count]]] = []
 
-    def commit(self, step: int, total: Count) -> None:
-        """Enter one global batch, counted over all ranks. ``step`` counts the steps done before it."""
+    def commit(self, step: int, total: Callable[[], Count]) -> None:
+        """Enter one global batch. ``step`` counts the steps done before it.
+
+        Args:
+            total: what was counted over all ranks; asked for when the step is entered.
+        """
         self._waiting.append((step, total))
         if len(self._waiting) == _MOST_WAITING:
             self._enter()
@@ -99,7 +113,7 @@ class Ledger:
     def _enter(self) -> _Entered:
         waiting, self._waiting = self._waiting, []
         for step, total in waiting:
-            self._entered.enter(step, total)
+            self._entered.enter(step, total())
         return self._entered
 
     def close_epoch(self) -> dict[str, Any]:

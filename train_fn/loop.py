@@ -17,7 +17,7 @@ from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
 from train_fn.gpu_memory import memory_summary
-from train_fn.ledger import Count, count
+from train_fn.ledger import difference
 from train_fn.loader import Loader
 from train_fn.optim import drop_gradients, lr_factor, set_lr
 from train_fn.profiler import StepProfiler
@@ -68,6 +68,7 @@ class Attempt:
         self._stragglers: StragglerWatch | None = None
         self._profiler: StepProfiler | None = None
         self._reported_checkpoint = 0
+        self._grad_clip_norm = ctx.spec.train.grad_clip_norm
 
     def begin(self) -> None:
         """Build the replica, and take over the state that the ranks agree on."""
@@ -122,13 +123,13 @@ class Attempt:
         values = self._commit(replica, totals)  # the gate is passed; no collective in here
         if state.bookmarks is not None:
             state.bookmarks.exchange(state.step, replica.peers.gather)
-        step_s = reporter.step_done(values, totals.counted.num_samples)
+        step_s = reporter.step_done(values, totals.facts.num_samples)
         if self._stragglers is not None:
             self._stragglers.note(state.step - 1, totals.own_s, step_s)
-        self._report_checkpoint(totals.checkpoint_step)
-        stop = totals.stop if state.step < replica.total_steps else None
+        self._report_checkpoint(totals.facts.checkpoint_step)
+        stop = totals.facts.stop if state.step < replica.total_steps else None
         is_best = stop is None and self._close_boundary()
-        saver.offer(due=totals.save, is_best=is_best)
+        saver.offer(due=totals.facts.save, is_best=is_best)
         publisher.offer()
         return is_best, stop
 
@@ -136,18 +137,18 @@ class Attempt:
         """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""
         ctx, state = self.ctx, replica.state
         assert self._loader is not None and self._saver is not None and self._clock is not None
-        num_samples, share, hashes = replica.plans.of(state.step)
+        num_samples, share, hashes, expected = replica.plans.of(state.step)
         scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
         replica.volatile.keep()
-        totals = StepSum(replica.peers)
+        totals = StepSum(replica.peers, expected)
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
-            batch, number, counted = None, 0, Count()
+            batch, number, differs = None, 0, None
             if position < len(share):
                 self.phase = "data"
                 loaded = next(self._loader)
                 batch = loaded.batch
-                counted = count(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
+                differs = difference(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
                 if state.bookmarks is not None:
                     state.bookmarks.note(loaded)
                 number = share[position].number
@@ -156,7 +157,7 @@ class Attempt:
             with replica.synchronising(last):
                 replica.seed(state.step, number)
                 loss_sum, weight = replica.forward(batch)
-                totals.add(loss_sum, weight, counted)
+                totals.add(loss_sum, weight, differs)
                 loss = state.scaler.scale(loss_sum * scale)
                 if last:  # what all need to know travels with the gradients of the last backward
                     saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
@@ -183,21 +184,21 @@ class Attempt:
     def _commit(self, replica: Replica, totals: StepTotals) -> dict[str, float | None]:
         """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
         spec, state = self.ctx.spec, replica.state
-        if totals.num_nonfinite:
+        if totals.facts.num_nonfinite:
             raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, told(replica.task, "loss"))
         if not 0 < totals.weight < math.inf:
             raise BadTask(
                 f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
                 "a weight is how many samples or tokens loss_sum is a sum over"
             )
-        expected = totals.counted.num_samples * replica.weight_per_sample
+        expected = totals.facts.num_samples * replica.weight_per_sample
         if totals.weight != expected:  # sequences of several lengths, say: what the loss is a sum over is known only now
             gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, expected / totals.weight)
         state.scaler.unscale_(state.optimizer)
         grad_norm = None
-        if spec.train.grad_clip_norm is not None:
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, spec.train.grad_clip_norm))
+        if self._grad_clip_norm is not None:
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, self._grad_clip_norm))
             if not math.isfinite(grad_norm) and not state.scaler.is_enabled():  # a scaler leaves such a step out
                 raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
         set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
@@ -209,7 +210,8 @@ class Attempt:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.counted)
         drop_gradients(state.optimizer)
-        return {"loss": totals.loss_sum / totals.weight, "lr": state.optimizer.param_groups[0]["lr"], "grad_norm": grad_norm}
+        values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": state.optimizer.param_groups[0]["lr"]}
+        return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
 
     def _close_boundary(self) -> bool:
         """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far."""
@@ -301,6 +303,10 @@ class Attempt:
             snapshot_problem=problem,
             memory=memory,
         )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:

@@ -18,7 +18,6 @@ from train_fn.collectives import Peers
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
-from train_fn.ledger import Count
 from train_fn.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
 from train_fn.optim import build_optimizer
 from train_fn.own_code import add_to_path
@@ -125,7 +124,7 @@ class Replica:
             self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
         check_moves(self.task, loss_sum)
         totals = StepSum(self.peers)
-        totals.add(loss_sum, weight, Count())
+        totals.add(loss_sum, weight)
         self.carrier.backward(loss_sum, totals.numbers(stop=None, checkpoint_step=0))
         known = self.carrier.take()
         if 0 < known.weight < math.inf:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -13,7 +12,8 @@ from train_fn.state import TrainState
 
 TAIL_S = 10.0
 """How far back events are reported again after a recovery. Reports are durable within a fraction of this."""
-_METRICS = EventKind.METRICS.value
+_METRICS = EventKind.METRICS
+_METRICS_KIND = _METRICS.value
 
 
 class Reporter:
@@ -30,19 +30,22 @@ class Reporter:
         self._step_began = self._epoch_began = time.perf_counter()
 
     def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
-        """Report a step's metrics; returns how long it took since the last one, in seconds."""
-        now = time.perf_counter()
+        """Report a step's metrics; returns how long it took since the last one, in seconds.
+
+        Args:
+            values: None for one that is not finite. More is added to them.
+        """
+        now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items() if value is not None}
-        timed = {**finite, "samples_per_s": num_samples / step_s, "step_s": step_s}
-        point = {"step": self._state.step, "at": head_clock.now(), "values": timed}
-        self._state.tail.append({"kind": _METRICS, "at": point["at"], "data": point})
+        values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
+        point = {"step": self._state.step, "at": at, "values": values}
+        self._state.tail.append({"kind": _METRICS_KIND, "at": at, "data": point})
         self._steps_reported += 1
         if self._journal is None:
             return step_s
         # The attempt's first step travels alone: it marks the end of a recovery.
         late, self._late_points = (self._late_points, []) if self._steps_reported > 1 else ([], self._late_points)
-        self._journal.emit(EventKind.METRICS, {"points": [*late, point]})
+        self._journal.emit(_METRICS, {"points": [*late, point]})
         return step_s
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
@@ -57,9 +60,9 @@ class Reporter:
         if self._journal is None or not tail:
             return
         recent = [entry for entry in tail if entry["at"] >= tail[-1]["at"] - TAIL_S]
-        self._late_points = [entry["data"] for entry in recent if entry["kind"] == _METRICS]
+        self._late_points = [entry["data"] for entry in recent if entry["kind"] == _METRICS_KIND]
         for entry in recent:
-            if entry["kind"] != _METRICS:
+            if entry["kind"] != _METRICS_KIND:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:
@@ -74,5 +77,5 @@ class Reporter:
     def close(self) -> None:
         """Report late points for which no step came."""
         if self._journal is not None and self._late_points:
-            self._journal.emit(EventKind.METRICS, {"points": self._late_points})
+            self._journal.emit(_METRICS, {"points": self._late_points})
             self._late_points = []

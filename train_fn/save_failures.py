@@ -19,15 +19,8 @@ class SaveFailures:
         self._spec = spec
         self._retry_at = float("-inf")
         self.in_a_row = 0
-
-    @property
-    def unavailable(self) -> bool:
-        return self.in_a_row >= self._spec.max_failed_saves
-
-    @property
-    def stop(self) -> Stop | None:
+        self.stop: Stop | None = None
         """``pause`` where the run asked for it and the storage is unavailable."""
-        return "pause" if self.unavailable and self._spec.on_failed_saves == "pause" else None
 
     @property
     def retry_s(self) -> float:
@@ -36,10 +29,12 @@ class SaveFailures:
 
     def failed(self, now: float) -> None:
         self.in_a_row += 1
+        if self.in_a_row >= self._spec.max_failed_saves and self._spec.on_failed_saves == "pause":
+            self.stop = "pause"
         self._retry_at = now + self.retry_s
 
     def succeeded(self) -> None:
-        self.in_a_row, self._retry_at = 0, float("-inf")
+        self.in_a_row, self._retry_at, self.stop = 0, float("-inf"), None
 
     def may_try(self, now: float) -> bool:
         """Whether the pause after the last failure is over."""

@@ -88,8 +88,9 @@ class Saver:
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals take it to all ranks."""
-        if not self._active:
-            return False
+        is_early = self._state.step + 1 < self._cadence.earliest_step
+        if not self._active or (is_early and self._current is self._waiting is None and not self._failures.in_a_row):
+            return False  # most steps go no further
         now = time.monotonic()
         with self._mutex:  # as self._lock, which is Python's own code, would take it
             stalled = self._stalled(now)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from train_fn.ledger import sample_hashes
+from train_fn.ledger import Count, sample_hashes
+from train_fn.randomness import MASK64
 from train_fn.sampler import MicroBatch, Sampler
+from train_fn.step_totals import Expected, told_hashes
 
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
@@ -24,6 +26,8 @@ class StepPlan(NamedTuple):
     share: list[MicroBatch]
     hashes: list[int]
     """Of each micro-batch's samples, as the ledger has them."""
+    expected: Expected
+    """Of all of them."""
 
 
 class StepPlans:
@@ -53,4 +57,10 @@ class StepPlans:
             places += [(epoch, step)] * len(share)
             num_samples += sum(len(micro.indices) for micro in share)
         hashes = iter(sample_hashes(places, [micro.indices for _, share in shares for micro in share]))
-        return [StepPlan(size, share, [next(hashes) for _ in share]) for size, share in shares]
+        of_steps = [[next(hashes) for _ in share] for _, share in shares]
+        sums = [sum(each) & MASK64 for each in of_steps]
+        told = told_hashes(sums, self._world_size)
+        return [
+            StepPlan(size, share, each, Expected(Count(sum(len(micro.indices) for micro in share), 0, 0, total), told_hash))
+            for (size, share), each, total, told_hash in zip(shares, of_steps, sums, told, strict=True)
+        ]

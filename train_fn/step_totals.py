@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,31 +30,68 @@ _FIELDS = "QBIIIQBBBQ"
 """Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step; cancel, pause, save; samples' hash.
 
 All but the last are the same from step to step, mostly."""
-_WHOLE = struct.Struct(f"<{_FIELDS}")
+_WHOLE = struct.Struct(f"<{_FIELDS[:-1]}")
 _MOST_WEIGHT = 1 << 48
 """A weight below it is sent exactly; of one above, the digits of a float32."""
 _NUM_FRACTIONS = 3
 """Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too large. They come first."""
-_NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size
+_HASH = struct.Struct(f"<{_FIELDS[-1]}")
+_NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size + _HASH.size
 """All but the ranks' own times."""
-_SENT = struct.Struct(f"={_NUM_NUMBERS}f")
-_SIZES = [struct.calcsize(f"<{field}") for field in _FIELDS]
-_ENDS = list(itertools.accumulate(_SIZES, initial=0))
-_FRACTIONS, _HASH = struct.Struct(f"={_NUM_FRACTIONS}f"), struct.Struct(f"={_SIZES[-1]}f")
-_OWN_AT = _SENT.size
-_HASH_AT = _OWN_AT - _HASH.size
-"""Where in the numbers' bytes, float32, the ranks' own times begin, and the hash."""
-_REMEMBERED = 64
+_FLOAT_BYTES = 4
+_LAYOUT = f"={_NUM_FRACTIONS}f{_FLOAT_BYTES * _WHOLE.size}s{_FLOAT_BYTES * _HASH.size}s"
+"""The numbers as float32; those of whole numbers' bytes, which are worked out before, as they are in memory."""
+_SENT = struct.Struct(_LAYOUT)
+_ENDS = list(itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS[:-1])), initial=0))
+_REMEMBERED = 16
+_NONFINITE_AT = 1
+"""Of these the number that is finite whatever the ranks tell: overwritten before every backward, so that sums are new ones."""
+
+
+class Expected(NamedTuple):
+    """What one rank tells of its samples where the loader yields what the sampler expects, worked out before the step."""
+
+    samples: Count
+    told_hash: bytes
+    """As ``told_hashes`` makes it."""
 
 
 class Told(NamedTuple):
     """What one rank tells the others."""
 
-    values: list[float]
-    """As ``_NUM_NUMBERS`` has them."""
+    fractions: tuple[float, float, float]
+    fields: tuple[int, ...]
+    """All but the hash."""
+    told_hash: bytes
     own_s: float
     of_losses: torch.Tensor | None
-    """On a device, which alone knows them yet, the first of ``values``."""
+    """On a device, which alone knows them yet, the first of the numbers."""
+
+
+class Facts(NamedTuple):
+    """What all ranks' fields add up to: the same from step to step, mostly."""
+
+    weight: int
+    num_nonfinite: int
+    """Ranks whose loss is not finite."""
+    num_samples: int
+    num_unexpected: int
+    num_missing: int
+    checkpoint_step: int
+    """Step of a checkpoint that has been committed since and is to be reported; 0 for none."""
+    cancels: int
+    pauses: int
+    saves: int
+
+    @property
+    def stop(self) -> Stop | None:
+        """What at least one rank has heard that the user asked for."""
+        return "cancel" if self.cancels else "pause" if self.pauses else None
+
+    @property
+    def save(self) -> bool:
+        """Whether the state after this step is to be saved: rank 0's word, on every rank the same."""
+        return self.saves > 0
 
 
 class StepTotals(NamedTuple):
@@ -62,19 +100,23 @@ class StepTotals(NamedTuple):
     loss_sum: float
     weight: float
     """Samples or tokens that ``loss_sum`` is a sum over."""
-    counted: Count
-    num_nonfinite: int
-    """Ranks whose loss is not finite."""
-    nonfinite_rank: int | None
-    """The one rank, where it is one."""
-    stop: Stop | None
-    """What at least one rank has heard that the user asked for."""
-    checkpoint_step: int
-    """Step of a checkpoint that has been committed since and is to be reported; 0 for none."""
-    save: bool
-    """Whether the state after this step is to be saved: rank 0's word, on every rank the same."""
-    own_s: tuple[float, ...] = ()
+    facts: Facts
+    hash_sums: bytes
+    """Of the bytes of the ranks' hashes."""
+    own_s: tuple[float, ...]
     """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
+    nonfinite_ranks: float
+    """Their sum, each one more than it is."""
+
+    @property
+    def nonfinite_rank(self) -> int | None:
+        """The one rank whose loss is not finite, where it is one."""
+        return round(self.nonfinite_ranks) - 1 if self.facts.num_nonfinite == 1 else None
+
+    def counted(self) -> Count:
+        """All ranks' samples."""
+        facts, (sample_hash,) = self.facts, _numbers_of(self.hash_sums, [0, _HASH.size])
+        return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
 
 
 class Carrier(nn.Module):
@@ -85,13 +127,13 @@ class Carrier(nn.Module):
         self._peers = peers
         self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
         # Written anew at every step, of which the other ranks' own times stay zero. With cold caches one call of torch costs as
-        # much as all of this does.
+        # much as all of this does, and so do five objects that were not looked at since the last step.
         self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
         self._written: memoryview[float] = memoryview(self._told.numpy()).cast("B").cast("f")  # type: ignore[arg-type]
+        self._received = struct.Struct(f"{_LAYOUT}{peers.world_size}f")
         self._carried = (self.numbers,)  # an attribute that torch does not look for among a module's
-        self._sums = memoryview(b"")
-        self._sums_at = 0
-        """The gradient's memory, where DDP adds up at every step, and its address."""
+        self._sums: memoryview[float] | None = None
+        """The gradient's memory, where DDP adds up at every step."""
 
     def backward(self, loss: torch.Tensor, told: Told) -> None:
         """``loss.backward()``, in which the parameter's gradient is what this rank tells."""
@@ -99,9 +141,13 @@ class Carrier(nn.Module):
 
     def gradient(self, told: Told) -> torch.Tensor:
         """The numbers as one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
-        rank, world_size = self._peers.rank, self._peers.world_size
-        _SENT.pack_into(self._written, 0, *[world_size * value for value in told.values])
-        self._written[_NUM_NUMBERS + rank] = world_size * told.own_s
+        world_size = self._peers.world_size
+        loss, nonfinite_rank, fraction = told.fractions
+        fractions = (world_size * loss, world_size * nonfinite_rank, world_size * fraction)
+        _SENT.pack_into(self._written, 0, *fractions, _told_fields(told.fields, world_size), told.told_hash)
+        self._written[_NUM_NUMBERS + self._peers.rank] = world_size * told.own_s
+        if self._sums is not None:
+            self._sums[_NONFINITE_AT] = math.nan
         if told.of_losses is None:
             return self._told
         rest = self._told[len(told.of_losses) :].to(self._peers.device, non_blocking=True)
@@ -110,94 +156,106 @@ class Carrier(nn.Module):
     def take(self) -> StepTotals:
         """The totals over all ranks, once backward has returned; the device has finished it then, too."""
         (numbers,) = self._carried
-        grad, numbers.grad = numbers.grad, None
-        assert grad is not None
-        sums = self._memory_of(grad)
+        sums = self._sums
+        if sums is None or sums[_NONFINITE_AT] != sums[_NONFINITE_AT]:  # DDP's sums are not there, or not there any more
+            assert numbers.grad is not None
+            sums = memoryview(numbers.grad.cpu().numpy()).cast("B").cast("f")  # type: ignore[arg-type]
+            self._sums = sums if self._peers.on_cpu else None
+        numbers.grad = None
         self._peers.require_whole()
-        return totals_of(sums, self._peers.world_size)
+        return self.totals_of(sums)
 
-    def _memory_of(self, grad: torch.Tensor) -> memoryview:
-        if not self._peers.on_cpu:
-            return grad.cpu().numpy().data.cast("B")
-        address = grad.data_ptr()
-        if address != self._sums_at:
-            self._sums, self._sums_at = grad.numpy().data.cast("B"), address
-        return self._sums
+    def totals_of(self, sums: memoryview[float]) -> StepTotals:
+        """What the sums of all ranks' numbers say: ``_NUM_NUMBERS + world_size`` float32."""
+        loss, nonfinite_ranks, fraction, fields, hash_sums, *own_s = self._received.unpack_from(sums)
+        facts = _facts_of(fields)
+        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, tuple(own_s), nonfinite_ranks)
 
 
 class StepSum:
     """One rank's part of a step's totals: every micro-batch is added."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, expected: Expected | None = None) -> None:
+        """``expected`` are the samples of all micro-batches; None for none."""
         self._peers = peers
-        self._losses: list[torch.Tensor | float] = []
-        self._weights: list[torch.Tensor | float] = []
-        self._count = Count()
+        self._loss, self._weight = 0.0, 0.0
+        self._of_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
+        """Losses and weights that the device alone knows."""
+        self._expected = expected or Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
 
-    def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, counted: Count) -> None:
-        self._losses.append(loss_sum.item() if self._peers.on_cpu else loss_sum.detach())
-        self._weights.append(weight)
-        self._count += counted
+    def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None) -> None:
+        """``difference`` is what the loader yielded in place of what was expected of it."""
+        if self._peers.on_cpu:
+            self._loss += loss_sum.item()
+            self._weight += float(weight)
+        else:
+            self._of_device.append((loss_sum.detach(), weight))
+        if difference is not None:
+            self._expected = expected(self._expected.samples + difference, self._peers.world_size)
 
     def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> Told:
         """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
-        count = self._count
-        loss, nonfinite, fraction, weight = self._of_losses() if self._peers.on_cpu else (0.0, False, 0.0, 0)
-        counted = (count.num_samples, count.num_unexpected, count.num_missing)
-        asked = (stop == "cancel", stop == "pause", save)
-        whole = _WHOLE.pack(weight, nonfinite, *counted, checkpoint_step, *asked, count.sample_hash)
-        values = [loss, nonfinite * (self._peers.rank + 1), fraction, *whole]
-        return Told(values, own_s, None if self._peers.on_cpu else self._of_losses_on_device())
-
-    def _of_losses(self) -> tuple[float, bool, float, int]:
-        """Loss, whether it is not finite, and of the weight what is no whole number and what is."""
-        loss, weight = sum(map(float, self._losses)), sum(map(float, self._weights))
+        loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
+        nonfinite = not math.isfinite(loss)
         whole = math.floor(weight) if 0 <= weight < _MOST_WEIGHT else 0
-        return loss, not math.isfinite(loss), weight - whole, whole
+        counted = (samples.num_samples, samples.num_unexpected, samples.num_missing)
+        asked = (stop == "cancel", stop == "pause", save)
+        fractions = (loss, nonfinite * (self._peers.rank + 1), weight - whole)
+        of_losses = self._of_losses_on_device() if self._of_device else None
+        return Told(fractions, (whole, nonfinite, *counted, checkpoint_step, *asked), told_hash, own_s, of_losses)
 
     def _of_losses_on_device(self) -> torch.Tensor:
         """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""
         device = self._peers.device
-        loss = torch.stack([torch.as_tensor(loss, device=device) for loss in self._losses]).sum(dtype=torch.float64)
-        known = sum(float(weight) for weight in self._weights if not isinstance(weight, torch.Tensor))
-        tensors = [weight.detach().double().to(device) for weight in self._weights if isinstance(weight, torch.Tensor)]
+        losses, weights = zip(*self._of_device, strict=True)
+        loss = torch.stack(losses).sum(dtype=torch.float64)
+        known = sum(float(weight) for weight in weights if not isinstance(weight, torch.Tensor))
+        tensors = [weight.detach().double().to(device) for weight in weights if isinstance(weight, torch.Tensor)]
         weight = torch.stack([torch.full((), known, dtype=torch.float64, device=device), *tensors]).sum()
         nonfinite = torch.logical_not(torch.isfinite(loss)).double()
         whole = torch.where((weight >= 0) & (weight < _MOST_WEIGHT), weight.floor(), torch.zeros_like(weight))
-        sizes = torch.pow(256.0, torch.arange(_SIZES[0], dtype=torch.float64, device=device))
+        sizes = torch.pow(256.0, torch.arange(_ENDS[1], dtype=torch.float64, device=device))
         bytes_of_weight = (whole / sizes).floor().remainder(256.0)
         fractions = torch.stack([loss, nonfinite * (self._peers.rank + 1), weight - whole])
         return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
 
 
-def totals_of(sums: memoryview, world_size: int) -> StepTotals:
-    """What the sums of all ranks' numbers say: the bytes of ``_NUM_NUMBERS + world_size`` float32."""
-    loss, nonfinite_rank, fraction = _FRACTIONS.unpack_from(sums)
-    fields = _fields_of(bytes(sums[_FRACTIONS.size : _HASH_AT]))
-    weight, num_nonfinite, samples, unexpected, missing, checkpoint_step, cancels, pauses, saves = fields
-    return StepTotals(
-        loss,
-        fraction + weight,
-        Count(samples, unexpected, missing, _number(_HASH.unpack_from(sums, _HASH_AT))),
-        num_nonfinite,
-        round(nonfinite_rank) - 1 if num_nonfinite == 1 else None,
-        "cancel" if cancels else "pause" if pauses else None,
-        checkpoint_step,
-        saves > 0,
-        struct.unpack_from(f"={world_size}f", sums, _OWN_AT),
-    )
+def expected(samples: Count, world_size: int) -> Expected:
+    return Expected(samples, told_hashes([samples.sample_hash], world_size)[0])
+
+
+def told_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
+    """Each hash as a rank of ``world_size`` tells it."""
+    each = _sent(np.array(hashes, dtype="<u8").tobytes(), world_size)
+    size = _FLOAT_BYTES * _HASH.size
+    return [each[start : start + size] for start in range(0, len(each), size)]
 
 
 @lru_cache(_REMEMBERED)
-def _fields_of(sums: bytes) -> list[int]:
-    """All fields but the hash. Remembered, since with cold caches to add them up costs ten times what finding them does."""
-    sums_of_bytes = struct.unpack(f"={len(sums) // 4}f", sums)
-    return [_number(sums_of_bytes[begin:end]) for begin, end in itertools.pairwise(_ENDS[:-1])]
+def _told_fields(fields: tuple[int, ...], world_size: int) -> bytes:
+    """Remembered, as ``_facts_of``: they are the same from step to step, mostly."""
+    return _sent(_WHOLE.pack(*fields), world_size)
 
 
-def _number(sums_of_bytes: Sequence[float]) -> int:
-    """A field's sum modulo 2**64, as the hash is, from the sums of its bytes, the lowest first."""
-    number = 0
-    for byte in reversed(sums_of_bytes):
-        number = (number << 8) + round(byte)
-    return number & MASK64
+@lru_cache(_REMEMBERED)
+def _facts_of(sums: bytes) -> Facts:
+    return Facts(*_numbers_of(sums, _ENDS))
+
+
+def _sent(whole: bytes, world_size: int) -> bytes:
+    """Every byte as a float32, as many times as large as DDP divides by."""
+    return (np.frombuffer(whole, np.uint8).astype(np.float32) * np.float32(world_size)).tobytes()
+
+
+def _numbers_of(sums: bytes, ends: Sequence[int]) -> list[int]:
+    """Fields' sums modulo 2**64, as the hash is, from the sums of their bytes, each field's lowest first.
+
+    Args:
+        sums: float32.
+        ends: where in these the fields begin and end.
+    """
+    sums_of_bytes = np.rint(np.frombuffer(sums, np.float32)).tolist()
+    return [
+        sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end])) & MASK64
+        for begin, end in itertools.pairwise(ends)
+    ]

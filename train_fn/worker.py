@@ -175,24 +175,27 @@ class RankJournal:
         self._restored_step: int | None = None
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        if kind is EventKind.RESTORED:
-            self._restored = time.monotonic()
-            self._restored_step = data.get("step")
-        if kind is EventKind.METRICS and self._recovering and data["points"]:
-            self._recovering = False
-            self._client.emit(EventKind.RECOVERED, self._recovered(float(data["points"][0]["at"])))
+        if self._recovering:
+            self._note(kind, data)
         self._client.emit(kind, data)
 
     @property
     def stop_requested(self) -> Stop | None:
         return self._client.stop_requested or ("pause" if _yield_asked.is_set() else None)
 
-    @property
     def profile_ordered(self) -> ProfileOrder | None:
         return self._client.profile_ordered
 
     def flush(self, timeout_s: float) -> bool:
         return self._client.flush(timeout_s)
+
+    def _note(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if kind is EventKind.RESTORED:
+            self._restored = time.monotonic()
+            self._restored_step = data.get("step")
+        if kind is EventKind.METRICS and data["points"]:
+            self._recovering = False
+            self._client.emit(EventKind.RECOVERED, self._recovered(float(data["points"][0]["at"])))
 
     def _recovered(self, first_step_at: float) -> dict[str, Any]:
         note = self._launch.recovery
@@ -278,7 +281,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         device=_device(job.use_gpu),
         journal=journal,
         report_checkpoint=reports.add,
-        profile_ordered=lambda: journal.profile_ordered,
+        profile_ordered=journal.profile_ordered,
     )
     logger.info(
         "rank %d of %d, attempt %d, on node %s, device %s",

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_sampler import SAMPLERS
-from train_fn.ledger import Count, count, sample_hashes
+from train_fn.ledger import Count, difference, sample_hashes
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.step_plans import _MOST_STEPS, StepPlans
+from train_fn.step_totals import expected
 from train_fn.stream_sampler import StreamSampler
 
 STREAM_SAMPLERS = st.builds(
@@ -35,19 +36,23 @@ def test_a_plan_is_the_sampler_s_share_with_its_hashes(sampler: Sampler, world_s
                 assert plan.num_samples == len(sampler.global_batch(epoch, k))
                 assert [place_of(micro) for micro in plan.share] == [place_of(micro) for micro in share]
                 assert plan.hashes == [sample_hashes([(epoch, step)], [micro.indices])[0] for micro in share]
+                num_samples = sum(len(micro.indices) for micro in share)
+                assert plan.expected == expected(Count(num_samples, 0, 0, sum(plan.hashes) % 2**64), world_size)
 
 
 @given(st.integers(0, 9), st.integers(0, 99), st.lists(st.integers(0, 2**40), min_size=1, max_size=40), st.integers(0, 2**64 - 1))
-def test_the_hash_of_a_batch_that_is_the_expected_one_is_that_of_counting_it(
+def test_only_a_batch_that_is_the_expected_one_is_counted_as_such(
     epoch: int, step: int, samples: list[int], wrong_hash: int
 ) -> None:
     """A batch in another order is hashed by itself, past the hash that was worked out before."""
     batch = np.array(samples, dtype=np.int64)
     (hashed,) = sample_hashes([(epoch, step)], [batch])
-    assert count(epoch, step, batch, batch.copy(), hashed) == Count(len(samples), 0, 0, hashed)
+    assert difference(epoch, step, batch, batch.copy(), wrong_hash) is None
     reordered = np.roll(batch, 1)
     if reordered.tolist() != samples:
-        assert count(epoch, step, batch, reordered, wrong_hash) == Count(len(samples), 0, 0, hashed)
+        differs = difference(epoch, step, batch, reordered, wrong_hash)
+        assert differs is not None
+        assert Count(len(samples), 0, 0, wrong_hash) + differs == Count(len(samples), 0, 0, hashed)
 
 
 def test_few_samples_are_planned_at_once_where_batches_are_large() -> None:

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.collectives import Peers
-from train_fn.ledger import Count, Ledger, sample_hashes
-from train_fn.ledger import count as compare
-from train_fn.step_totals import Carrier, StepSum, StepTotals, Told, totals_of
+from train_fn.ledger import Count, Ledger, difference, sample_hashes
+from train_fn.step_totals import Carrier, StepSum, StepTotals, Told, expected
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -23,7 +22,12 @@ def indices(*values: int) -> np.ndarray:
 
 def count(epoch: int, step: int, expected: np.ndarray, yielded: np.ndarray) -> Count:
     hashes = sample_hashes([(epoch, step)], [expected]) if len(expected) else [0]
-    return compare(epoch, step, expected, yielded, hashes[0])
+    planned = Count(len(expected), 0, 0, hashes[0])
+    return planned + (difference(epoch, step, expected, yielded, hashes[0]) or Count())
+
+
+def commit(ledger: Ledger, step: int, total: Count) -> None:
+    ledger.commit(step, lambda: total)
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60), st.integers(0, 59))
@@ -56,8 +60,8 @@ def test_the_hash_depends_on_sample_epoch_and_step() -> None:
 
 def test_an_epoch_is_closed_with_its_counts() -> None:
     ledger = Ledger()
-    ledger.commit(0, Count(3, 0, 0, 17))
-    ledger.commit(1, Count(3, 1, 1, 18))
+    commit(ledger, 0, Count(3, 0, 0, 17))
+    commit(ledger, 1, Count(3, 1, 1, 18))
     closed = ledger.close_epoch()
     assert {name: closed[name] for name in ("samples", "used_once", "duplicates", "missing")} == {
         "samples": 6,
@@ -66,7 +70,7 @@ def test_an_epoch_is_closed_with_its_counts() -> None:
         "missing": 1,
     }
     chain = ledger.state_dict()["chain"]
-    ledger.commit(2, Count(3, 0, 0, 17))
+    commit(ledger, 2, Count(3, 0, 0, 17))
     assert ledger.state_dict()["samples"] == 3
     assert ledger.state_dict()["chain"] != chain
     assert ledger.close_epoch()["digest"] != closed["digest"]
@@ -76,12 +80,12 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
     first, second, resumed = Ledger(), Ledger(), Ledger()
     for ledger, hashes in ((first, (1, 2)), (second, (2, 1))):
         for step, sample_hash in enumerate(hashes):
-            ledger.commit(step, Count(1, 0, 0, sample_hash))
+            commit(ledger, step, Count(1, 0, 0, sample_hash))
     assert first.state_dict()["chain"] != second.state_dict()["chain"]
     halfway = Ledger()
-    halfway.commit(0, Count(1, 0, 0, 1))
+    commit(halfway, 0, Count(1, 0, 0, 1))
     resumed.load_state_dict(halfway.state_dict())
-    resumed.commit(1, Count(1, 0, 0, 2))
+    commit(resumed, 1, Count(1, 0, 0, 2))
     assert resumed.state_dict() == first.state_dict()
 
 
@@ -91,8 +95,8 @@ def test_steps_that_wait_to_be_entered_come_to_the_same(steps: list[tuple[int, i
     waiting, asked = Ledger(), Ledger()
     for step, (sample_hash, num_missing, ends_epoch) in enumerate(steps):
         total = Count(5 - num_missing, 0, num_missing, sample_hash)
-        waiting.commit(step, total)
-        asked.commit(step, total)
+        commit(waiting, step, total)
+        commit(asked, step, total)
         told = asked.state_dict()
         asked = Ledger()
         asked.load_state_dict(told)
@@ -106,7 +110,7 @@ def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> Non
     ledger = Ledger()
     chain = hashlib.sha256(b"everstep ledger 1").hexdigest()
     for step in range(100):
-        ledger.commit(step, Count(4, 1, 2, 2**63 + step))
+        commit(ledger, step, Count(4, 1, 2, 2**63 + step))
         chain = hashlib.sha256(f"{chain} {step} 4 {2**63 + step:016x} 1 2".encode()).hexdigest()
     assert ledger.state_dict() == {
         "chain": chain,
@@ -131,16 +135,42 @@ def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> No
     total = StepSum(ALONE)
     total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
     found = carried(total.numbers("pause", 40, save=True))
-    assert found.counted == Count(5, 1, 2, sample_hash)
-    assert (found.loss_sum, found.weight, found.stop, found.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
-    assert found.num_nonfinite == 0 and found.save
+    assert found.counted() == Count(5, 1, 2, sample_hash)
+    facts = found.facts
+    assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
+    assert facts.num_nonfinite == 0 and facts.save
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))
+def test_every_backward_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
+    """Also where its sums lie elsewhere in memory than those before: those are still there, and say what they said."""
+    carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
+    for number, (num_missing, sample_hash) in enumerate(steps):
+        counted = Count(50 - num_missing, 0, num_missing, sample_hash)
+        total = StepSum(ALONE)
+        total.add(torch.tensor(float(number)), 50, counted)
+        carrier.backward(3 * weight, total.numbers(None, number))
+        found = carrier.take()
+        assert (found.counted(), found.loss_sum, found.facts.checkpoint_step) == (counted, number, number)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6))
+def test_what_is_told_is_what_was_yielded_not_what_was_expected(planned: list[int], yielded: list[int]) -> None:
+    (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
+    (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
+    total = StepSum(ALONE, expected(Count(len(planned), 0, 0, planned_hash), 1))
+    total.add(torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash))
+    counted = carried(total.numbers(None, 0)).counted()
+    assert (counted.num_samples, counted.sample_hash) == (len(yielded), yielded_hash)
+    assert counted.num_samples - counted.num_unexpected == len(planned) - counted.num_missing
+    assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(yielded)
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
     total = StepSum(ALONE)
-    total.add(torch.tensor(float("inf")), torch.tensor(3), Count())
+    total.add(torch.tensor(float("inf")), torch.tensor(3))
     found = carried(total.numbers(None, 0))
-    assert (found.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
+    assert (found.facts.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4))
@@ -157,33 +187,36 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     sums = np.zeros_like(told[0])
     for rank in range(world_size):
         sums += told[rank % len(told)]
-    found = totals_of(memoryview(sums.tobytes()), world_size)
+    found = Carrier(Peers(0, world_size, torch.device("cpu"))).totals_of(sums.data)
     shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
     assert found.weight == world_size * weight
-    assert found.counted == sum(
+    assert found.counted() == sum(
         (
             Count(*(share * number for number in (c.num_samples, c.num_unexpected, c.num_missing)), c.sample_hash * share % 2**64)
             for share, c in zip(shares, counts, strict=True)
         ),
         Count(),
     )
-    assert found.num_nonfinite == (shares[1] if len(told) > 1 else 0)
-    assert found.nonfinite_rank == (1 if found.num_nonfinite == 1 else None)
-    assert (found.stop, found.checkpoint_step, found.save) == ("cancel", 2**40 * shares[0], False)
+    facts = found.facts
+    assert facts.num_nonfinite == (shares[1] if len(told) > 1 else 0)
+    assert found.nonfinite_rank == (1 if facts.num_nonfinite == 1 else None)
+    assert (facts.stop, facts.checkpoint_step, facts.save) == ("cancel", 2**40 * shares[0], False)
 
 
 def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
     for weights in ([0.25, 3.5], [5, -7.0], [torch.tensor(2.75)], [2.0**60]):
         total = StepSum(ALONE)
         for weight in weights:
-            total.add(torch.tensor(1.0), weight, Count())
+            total.add(torch.tensor(1.0), weight)
         assert carried(total.numbers(None, 0)).weight == float(sum(weights))
 
 
 @given(st.lists(st.one_of(st.integers(0, 2**40), st.floats(-1e6, 1e6)), min_size=1, max_size=3), st.booleans())
 def test_a_device_adds_losses_and_weights_up_as_the_host_does(weights: list[float], as_tensors: bool) -> None:
-    total = StepSum(ALONE)
+    host, device = StepSum(ALONE), StepSum(ALONE)
     for weight in weights:
-        total.add(torch.tensor(0.5), torch.tensor(weight, dtype=torch.float64) if as_tensors else weight, Count())
-    told = total._of_losses_on_device()
-    assert told.tolist() == Carrier(ALONE).gradient(total.numbers(None, 0))[: len(told)].tolist()
+        of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight
+        host.add(torch.tensor(0.5), of_task)
+        device._of_device.append((torch.tensor(0.5), of_task))
+    told = device._of_losses_on_device()
+    assert told.tolist() == Carrier(ALONE).gradient(host.numbers(None, 0))[: len(told)].tolist()
