@@ -77,4 +77,4 @@ class Files(Protocol):
         """Durably; nothing happens where there is no such file."""
 
     def delete_dir(self, relpath: str) -> None:
-        """With all in it; nothing happens where there is no such directory."""
+        """With all in it, not durably; nothing happens where there is no such directory."""

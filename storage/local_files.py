@@ -207,7 +207,6 @@ class LocalFiles:
         try:
             with mapped("delete", str(path)):
                 shutil.rmtree(path)
-                sync_path(path.parent)
         except StorageNotFound:
             return
 

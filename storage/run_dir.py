@@ -27,6 +27,7 @@ _SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
 _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
+_RUNS = "runs"
 _DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
@@ -244,8 +245,9 @@ class RunDir:
         return self._read_control(_WORKERS, read, "does not hold a limit of workers")
 
     def delete(self) -> None:
-        """The whole directory with everything in it."""
+        """The whole directory with everything in it, durably."""
         self.files.delete_dir(self._path())
+        self.files.sync_dir(_RUNS)
 
     def journal_stem(self, submission: int) -> str:
         return self._path(f"events/s{submission:03d}")
@@ -296,7 +298,7 @@ class RunDir:
         return self._path(f"control/s{submission:03d}.probes/{name}")
 
     def _path(self, relpath: str = "") -> str:
-        return f"runs/{self.run_id}/{relpath}" if relpath else f"runs/{self.run_id}"
+        return f"{_RUNS}/{self.run_id}/{relpath}" if relpath else f"{_RUNS}/{self.run_id}"
 
 
 def probe_bytes(run_dir: RunDir, submission: int, name: str) -> bytes:
