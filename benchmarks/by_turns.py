@@ -92,8 +92,7 @@ class ByTurns(Attempt):
 
     def _plain_module(self, replica: Replica) -> DistributedDataParallel:
         train = self.ctx.spec.train
-        module = StepModule(replica.task, replica.state.model, train.precision, replica.peers, compiled=train.compile)
-        del module.carrier
+        module = StepModule(replica.task, replica.state.model, train.precision, self.ctx.device, None, compiled=train.compile)
         return DistributedDataParallel(module)
 
     def _turn(self, replica: Replica, kind: Kind) -> Turn:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -247,7 +248,8 @@ class RunDir:
     def delete(self) -> None:
         """The whole directory with everything in it, durably."""
         self.files.delete_dir(self._path())
-        self.files.sync_dir(_RUNS)
+        with suppress(StorageNotFound):  # no run was ever written there
+            self.files.sync_dir(_RUNS)
 
     def journal_stem(self, submission: int) -> str:
         return self._path(f"events/s{submission:03d}")

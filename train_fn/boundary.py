@@ -40,6 +40,7 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
         state.closed_epochs += 1
     if not evaluates:
         return False
+    reporter.hand_over()
     metrics = evaluate(ctx, replica)
     state.metrics, state.evaluated_step = metrics, state.step
     if metrics:

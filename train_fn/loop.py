@@ -29,7 +29,7 @@ from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_clock import StepClock
-from train_fn.step_totals import StepSum, StepTotals
+from train_fn.step_totals import StepTotals
 from train_fn.stragglers import StragglerWatch
 from train_fn.tasks.checks import told
 from train_fn.tensor_tree import copy_to_cpu
@@ -125,7 +125,7 @@ class Attempt:
             state.bookmarks.exchange(state.step, replica.peers.gather)
         step_s = reporter.step_done(values, totals.facts.num_samples)
         if self._stragglers is not None:
-            self._stragglers.note(state.step - 1, totals.own_s, step_s)
+            self._stragglers.note(state.step - 1, totals.own_s(), step_s)
         self._report_checkpoint(totals.facts.checkpoint_step)
         stop = totals.facts.stop if state.step < replica.total_steps else None
         is_best = stop is None and self._close_boundary()
@@ -140,7 +140,7 @@ class Attempt:
         num_samples, share, hashes, expected = replica.plans.of(state.step)
         scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
         replica.volatile.keep()
-        totals = StepSum(replica.peers, expected)
+        replica.carrier.begin(expected)
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
             batch, number, differs = None, 0, None
@@ -157,13 +157,12 @@ class Attempt:
             with replica.synchronising(last):
                 replica.seed(state.step, number)
                 loss_sum, weight = replica.forward(batch)
-                totals.add(loss_sum, weight, differs)
+                replica.carrier.add(loss_sum, weight, differs)
                 loss = state.scaler.scale(loss_sum * scale)
                 if last:  # what all need to know travels with the gradients of the last backward
-                    saver, stop = self._saver, ctx.journal.stop_requested or self._saver.stop
-                    reported = saver.newest_to_tell(self._reported_checkpoint)
+                    stop, committed, save = self._saver.words(self._reported_checkpoint)
                     replica.volatile.start()
-                    replica.carrier.backward(loss, totals.numbers(stop, reported, saver.is_due(), self._own_s))
+                    replica.carrier.backward(loss, ctx.journal.stop_requested or stop, committed, save=save, own_s=self._own_s)
                 else:
                     loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
@@ -240,6 +239,7 @@ class Attempt:
         assert replica is not None and saver is not None and publisher is not None and reporter is not None
         assert self._loader is not None and self._profiler is not None
         self._profiler.close()
+        reporter.hand_over()
         publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
         error = None
         try:

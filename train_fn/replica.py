@@ -27,7 +27,7 @@ from train_fn.randomness import key, seed_micro_batch, torch_generators
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
 from train_fn.step_plans import StepPlans
-from train_fn.step_totals import Carrier, StepSum
+from train_fn.step_totals import Carrier
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
 from train_fn.tasks.build import build_task
@@ -49,13 +49,23 @@ from train_fn.volatile_buffers import VolatileBuffers
 class StepModule(nn.Module):
     """The task's loss as a module, so that all of it happens inside DDP's forward."""
 
-    def __init__(self, task: Task, model: nn.Module, precision: Precision, peers: Peers, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        numbers: nn.Parameter | None,
+        *,
+        compiled: bool,
+    ) -> None:
+        """``numbers`` are the carrier's, where the step's totals travel with its gradients."""
         super().__init__()
         self.model = model
-        self.carrier = Carrier(peers)
+        self.numbers = numbers
         # In a tuple, because torch would register a module, and every parameter would have two names.
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
-        self._task, self._precision, self._device = task, precision, peers.device
+        self._task, self._precision, self._device = task, precision, device
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that depends on every parameter."""
@@ -78,6 +88,8 @@ class Replica:
     train_set: TrainingData
     val_set: Any | None
     step_module: StepModule
+    carrier: Carrier
+    """What takes the step's totals along with its gradients."""
     total_steps: int
     """Steps of the whole run."""
     wrapped: DistributedDataParallel | StepModule | None = None
@@ -99,8 +111,6 @@ class Replica:
         self._draws = True
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], self.peers)
-        self.carrier = self.step_module.carrier
-        """What takes the step's totals along with its gradients."""
 
     def join(self) -> None:
         """Tie the replica to its peers, and run one backward whose gradients are dropped.
@@ -123,9 +133,8 @@ class Replica:
         if self.draws_from_torch_alone:
             self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
         check_moves(self.task, loss_sum)
-        totals = StepSum(self.peers)
-        totals.add(loss_sum, weight)
-        self.carrier.backward(loss_sum, totals.numbers(stop=None, checkpoint_step=0))
+        self.carrier.add(loss_sum, weight)
+        self.carrier.backward(loss_sum)
         known = self.carrier.take()
         if 0 < known.weight < math.inf:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
@@ -243,6 +252,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     )
     all_steps = train.epochs * sampler.steps_per_epoch
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
+    carrier = Carrier(peers)
     return Replica(
         peers=peers,
         task=task,
@@ -250,7 +260,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
         sampler=sampler,
         train_set=train_set,
         val_set=datasets.get("val"),
-        step_module=StepModule(task, model, train.precision, peers, compiled=train.compile),
+        step_module=StepModule(task, model, train.precision, ctx.device, carrier.numbers, compiled=train.compile),
+        carrier=carrier,
         total_steps=min(all_steps, train.max_steps or all_steps),
         draws_from_torch_alone=spec.code is None,
     )

@@ -12,6 +12,8 @@ from train_fn.state import TrainState
 
 TAIL_S = 10.0
 """How far back events are reported again after a recovery. Reports are durable within a fraction of this."""
+HAND_OVER_S = 0.1
+"""How long points are gathered before the journal is handed them, while steps are shorter: each time costs a step 0.02 ms."""
 _METRICS = EventKind.METRICS
 _METRICS_KIND = _METRICS.value
 
@@ -26,7 +28,8 @@ class Reporter:
         self._journal = ctx.journal if ctx.world_rank == 0 else None
         self._state = state
         self._late_points: list[dict[str, Any]] = []
-        self._steps_reported = 0
+        self._points: list[dict[str, Any]] = []
+        self._hand_over_at = float("-inf")
         self._step_began = self._epoch_began = time.perf_counter()
 
     def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
@@ -40,16 +43,24 @@ class Reporter:
         values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
         point = {"step": self._state.step, "at": at, "values": values}
         self._state.tail.append({"kind": _METRICS_KIND, "at": at, "data": point})
-        self._steps_reported += 1
-        if self._journal is None:
-            return step_s
-        # The attempt's first step travels alone: it marks the end of a recovery.
-        late, self._late_points = (self._late_points, []) if self._steps_reported > 1 else ([], self._late_points)
-        self._journal.emit(_METRICS, {"points": [*late, point]})
+        if self._journal is not None:
+            self._points.append(point)
+            if now >= self._hand_over_at:
+                self.hand_over()
         return step_s
+
+    def hand_over(self) -> None:
+        """Give the journal all points that were gathered. To be called before anything that may take long."""
+        if self._journal is None or not self._points:
+            return
+        self._journal.emit(_METRICS, {"points": self._points})
+        # The attempt's first step travels alone: it marks the end of a recovery.
+        self._points, self._late_points = self._late_points, []
+        self._hand_over_at = time.perf_counter() + HAND_OVER_S
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Report something that happens between steps; the clock of the next step starts after it."""
+        self.hand_over()
         self._state.tail.append({"kind": kind.value, "at": head_clock.now(), "data": data})
         if self._journal is not None:
             self._journal.emit(kind, data)
@@ -75,7 +86,6 @@ class Reporter:
         self._step_began = time.perf_counter()
 
     def close(self) -> None:
-        """Report late points for which no step came."""
-        if self._journal is not None and self._late_points:
-            self._journal.emit(_METRICS, {"points": self._late_points})
-            self._late_points = []
+        """Report what is left, also late points for which no step came."""
+        self._points, self._late_points = [*self._points, *self._late_points], []
+        self.hand_over()

@@ -86,6 +86,16 @@ class Saver:
         if self._active:
             threading.Thread(target=self._run, name="checkpoint-saver", daemon=True).start()
 
+    def words(self, already_told: int) -> tuple[Stop | None, int, bool]:
+        """What rank 0 has to tell all ranks with the step under way; of the others, nothing.
+
+        Returns the stop that the run's spec asks for when so many saves failed, the step of a checkpoint that is to be reported
+        (``newest_to_tell``), and whether the state after this step is to be saved.
+        """
+        if not self._active:
+            return None, 0, False
+        return self._failures.stop, self.newest_to_tell(already_told), self.is_due()
+
     def is_due(self) -> bool:
         """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals take it to all ranks."""
         is_early = self._state.step + 1 < self._cadence.earliest_step

@@ -56,16 +56,7 @@ class Expected(NamedTuple):
     """As ``told_hashes`` makes it."""
 
 
-class Told(NamedTuple):
-    """What one rank tells the others."""
-
-    fractions: tuple[float, float, float]
-    fields: tuple[int, ...]
-    """All but the hash."""
-    told_hash: bytes
-    own_s: float
-    of_losses: torch.Tensor | None
-    """On a device, which alone knows them yet, the first of the numbers."""
+_NOTHING = Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
 
 
 class Facts(NamedTuple):
@@ -103,10 +94,14 @@ class StepTotals(NamedTuple):
     facts: Facts
     hash_sums: bytes
     """Of the bytes of the ranks' hashes."""
-    own_s: tuple[float, ...]
-    """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
+    own_sums: bytes
+    """Of the ranks' own times."""
     nonfinite_ranks: float
     """Their sum, each one more than it is."""
+
+    def own_s(self) -> tuple[float, ...]:
+        """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
+        return struct.unpack(f"={len(self.own_sums) // _FLOAT_BYTES}f", self.own_sums)
 
     @property
     def nonfinite_rank(self) -> int | None:
@@ -119,72 +114,34 @@ class StepTotals(NamedTuple):
         return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
 
 
-class Carrier(nn.Module):
-    """The parameter whose gradient the numbers are. Part of the module that DDP wraps, of no model, and of no optimizer."""
+class Carrier:
+    """Gathers what a rank tells of a step, and has it added up: as the gradient of ``numbers``, a parameter of the module that DDP
+    wraps, of no model, and of no optimizer.
+
+    A step is ``begin``, ``add`` for each micro-batch, ``backward`` with the last, and ``take``. With cold caches, as between a
+    model's passes, a call of torch costs as much as all of this does, and so do five objects not looked at since the last step.
+    """
 
     def __init__(self, peers: Peers) -> None:
-        super().__init__()
         self._peers = peers
         self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
-        # Written anew at every step, of which the other ranks' own times stay zero. With cold caches one call of torch costs as
-        # much as all of this does, and so do five objects that were not looked at since the last step.
         self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
+        """Written anew at every step, of which the other ranks' own times stay zero."""
         self._written: memoryview[float] = memoryview(self._told.numpy()).cast("B").cast("f")  # type: ignore[arg-type]
-        self._received = struct.Struct(f"{_LAYOUT}{peers.world_size}f")
-        self._carried = (self.numbers,)  # an attribute that torch does not look for among a module's
+        self._received = struct.Struct(f"{_LAYOUT}{_FLOAT_BYTES * peers.world_size}s")
         self._sums: memoryview[float] | None = None
         """The gradient's memory, where DDP adds up at every step."""
+        self.begin()
 
-    def backward(self, loss: torch.Tensor, told: Told) -> None:
-        """``loss.backward()``, in which the parameter's gradient is what this rank tells."""
-        torch.autograd.backward((loss, *self._carried), (None, self.gradient(told)))
-
-    def gradient(self, told: Told) -> torch.Tensor:
-        """The numbers as one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
-        world_size = self._peers.world_size
-        loss, nonfinite_rank, fraction = told.fractions
-        fractions = (world_size * loss, world_size * nonfinite_rank, world_size * fraction)
-        _SENT.pack_into(self._written, 0, *fractions, _told_fields(told.fields, world_size), told.told_hash)
-        self._written[_NUM_NUMBERS + self._peers.rank] = world_size * told.own_s
-        if self._sums is not None:
-            self._sums[_NONFINITE_AT] = math.nan
-        if told.of_losses is None:
-            return self._told
-        rest = self._told[len(told.of_losses) :].to(self._peers.device, non_blocking=True)
-        return torch.cat([told.of_losses * world_size, rest])
-
-    def take(self) -> StepTotals:
-        """The totals over all ranks, once backward has returned; the device has finished it then, too."""
-        (numbers,) = self._carried
-        sums = self._sums
-        if sums is None or sums[_NONFINITE_AT] != sums[_NONFINITE_AT]:  # DDP's sums are not there, or not there any more
-            assert numbers.grad is not None
-            sums = memoryview(numbers.grad.cpu().numpy()).cast("B").cast("f")  # type: ignore[arg-type]
-            self._sums = sums if self._peers.on_cpu else None
-        numbers.grad = None
-        self._peers.require_whole()
-        return self.totals_of(sums)
-
-    def totals_of(self, sums: memoryview[float]) -> StepTotals:
-        """What the sums of all ranks' numbers say: ``_NUM_NUMBERS + world_size`` float32."""
-        loss, nonfinite_ranks, fraction, fields, hash_sums, *own_s = self._received.unpack_from(sums)
-        facts = _facts_of(fields)
-        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, tuple(own_s), nonfinite_ranks)
-
-
-class StepSum:
-    """One rank's part of a step's totals: every micro-batch is added."""
-
-    def __init__(self, peers: Peers, expected: Expected | None = None) -> None:
-        """``expected`` are the samples of all micro-batches; None for none."""
-        self._peers = peers
+    def begin(self, expected: Expected = _NOTHING) -> None:
+        """A step begins, of which this rank's loader is to yield what is ``expected``."""
+        self._expected = expected
         self._loss, self._weight = 0.0, 0.0
         self._of_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         """Losses and weights that the device alone knows."""
-        self._expected = expected or Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
 
     def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None) -> None:
-        """``difference`` is what the loader yielded in place of what was expected of it."""
+        """One micro-batch. ``difference`` is what the loader yielded in place of what was expected of it."""
         if self._peers.on_cpu:
             self._loss += loss_sum.item()
             self._weight += float(weight)
@@ -193,16 +150,54 @@ class StepSum:
         if difference is not None:
             self._expected = expected(self._expected.samples + difference, self._peers.world_size)
 
-    def numbers(self, stop: Stop | None, checkpoint_step: int, save: bool = False, own_s: float = 0.0) -> Told:
-        """What this rank tells the others, for ``Carrier.backward``. On CUDA nothing here waits for the device."""
+    def backward(
+        self, loss: torch.Tensor, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False, own_s: float = 0.0
+    ) -> None:
+        """``loss.backward()``, in which all ranks are told what was gathered.
+
+        Args:
+            stop: what this rank has heard that the user asked for.
+            checkpoint_step: of a checkpoint that has been committed since and is to be reported; 0 for none.
+            save: whether the state after this step is to be saved.
+            own_s: of this rank's own work in the step before.
+        """
+        torch.autograd.backward((loss, self.numbers), (None, self.gradient(stop, checkpoint_step, save, own_s)))
+
+    def gradient(self, stop: Stop | None = None, checkpoint_step: int = 0, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
+        """What ``backward`` tells, in one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
+        world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
         whole = math.floor(weight) if 0 <= weight < _MOST_WEIGHT else 0
         counted = (samples.num_samples, samples.num_unexpected, samples.num_missing)
-        asked = (stop == "cancel", stop == "pause", save)
-        fractions = (loss, nonfinite * (self._peers.rank + 1), weight - whole)
-        of_losses = self._of_losses_on_device() if self._of_device else None
-        return Told(fractions, (whole, nonfinite, *counted, checkpoint_step, *asked), told_hash, own_s, of_losses)
+        fields = _told_fields((whole, nonfinite, *counted, checkpoint_step, stop == "cancel", stop == "pause", save), world_size)
+        fractions = (world_size * loss, world_size * nonfinite * (rank + 1), world_size * (weight - whole))
+        _SENT.pack_into(self._written, 0, *fractions, fields, told_hash)
+        self._written[_NUM_NUMBERS + rank] = world_size * own_s
+        if self._sums is not None:
+            self._sums[_NONFINITE_AT] = math.nan
+        if not self._of_device:
+            return self._told
+        of_losses = self._of_losses_on_device()
+        rest = self._told[len(of_losses) :].to(self._peers.device, non_blocking=True)
+        return torch.cat([of_losses * world_size, rest])
+
+    def take(self) -> StepTotals:
+        """The totals over all ranks, once backward has returned; the device has finished it then, too."""
+        sums = self._sums
+        if sums is None or sums[_NONFINITE_AT] != sums[_NONFINITE_AT]:  # DDP's sums are not there, or not there any more
+            assert self.numbers.grad is not None
+            sums = memoryview(self.numbers.grad.cpu().numpy()).cast("B").cast("f")  # type: ignore[arg-type]
+            self._sums = sums if self._peers.on_cpu else None
+        self.numbers.grad = None
+        self._peers.require_whole()
+        return self.totals_of(sums)
+
+    def totals_of(self, sums: memoryview[float]) -> StepTotals:
+        """What the sums of all ranks' numbers say: ``_NUM_NUMBERS + world_size`` float32."""
+        loss, nonfinite_ranks, fraction, fields, hash_sums, own_sums = self._received.unpack_from(sums)
+        facts = _facts_of(fields)
+        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, own_sums, nonfinite_ranks)
 
     def _of_losses_on_device(self) -> torch.Tensor:
         """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""

@@ -201,6 +201,7 @@ class RankJournal:
         note = self._launch.recovery
         assert note is not None
         entered_at, restored_at = head_clock.time_of(self._entered), head_clock.time_of(self._restored)
+        first_step_at = max(first_step_at, restored_at)  # where no step was left, what is told is of one before the failure
         lost = None
         if self._restored_step is not None:
             lost = max(0, (note.last_step or 0) - self._restored_step)  # without a last step nobody knows of any

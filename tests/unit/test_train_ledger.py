@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage.run_dir import Stop
 from train_fn.collectives import Peers
 from train_fn.ledger import Count, Ledger, difference, sample_hashes
-from train_fn.step_totals import Carrier, StepSum, StepTotals, Told, expected
+from train_fn.step_totals import Carrier, StepTotals, expected
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -122,54 +123,54 @@ def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> Non
     }
 
 
-def carried(told: Told) -> StepTotals:
+def carried(carrier: Carrier, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False) -> StepTotals:
     """What a rank that is alone hears of its own numbers."""
-    carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
-    carrier.backward(3 * weight, told)
+    weight = torch.nn.Parameter(torch.tensor(2.0))
+    carrier.backward(3 * weight, stop, checkpoint_step, save=save)
     assert weight.grad == 3, "the loss is what it was"
     return carrier.take()
 
 
 @given(st.integers(0, 2**64 - 1), st.floats(-1e6, 1e6))
 def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
-    total = StepSum(ALONE)
-    total.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
-    found = carried(total.numbers("pause", 40, save=True))
-    assert found.counted() == Count(5, 1, 2, sample_hash)
+    carrier = Carrier(ALONE)
+    carrier.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
+    found = carried(carrier, "pause", 40, save=True)
     facts = found.facts
+    assert found.counted() == Count(5, 1, 2, sample_hash)
     assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
     assert facts.num_nonfinite == 0 and facts.save
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))
-def test_every_backward_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
+def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
     """Also where its sums lie elsewhere in memory than those before: those are still there, and say what they said."""
-    carrier, weight = Carrier(ALONE), torch.nn.Parameter(torch.tensor(2.0))
+    carrier = Carrier(ALONE)
     for number, (num_missing, sample_hash) in enumerate(steps):
         counted = Count(50 - num_missing, 0, num_missing, sample_hash)
-        total = StepSum(ALONE)
-        total.add(torch.tensor(float(number)), 50, counted)
-        carrier.backward(3 * weight, total.numbers(None, number))
-        found = carrier.take()
-        assert (found.counted(), found.loss_sum, found.facts.checkpoint_step) == (counted, number, number)
+        carrier.begin()
+        carrier.add(torch.tensor(float(number)), 50, counted)
+        found = carried(carrier, checkpoint_step=number)
+        assert (found.counted(), found.loss_sum, found.weight, found.facts.checkpoint_step) == (counted, number, 50, number)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6))
 def test_what_is_told_is_what_was_yielded_not_what_was_expected(planned: list[int], yielded: list[int]) -> None:
     (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
     (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
-    total = StepSum(ALONE, expected(Count(len(planned), 0, 0, planned_hash), 1))
-    total.add(torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash))
-    counted = carried(total.numbers(None, 0)).counted()
+    carrier = Carrier(ALONE)
+    carrier.begin(expected(Count(len(planned), 0, 0, planned_hash), 1))
+    carrier.add(torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash))
+    counted = carried(carrier).counted()
     assert (counted.num_samples, counted.sample_hash) == (len(yielded), yielded_hash)
     assert counted.num_samples - counted.num_unexpected == len(planned) - counted.num_missing
     assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(yielded)
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
-    total = StepSum(ALONE)
-    total.add(torch.tensor(float("inf")), torch.tensor(3))
-    found = carried(total.numbers(None, 0))
+    carrier = Carrier(ALONE)
+    carrier.add(torch.tensor(float("inf")), torch.tensor(3))
+    found = carried(carrier)
     assert (found.facts.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
 
 
@@ -179,15 +180,14 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     counts = [Count(3 + rank, rank, 2 * rank, sample_hash) for rank, sample_hash in enumerate(hashes[:world_size])]
     told = []
     for rank, counted in enumerate(counts):
-        peers = Peers(rank, world_size, torch.device("cpu"))
-        total = StepSum(peers)
-        total.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
-        gradient = Carrier(peers).gradient(total.numbers("cancel", 2**40 * (rank == 0)))
-        told.append(gradient.numpy() * np.float32(1 / world_size))
+        carrier = Carrier(Peers(rank, world_size, torch.device("cpu")))
+        carrier.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
+        told.append(carrier.gradient("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size))
     sums = np.zeros_like(told[0])
     for rank in range(world_size):
         sums += told[rank % len(told)]
-    found = Carrier(Peers(0, world_size, torch.device("cpu"))).totals_of(sums.data)
+    found = carrier.totals_of(sums.data)
+    facts = found.facts
     shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
     assert found.weight == world_size * weight
     assert found.counted() == sum(
@@ -197,7 +197,6 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
         ),
         Count(),
     )
-    facts = found.facts
     assert facts.num_nonfinite == (shares[1] if len(told) > 1 else 0)
     assert found.nonfinite_rank == (1 if facts.num_nonfinite == 1 else None)
     assert (facts.stop, facts.checkpoint_step, facts.save) == ("cancel", 2**40 * shares[0], False)
@@ -205,18 +204,18 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
 
 def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
     for weights in ([0.25, 3.5], [5, -7.0], [torch.tensor(2.75)], [2.0**60]):
-        total = StepSum(ALONE)
+        carrier = Carrier(ALONE)
         for weight in weights:
-            total.add(torch.tensor(1.0), weight)
-        assert carried(total.numbers(None, 0)).weight == float(sum(weights))
+            carrier.add(torch.tensor(1.0), weight)
+        assert carried(carrier).weight == float(sum(weights))
 
 
 @given(st.lists(st.one_of(st.integers(0, 2**40), st.floats(-1e6, 1e6)), min_size=1, max_size=3), st.booleans())
 def test_a_device_adds_losses_and_weights_up_as_the_host_does(weights: list[float], as_tensors: bool) -> None:
-    host, device = StepSum(ALONE), StepSum(ALONE)
+    host, device = Carrier(ALONE), Carrier(ALONE)
     for weight in weights:
         of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight
         host.add(torch.tensor(0.5), of_task)
         device._of_device.append((torch.tensor(0.5), of_task))
     told = device._of_losses_on_device()
-    assert told.tolist() == Carrier(ALONE).gradient(host.numbers(None, 0))[: len(told)].tolist()
+    assert told.tolist() == host.gradient()[: len(told)].tolist()

@@ -20,8 +20,8 @@ from storage.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn import standalone
 from train_fn.collectives import end_process_group
-from train_fn.local_journal import LocalJournal
 from train_fn.node_dir import shared_memory_root
+from train_fn.reporter import Reporter
 
 
 @pytest.fixture(autouse=True)
@@ -94,14 +94,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     assert newest(whole)["model_ema.pt"].keys() == newest(whole)["model.pt"].keys()
 
     stopping = threading.Event()
-    say = LocalJournal._steps
+    step_done = Reporter.step_done
 
-    def stop_at_four(journal: LocalJournal, points: list[dict[str, Any]]) -> str | None:
-        if points[-1]["step"] == 4:
+    def stop_at_four(reporter: Reporter, values: dict[str, float | None], num_samples: int) -> float:
+        if reporter._state.step == 4:
             stopping.set()
-        return say(journal, points)
+        return step_done(reporter, values, num_samples)
 
-    monkeypatch.setattr(LocalJournal, "_steps", stop_at_four)
+    monkeypatch.setattr(Reporter, "step_done", stop_at_four)
     place = standalone.Place(0, 1, 0, 1, "here", "first")
     standalone._join(spec, place, 60)
     assert standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping).code == standalone.EXIT_STOPPED
