@@ -47,6 +47,8 @@ class CheckpointStore:
         self._restore_points: dict[int, RestorePoint] = {}
         self._rejected: set[str] = set()
         """Checkpoints that this object found to be corrupt."""
+        self._known: dict[CheckpointName, Manifest] = {}
+        """What retention read or was given; nobody changes a manifest."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return CheckpointStore, (self._run_dir,)
@@ -67,11 +69,12 @@ class CheckpointStore:
             return True
 
         self._rejected.discard(str(name))
+        self._known.pop(name, None)
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
         """Every checkpoint with a valid manifest, oldest first (step, then submission); its files are not read."""
-        return self._manifests(self._committed(self._entries()))
+        return self._manifests(_named(self._entries()))
 
     def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
         """Those of ``list`` that count: without what a newer submission did not restore from. Oldest first.
@@ -211,7 +214,9 @@ class CheckpointStore:
         self._files.write(path, bytes(data))
         return relpath
 
-    def retain(self, keep_latest: int, best: str | None, submission: int | None = None) -> builtins.list[str]:
+    def retain(
+        self, keep_latest: int, best: str | None, submission: int | None = None, written: Manifest | None = None
+    ) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 
         Kept are the ``keep_latest`` newest of the lineage (at least one) that were not found to be corrupt, ``best``, those that
@@ -220,12 +225,16 @@ class CheckpointStore:
 
         Args:
             submission: who asks; where a newer one has a journal, nothing is deleted.
+            written: what the caller has just committed, and need not be read back.
         """
-        if submission is not None and any(newer > submission for newer in self._run_dir.submissions()):
+        submissions = self._run_dir.submissions()
+        if submission is not None and any(newer > submission for newer in submissions):
             return []
+        if written is not None:
+            self._known[CheckpointName(written.step, written.submission)] = written
         entries = self._entries()
-        committed = self._committed(entries)
-        lineage = self._manifests(self._in_lineage(committed))
+        committed = self._read_committed(entries)
+        lineage = [manifest for name in self._in_lineage(committed, submissions) if (manifest := committed[name])]
         if not lineage:
             return []
         sound = [manifest for manifest in lineage if manifest.name not in self._rejected] or lineage
@@ -236,11 +245,9 @@ class CheckpointStore:
         kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
-        doomed = [
-            str(name) for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
-        ]
-        deleted = [name for name in doomed if self._delete_unless_held(name)]
-        self._sweep(entries - {str(name) for name in committed}, newest)
+        doomed = [name for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))]
+        deleted = [str(name) for name in doomed if self._delete_unless_held(name, committed[name])]
+        self._sweep(entries - set(map(str, committed)), newest)
         return deleted
 
     def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
@@ -261,18 +268,14 @@ class CheckpointStore:
             self._files.delete_dir(self._run_dir.checkpoints_path(name))
         return orphans
 
-    def _delete_unless_held(self, name: str) -> bool:
-        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found the manifest."""
-        manifest = f"{self._directory(name)}/{MANIFEST}"
-        try:
-            data = self._files.read(manifest)
-        except (StorageNotFound, StorageUnreadable):
-            data = None  # nobody else can have read it
-        self._files.delete_file(manifest)
-        if data is not None and name in held_checkpoints(self._run_dir):
-            self._files.write(manifest, data)
+    def _delete_unless_held(self, name: CheckpointName, manifest: Manifest | None) -> bool:
+        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found a valid manifest."""
+        path = self._manifest_path(name)
+        self._files.delete_file(path)
+        if manifest is not None and str(name) in held_checkpoints(self._run_dir):
+            self._files.write(path, manifest.to_bytes())  # which are the bytes that it was read from
             return False
-        self._files.delete_dir(self._directory(name))
+        self._files.delete_dir(self._directory(str(name)))
         return True
 
     def _awaited(self, lineage: builtins.list[Manifest]) -> set[str]:
@@ -292,17 +295,18 @@ class CheckpointStore:
         return name.submission < newest.submission or (name.submission == newest.submission and name.step < newest.step)
 
     def _lineage_names(self, before_submission: int | None, told: Collection[CheckpointName] = ()) -> builtins.list[CheckpointName]:
-        return self._in_lineage({*self._committed(self._entries()), *told}, before_submission)
+        names, submissions = {*self._committed(self._entries()), *told}, self._run_dir.submissions()
+        if before_submission is not None:
+            names = {name for name in names if name.submission < before_submission}
+            submissions = [submission for submission in submissions if submission < before_submission]
+        return self._in_lineage(names, submissions)
 
-    def _in_lineage(self, names: Iterable[CheckpointName], before_submission: int | None = None) -> builtins.list[CheckpointName]:
-        def seen(submission: int) -> bool:
-            return before_submission is None or submission < before_submission
-
-        for submission in filter(seen, self._run_dir.submissions()):
+    def _in_lineage(self, names: Iterable[CheckpointName], submissions: Collection[int]) -> builtins.list[CheckpointName]:
+        """Those of ``names`` that count, by what these submissions restored from; oldest first."""
+        for submission in submissions:
             if submission not in self._restore_points and (point := restore_point(self._run_dir, submission)):
                 self._restore_points[submission] = point  # the first one stays the first
-        points = {number: point for number, point in self._restore_points.items() if seen(number)}
-        return in_lineage((name for name in names if seen(name.submission)), points)
+        return in_lineage(names, {number: point for number, point in self._restore_points.items() if number in submissions})
 
     def _entries(self) -> set[str]:
         """Names of what lies beside each other where checkpoints do."""
@@ -310,8 +314,24 @@ class CheckpointStore:
 
     def _committed(self, entries: Iterable[str]) -> builtins.list[CheckpointName]:
         """Names of directories with a manifest, valid or not, oldest first."""
-        names = filter(None, map(CheckpointName.parse, entries))
-        return sorted(name for name in names if self._files.exists(f"{self._directory(str(name))}/{MANIFEST}"))
+        return [name for name in _named(entries) if self._files.exists(self._manifest_path(name))]
+
+    def _read_committed(self, entries: Iterable[str]) -> dict[CheckpointName, Manifest | None]:
+        """As ``_committed``, with their manifests; None for one that is not valid. Each one is read once, and then looked for."""
+        found: dict[CheckpointName, Manifest | None] = {}
+        for name in _named(entries):
+            known = self._known.get(name)
+            if known is not None and self._files.exists(self._manifest_path(name)):
+                found[name] = known
+                continue
+            try:
+                found[name] = self.manifest(str(name))
+            except CorruptCheckpoint:
+                found[name] = None
+            except StorageNotFound:
+                continue
+        self._known = {name: manifest for name, manifest in found.items() if manifest}
+        return found
 
     def _manifests(self, names: builtins.list[CheckpointName]) -> builtins.list[Manifest]:
         found: builtins.list[Manifest] = []
@@ -343,6 +363,9 @@ class CheckpointStore:
         except StorageUnreadable as exc:
             raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", str(exc)) from exc
 
+    def _manifest_path(self, name: CheckpointName) -> str:
+        return f"{self._run_dir.checkpoints_path(str(name))}/{MANIFEST}"
+
     def _directory(self, name: str) -> str:
         if CheckpointName.parse(name) is None:
             raise InvalidStorage(f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2)}")
@@ -351,3 +374,8 @@ class CheckpointStore:
     @property
     def _files(self) -> Files:
         return self._run_dir.files
+
+
+def _named(entries: Iterable[str]) -> list[CheckpointName]:
+    """Of these directories those that are named as checkpoints are, oldest first."""
+    return sorted(filter(None, map(CheckpointName.parse, entries)))

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -16,7 +17,7 @@ from storage.files import Entry, ReadStream
 _WRITE_BACK_BYTES = 8 << 20
 
 
-def sync_path(path: Path) -> None:
+def sync_path(path: str | Path) -> None:
     """fsync a file or a directory by name."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -39,17 +40,17 @@ class _SyncedFile:
     for the fsync at its end, and the medium would idle meanwhile.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         self._offset_bytes = 0
-        with mapped("create", str(path)):
+        with mapped("create", path):
             self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, data: bytes | memoryview, /) -> int:
         assert self._fd is not None
         view = memoryview(data).cast("B")
         written = 0
-        with mapped("write", str(self._path)):
+        with mapped("write", self._path):
             while written < len(view):
                 count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
                 if sys.platform == "linux":  # begins to write dirty pages back that are to be dropped, and drops none before that
@@ -62,7 +63,7 @@ class _SyncedFile:
         fd, self._fd = self._fd, None
         if fd is None:
             return
-        with mapped("write", str(self._path)):
+        with mapped("write", self._path):
             try:
                 os.fsync(fd)
             finally:
@@ -70,36 +71,39 @@ class _SyncedFile:
 
 
 class LocalFiles:
-    """Files below a local directory, which is made when something is first written."""
+    """Files below a local directory, which is made when something is first written.
+
+    Paths are plain text here: a save names forty of them, and to make a ``Path`` of each costs as much as what is then asked.
+    """
 
     can_append = True
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self._root = str(root)
         self._places: dict[str, str] = {}
         """Where the directories below the root really lie: an operator may have put one of them elsewhere by a link."""
 
     def path(self, relpath: str) -> str:
-        return str(self.root / relpath)
+        return f"{self._root}/{relpath}" if relpath not in ("", ".") else self._root
 
     def exists(self, relpath: str) -> bool:
-        path = self.root / relpath
+        path = self.path(relpath)
         try:
-            with mapped("look at", str(path)):
-                return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - Path.is_file() hides EACCES and EIO
+            with mapped("look at", path):
+                return stat.S_ISREG(os.stat(path).st_mode)  # os.path.isfile hides EACCES and EIO
         except StorageNotFound:
             return False
 
     def read(self, relpath: str) -> bytes:
-        path = self.root / relpath
-        with mapped("read", str(path)), path.open("rb") as file:
+        path = self.path(relpath)
+        with mapped("read", path), open(path, "rb") as file:
             self._refuse_outside(file.fileno(), relpath)
             return file.read()
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
-        path = self.root / relpath
-        with mapped("read", str(path)):
-            file: BinaryIO = path.open("rb", buffering=0)
+        path = self.path(relpath)
+        with mapped("read", path):
+            file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
             try:
                 self._refuse_outside(file.fileno(), relpath)
             except StorageDenied:
@@ -119,63 +123,70 @@ class LocalFiles:
         top = relpath.partition("/")[0]
         place = self._places.get(top)
         if place is None:
-            place = self._places[top] = os.path.realpath(self.root / top)
-        found = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115 - Path does not name what the link of a descriptor says
+            place = self._places[top] = os.path.realpath(self.path(top))
+        found = os.readlink(f"/proc/self/fd/{fd}")
         if found != place and not found.startswith(f"{place}/"):
-            raise StorageDenied(f"{self.root / relpath} leads out of the storage, to {found}: a link was put there; remove it")
+            raise StorageDenied(f"{self.path(relpath)} leads out of the storage, to {found}: a link was put there; remove it")
 
     def list(self, relpath: str) -> list[Entry]:
-        path = self.root / relpath
+        path = self.path(relpath)
         try:
-            with mapped("list", str(path)), os.scandir(path) as entries:
+            with mapped("list", path), os.scandir(path) as entries:
                 return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
         except StorageNotFound:
             return []
 
     def write(self, relpath: str, data: bytes) -> None:
-        path = self.root / relpath
-        self.make_dir(str(Path(relpath).parent))
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-        with mapped("write", str(path)):
+        path = self.path(relpath)
+        self.make_dir(os.path.dirname(relpath))
+        directory, name = os.path.split(path)
+        temporary = f"{directory}/.{name}.{secrets.token_hex(6)}.tmp"
+        with mapped("write", path):
             try:
                 self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL)
-                temporary.replace(path)
+                os.replace(temporary, path)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
                 raise
-            sync_path(path.parent)
+            sync_path(directory)
 
     def create(self, relpath: str) -> _SyncedFile:
-        self.make_dir(str(Path(relpath).parent))
-        return _SyncedFile(self.root / relpath)
+        self.make_dir(os.path.dirname(relpath))
+        return _SyncedFile(self.path(relpath))
 
     def touch(self, relpath: str) -> None:
-        path = self.root / relpath
-        with mapped("create", str(path)):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.path(relpath)
+        with mapped("create", path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
 
     def make_dir(self, relpath: str) -> None:
-        path = self.root / relpath
-        with mapped("make the directory", str(path)):
-            if path.is_dir():
-                return
-            missing = [path, *(parent for parent in path.parents if not parent.exists())]
+        path = self.path(relpath)
+        with mapped("make the directory", path):
+            missing = []
+            while not os.path.isdir(path):
+                missing.append(path)
+                path = os.path.dirname(path)
             for directory in reversed(missing):
-                directory.mkdir(exist_ok=True)
-                sync_path(directory.parent)
+                try:
+                    os.mkdir(directory)
+                except FileExistsError:
+                    if not os.path.isdir(directory):  # else somebody made it meanwhile
+                        raise
+                sync_path(os.path.dirname(directory))
 
     def sync_dir(self, relpath: str) -> None:
-        path = self.root / relpath
-        with mapped("sync", str(path)):
+        path = self.path(relpath)
+        with mapped("sync", path):
             sync_path(path)
 
     def set_aside(self, relpath: str, aside: str) -> bool:
-        path = self.root / relpath
+        path = self.path(relpath)
         try:
-            with mapped("rename", str(path)):
-                path.rename(self.root / aside)
-                sync_path(path.parent)
+            with mapped("rename", path):
+                os.rename(path, self.path(aside))
+                sync_path(os.path.dirname(path))
         except StorageNotFound:
             return False
         return True
@@ -183,35 +194,35 @@ class LocalFiles:
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
         # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever removed it in the
         # meantime makes one of the two fail, so a writer that was replaced cannot commit.
-        temporary, path = self.root / marker, self.root / relpath
+        temporary, path = self.path(marker), self.path(relpath)
         try:
-            with mapped("commit", str(path)):
+            with mapped("commit", path):
                 self._write_synced(temporary, data, os.O_TRUNC)
-                temporary.replace(path)
-                sync_path(path.parent)
+                os.replace(temporary, path)
+                sync_path(os.path.dirname(path))
         except StorageNotFound:
             return False
         return True
 
     def delete_file(self, relpath: str) -> None:
-        path = self.root / relpath
+        path = self.path(relpath)
         try:
-            with mapped("delete", str(path)):
-                path.unlink()
-                sync_path(path.parent)
+            with mapped("delete", path):
+                os.unlink(path)
+                sync_path(os.path.dirname(path))
         except StorageNotFound:
             return
 
     def delete_dir(self, relpath: str) -> None:
-        path = self.root / relpath
+        path = self.path(relpath)
         try:
-            with mapped("delete", str(path)):
+            with mapped("delete", path):
                 shutil.rmtree(path)
         except StorageNotFound:
             return
 
     @staticmethod
-    def _write_synced(path: Path, data: bytes, flags: int) -> None:
+    def _write_synced(path: str, data: bytes, flags: int) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
         try:
             write_all(fd, data)

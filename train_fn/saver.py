@@ -269,7 +269,7 @@ class Saver:
         self._note_committed(manifest)
         if is_new:
             self._tell_committed(save, manifest, time.perf_counter() - began)
-            self._retain(save)
+            self._retain(save, manifest)
         return None
 
     def _commit(self, save: Save) -> Manifest:
@@ -299,9 +299,9 @@ class Saver:
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
 
-    def _retain(self, save: Save) -> None:
+    def _retain(self, save: Save, written: Manifest) -> None:
         try:
-            deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission)
+            deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission, written)
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return

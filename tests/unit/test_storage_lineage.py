@@ -16,6 +16,7 @@ from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
 from storage.journal import JournalWriter
 from storage.lineage import RestorePoint, attempt_starts, in_lineage, restore_point
+from storage.manifest import MANIFEST
 from storage.run_dir import CheckpointName, RunDir
 from tests.unit.storage_places import event, memory_run_dir, quick_directory, record_restored, save
 
@@ -256,6 +257,20 @@ def test_retention_in_plain_words(run_dir: RunDir) -> None:
     assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[1], names[3], names[4]]
     assert run_dir.checkpoints.retain(0, best=None) == [names[1], names[3]]
     assert run_dir.checkpoints.retain(0, best=None) == []
+
+
+def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
+    """It knows manifests from before: one that is gone since must not count, and one that was written anew is another."""
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    assert run_dir.checkpoints.retain(3, best=None) == []
+    run_dir.files.delete_file(f"runs/run_a/checkpoints/{names[1]}/{MANIFEST}")
+    written = save(run_dir, 40)
+    assert run_dir.checkpoints.retain(3, None, None, written) == [], "three are left"
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[0], names[2], written.name]
+    run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
+    again = save(run_dir, 30)
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest by time, and by step"
+    assert run_dir.checkpoints.list() == [again, written]
 
 
 def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:

@@ -89,6 +89,20 @@ def test_a_large_file_goes_up_in_parts(s3_storage: Storage) -> None:
     assert run_dir.checkpoints.read_file(manifest.name, "model.pt") == data
 
 
+def test_retention_asks_once_for_each_checkpoint(s3_storage: Storage, requests: Requests) -> None:
+    run_dir = s3_storage.run_dir("run_a")
+    for step in (10, 20, 30):
+        written = save(run_dir, step)
+        requests.take()
+        assert run_dir.checkpoints.retain(3, None, 1, written) == []
+    asked = [request for request in requests.take() if request.endswith("manifest.json")]
+    assert len(asked) == len(set(asked)) == 3 and all(request.startswith("HEAD") for request in asked), asked
+    fresh = s3_storage.run_dir("run_a").checkpoints
+    assert fresh.retain(3, None, 1) == []
+    read = [request for request in requests.take() if request.endswith("manifest.json") and request.startswith("GET")]
+    assert len(read) == len(set(read)) == 3, "who knows none reads each"
+
+
 def test_a_bucket_that_is_not_there(s3_endpoint: str) -> None:
     storage = open_storage(f"s3://no-such-bucket/x?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1")
     with pytest.raises(StorageNotFound, match="create the bucket"):
