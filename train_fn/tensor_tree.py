@@ -72,9 +72,13 @@ def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tenso
         pairs.append((target, tree.detach() if tree.requires_grad else tree))
         return target
     if isinstance(tree, dict):
+        if _FIXED.issuperset(map(type, tree.values())) and _FIXED.issuperset(map(type, tree)):
+            return dict(tree)
         return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, pairs))
     if isinstance(tree, list | tuple):
         kind = list if isinstance(tree, list) else torch.Size if isinstance(tree, torch.Size) else tuple
+        if _FIXED.issuperset(map(type, tree)):
+            return kind(tree)
         same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
         return kind(value for _, value in _items_laid_out(enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs))
     return _plain(tree)
