@@ -33,6 +33,13 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def _is_dir(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 class _SyncedFile:
     """A new file whose close() makes its bytes durable; the directory's entry is the caller's to sync.
 
@@ -80,17 +87,18 @@ class LocalFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
+        self._prefix = os.path.join(self._root, "")
         self._places: dict[str, str] = {}
         """Where the directories below the root really lie: an operator may have put one of them elsewhere by a link."""
 
     def path(self, relpath: str) -> str:
-        return f"{self._root}/{relpath}" if relpath not in ("", ".") else self._root
+        return self._prefix + relpath if relpath not in ("", ".") else self._root
 
     def exists(self, relpath: str) -> bool:
         path = self.path(relpath)
         try:
             with mapped("look at", path):
-                return stat.S_ISREG(os.stat(path).st_mode)  # os.path.isfile hides EACCES and EIO
+                return stat.S_ISREG(os.stat(path).st_mode)  # os.path hides EACCES and EIO
         except StorageNotFound:
             return False
 
@@ -164,15 +172,16 @@ class LocalFiles:
     def make_dir(self, relpath: str) -> None:
         path = self.path(relpath)
         with mapped("make the directory", path):
-            missing = []
-            while not os.path.isdir(path):
-                missing.append(path)
-                path = os.path.dirname(path)
+            if _is_dir(path):
+                return
+            missing = [path]
+            while not os.path.exists(parent := os.path.dirname(missing[-1])):
+                missing.append(parent)
             for directory in reversed(missing):
                 try:
                     os.mkdir(directory)
                 except FileExistsError:
-                    if not os.path.isdir(directory):  # else somebody made it meanwhile
+                    if not _is_dir(directory):  # else somebody made it meanwhile
                         raise
                 sync_path(os.path.dirname(directory))
 
