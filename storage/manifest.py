@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import lru_cache
 from typing import Annotated, Any, Protocol, Self
 
 import blake3 as blake3_module
@@ -120,7 +119,6 @@ class Manifest(_Frozen):
         return _canonical({**fields, "digest": _digest(fields)})
 
 
-@lru_cache(maxsize=16)  # more than most runs keep, and retention reads with every save
 def parse_manifest(data: bytes) -> Manifest:
     """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
     try:
