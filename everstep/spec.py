@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from everstep import plain_text
 from everstep.catalog import (
     AdamWSpec,
     ConstantScheduleSpec,
@@ -344,7 +345,8 @@ class RunSpec(Frozen):
     def _secrets_are_no_env(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         twice = sorted(value.keys() & info.data.get("env", {}).keys())
         if twice:
-            raise PydanticCustomError("secret_in_env", "{name} is in env, too; set it in one of the two", {"name": twice[0]})
+            names = " and ".join(twice)
+            raise PydanticCustomError("secret_in_env", "{names}: in env, too; set each in one of the two", {"names": names})
         return value
 
     @field_validator("scaling")
@@ -400,7 +402,13 @@ def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
 
 def parse_spec(raw: Any) -> RunSpec:
     """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found at once."""
+    unsayable = plain_text.faults(raw)
     try:
-        return RunSpec.model_validate(raw)
+        spec = RunSpec.model_validate(raw)
     except ValidationError as exc:
-        raise InvalidSpec(field_errors(RunSpec, raw, exc)) from exc
+        found = field_errors(RunSpec, raw, exc)
+        named = {fault.loc for fault in found}
+        raise InvalidSpec((*found, *(fault for fault in unsayable if fault.loc not in named))) from exc
+    if unsayable:
+        raise InvalidSpec(unsayable)
+    return spec

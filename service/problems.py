@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from everstep.errors import FieldError, InvalidSpec
-from service.db.engine import DatabaseUnavailable
+from service.db.engine import DatabaseUnavailable, Unstorable
 from service.db.idempotency import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded
 from service.states import TransitionConflict
@@ -91,6 +91,8 @@ def as_problem(exc: Exception) -> ProblemError:
         case DatabaseUnavailable():
             logger.error("database_unavailable", error=str(exc))
             return unavailable("database_unavailable", "the database does not answer; nothing was changed, try again")
+        case Unstorable():
+            return ProblemError(422, "invalid_request", f"the request holds what the database cannot: {exc}")
         case StorageNotFound():
             return not_found(str(exc))
         case InvalidArchive():
@@ -123,6 +125,7 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
     IdempotencyConflict,
     ProjectError,
     DatabaseUnavailable,
+    Unstorable,
     StorageError,
     RequestValidationError,
     HTTPException,

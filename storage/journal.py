@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.events import EventKind
+from everstep.plain_text import may_need_it, written_out
 from storage.append_log import LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
 from storage.errors import CorruptFile, StorageError
 from storage.run_dir import RunDir
@@ -244,11 +245,16 @@ def _finite(value: Any) -> Any:
 
 
 def _decode(line: LogLine) -> JournalEvent | None:
-    """The event in a line; None for a mark. Raises CorruptFile."""
+    """The event in a line; None for a mark. Raises CorruptFile.
+
+    Text that cannot be kept or sent on, as messages of errors may be, comes written out, so that whoever reads may do either.
+    """
     if _is_mark(line.data):
         return None
     try:
         raw = json.loads(line.data)
+        if may_need_it(line.data):
+            raw = written_out(raw)
         return JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
     except (ValueError, KeyError, TypeError) as exc:
         raise CorruptFile(f"journal line {line.end.num_lines} is not an event ({exc}): {line.data[:80]!r}") from exc

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 import storage.errors
+from everstep.plain_text import written_out
 from storage.errors import StorageError
 from train_fn import head_clock
 
@@ -115,7 +116,8 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
     """RankError of what a rank's training function raised.
 
     The loop leaves a broken attempt in order and then raises anew, with text in place of the frames that would keep the process
-    group alive (``errors.StepFailed``); what such an error says of its cause stands for the cause.
+    group alive (``errors.StepFailed``); what such an error says of its cause stands for the cause. Its words are told as they will
+    be read again, or the same error would look like another one.
     """
     type_name = _text(exc, "type_name") or type(exc).__name__
     message = _text(exc, "message") or str(exc)
@@ -130,8 +132,8 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
         rank=rank,
         kind=kind,
         type=type_name,
-        message=told[:2000],
-        traceback=_shorten(trace),
+        message=written_out(told[:2000]),
+        traceback=written_out(_shorten(trace)),
         step=_integer(exc, "step"),
         phase=_text(exc, "phase"),
         at=float(at) if isinstance(at, int | float) else head_clock.now(),

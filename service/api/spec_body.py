@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from everstep import plain_text
+from everstep.errors import FieldError
 from everstep.field_errors import field_errors
 from service.problems import ProblemError
 
@@ -21,10 +24,16 @@ MAX_DEPTH: Final = 64
 def parse_model(model: type[M], raw: Any) -> M:
     """The body as ``model``. Raises 422 with one entry for each fault."""
     try:
-        return model.model_validate(raw)
+        found = model.model_validate(raw)
     except ValidationError as exc:
-        faults = field_errors(model, raw, exc)
-        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults) from exc
+        raise _invalid(field_errors(model, raw, exc)) from exc
+    if faults := plain_text.faults(raw):
+        raise _invalid(faults)
+    return found
+
+
+def _invalid(faults: Sequence[FieldError]) -> ProblemError:
+    return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
 
 
 async def read_json(request: Request) -> Any:

@@ -17,7 +17,7 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyError
 
 from service.db import postgresql
 from service.db.shared_commits import SharedCommits, WriterTimeout
@@ -46,6 +46,10 @@ class DatabaseError(Exception):
 
 class DatabaseUnavailable(DatabaseError):
     """The database cannot be opened or reached now; the same call may succeed later."""
+
+
+class Unstorable(ValueError):
+    """A value that no column can hold, or be compared with: nothing is wrong with the database, and asking again is no use."""
 
 
 class Database:
@@ -260,6 +264,8 @@ def _mapped_errors() -> Iterator[None]:
         raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s") from exc
     except OperationalError as exc:
         raise DatabaseUnavailable(str(exc.orig)) from exc
+    except DataError as exc:
+        raise Unstorable(str(exc.orig)) from exc
     except DBAPIError as exc:
         # The base class itself is what SQLite says of a file that is damaged or of another kind.
         if exc.connection_invalidated or type(exc) is SqlDatabaseError:

@@ -187,6 +187,10 @@ class TransitionRow(NamedTuple):
     reason_message: str | None
 
 
+METRIC_NAME_CHARS: Final = 128
+"""Longest name of a series; a longer one is cut."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
     """One value of one metric; ``value`` None was not finite."""

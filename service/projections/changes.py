@@ -10,7 +10,7 @@ from typing import Any, Final
 from everstep.events import BEGINNINGS, EventKind
 from everstep.metric_names import lookup, validation_name
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
-from service.db.rows import EventRow, MetricPoint, RunRow
+from service.db.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
 from service.states import is_legal
 
 NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})
@@ -103,7 +103,8 @@ def _metrics(run: RunRow, event: EventRow) -> Changes:
     latest = dict(run.metrics)
     rows = []
     for point in points:
-        for name, value in point["values"].items():
+        for told, value in point["values"].items():
+            name = told[:METRIC_NAME_CHARS]
             rows.append(MetricPoint(name, int(point["step"]), float(point["at"]), value))
             if value is None:
                 latest.pop(name, None)
@@ -120,7 +121,7 @@ def _metrics(run: RunRow, event: EventRow) -> Changes:
 
 def _evaluated(run: RunRow, event: EventRow) -> Changes:
     step, values = int(event.data["step"]), event.data["metrics"]
-    named = {validation_name(name): value for name, value in values.items()}
+    named = {validation_name(name)[:METRIC_NAME_CHARS]: value for name, value in values.items()}
     columns: dict[str, Any] = {"metrics": run.metrics | {name: value for name, value in named.items() if value is not None}}
     best = _better(run, step, values)
     if best is not None:

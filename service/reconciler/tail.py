@@ -6,10 +6,12 @@ from collections.abc import Collection
 
 import structlog
 
+from service.db.engine import DatabaseError
 from service.db.events import EventStore, JournalGap
 from service.db.rows import RunRow
 from service.figures import RunFigures
 from service.reconciler.facts import TailFact
+from service.states import TransitionConflict
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
 from storage.journal import journal_stamp, read_journal
@@ -96,7 +98,13 @@ class JournalTail:
                 return run, TailFact.BEHIND
             if batch:
                 known = run.journal_n if run.journal_submission == submission else 0
-                run = self._events.apply_journal(run.id, submission, batch, cursor)
+                try:
+                    run = self._events.apply_journal(run.id, submission, batch, cursor)
+                except (DatabaseError, TransitionConflict):
+                    raise
+                except Exception:  # a fault of ours: the other runs must not stand still for it, nor this one for ever
+                    log.exception("a journal cannot be applied", run_id=run.id, submission=submission, after=known)
+                    return run, TailFact.DRAINED
                 if run.journal_submission == submission:
                     self._figures.applied(run, [event for event in batch if known < event.n <= run.journal_n])
             if len(batch) < BATCH_EVENTS or run.submission != newest or run.status.terminal:

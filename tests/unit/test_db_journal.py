@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 from everstep.events import EventKind
 from everstep.spec import parse_spec
 from everstep.wire import ReasonCode, RunStatus
-from service.db.engine import Database
+from service.db.engine import Database, Unstorable
 from service.db.events import EventStore, JournalGap
-from service.db.rows import EventRow, RunRow
+from service.db.rows import METRIC_NAME_CHARS, EventRow, RunRow
 from service.db.runs import RunStore
 from service.db.series import SeriesStore
+from service.db.tables import metrics
+from service.reconciler.facts import TailFact
+from service.reconciler.tail import JournalTail
 from service.states import TransitionConflict
-from storage.journal import JournalEvent
+from storage.filesystem import open_storage
+from storage.journal import JournalEvent, JournalWriter
 from tests.unit.api_service import NOON, Journal, ManualClock, spec
 
 
@@ -214,3 +219,53 @@ def test_a_stopped_driver_ends_as_was_asked(
     assert ended.status == status
     assert ended.reason is not None and ended.reason.code == code
     assert ended.stop_requested == ("cancel" if stop == "cancel" else None)
+
+
+def test_words_and_names_that_no_column_can_hold_stop_no_journal(stores: Stores, tmp_path: Path) -> None:
+    """A file name that is not UTF-8 in an error's message, a metric whose name has no end."""
+    storage = open_storage(str(tmp_path))
+    run, journal = stores.submitted(), Journal(1)
+    started = journal.start()
+    named = [{"step": 3, "at": NOON, "values": {"x" * 500: 1.0, "n\x00\udce9": 2.0}}]
+    odd = [
+        journal.event(EventKind.METRICS, points=named),
+        journal.event(EventKind.FAILURE, verdict="user_error", step=3, exception="OSError: bad file \udce9\x00.jpg"),
+    ]
+    with JournalWriter(storage.run_dir(run.id), 1) as writer:
+        writer.append([*started, *odd, journal.steps(4)])
+    run, fact = JournalTail(storage, stores.events).drain(run)
+    assert (fact, run.step) == (TailFact.DRAINED, 4)
+    [failure] = stores.events.of_kinds(run.id, {"failure"})
+    assert failure.data["exception"] == "OSError: bad file \\udce9\\x00.jpg"
+    assert [name for name in stores.series.names(run.id) if name != "loss"] == ["n\\x00\\udce9", "x" * METRIC_NAME_CHARS]
+
+
+def test_a_journal_that_cannot_be_applied_holds_up_no_other(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path))
+    run = stores.submitted()
+    with JournalWriter(storage.run_dir(run.id), 1) as writer:
+        writer.append(Journal(1).start())
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    tail = JournalTail(storage, stores.events)
+    with monkeypatch.context() as broken:
+        broken.setattr(EventStore, "apply_journal", fail)
+        assert tail.drain(run) == (run, TailFact.DRAINED)
+    applied, _ = tail.drain(run)
+    assert applied.journal_n > run.journal_n, "it is tried again"
+
+
+def test_a_value_that_the_database_cannot_hold_is_no_trouble_of_the_database(stores: Stores) -> None:
+    if stores.database.is_sqlite:
+        assert stores.runs.get("run_\x00") is None
+        return
+    with pytest.raises(Unstorable, match="NUL"):
+        stores.runs.get("run_\x00")
+
+
+def test_a_series_name_is_as_long_as_its_column() -> None:
+    assert metrics.c.name.type.length == METRIC_NAME_CHARS  # type: ignore[attr-defined]

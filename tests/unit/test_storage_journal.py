@@ -44,7 +44,7 @@ def test_events_come_back_as_they_went_in(any_storage: Storage) -> None:
         at=1.25,
         submission=1,
         attempt=3,
-        data={"step": 4, "text": "µ\n\r\x00\ud800", "deep": [{"a": None}]},
+        data={"step": 4, "text": "µ\n\r", "deep": [{"a": None}]},
         source="rank-0.a003",
         source_n=1,
     )
@@ -58,6 +58,13 @@ def test_events_come_back_as_they_went_in(any_storage: Storage) -> None:
         assert read_journal(run_dir, 1, cursor) == ([], cursor)
         writer.append([event(1)])
     assert [found.n for found in read_journal(run_dir, 1, cursor)[0]] == [2]
+
+
+def test_text_that_cannot_be_sent_on_comes_written_out(local_storage: Storage) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1, **{"text": "a\x00\ud800", "n\udce9": [1]})])
+    assert read_journal(run_dir, 1)[0][0].data == {"text": "a\\x00\\ud800", "n\\udce9": [1]}
 
 
 def test_what_json_cannot_say(local_storage: Storage) -> None:

@@ -136,3 +136,10 @@ def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations:
             assert [number for where_, number in got if where_ == place] == [n for where_, n in written if where_ == place]
         at_once, _ = read_rank_logs(run_dir, limit=10_000)
         assert [(line.submission, line.attempt) for line in at_once] == sorted((line.submission, line.attempt) for line in at_once)
+
+
+def test_a_line_that_is_no_utf_8_can_be_sent_on(any_storage: Storage) -> None:
+    run_dir = any_storage.run_dir("run_a")
+    write(run_dir, 1, 1, 0, (1.0, "skipping \udce9.jpg"), (2.0, "é \\ud83d 😀"))
+    found = messages(read_rank_logs(run_dir)[0])
+    assert found == ["skipping \\udce9.jpg", "é \\ud83d 😀"] and all(text.encode() for text in found)

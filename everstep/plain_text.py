@@ -1,0 +1,58 @@
+"""Text that every part can keep and send on: no halves of a surrogate pair, which UTF-8 cannot say, and no NUL, which neither a
+column of PostgreSQL nor an environment variable can hold.
+
+Both come from outside: Python makes such halves of file names that are not UTF-8, and they end up in messages and log lines. What
+users ask for is refused (``faults``); what has happened is told all the same, with these characters written out (``written_out``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from everstep.errors import FieldError
+
+_UNSAYABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+def is_sayable(text: str) -> bool:
+    return _UNSAYABLE.search(text) is None
+
+
+def written_out(value: Any) -> Any:
+    """A JSON value with such characters in any text of it as escapes: NUL as ``\\x00``, halves as ``\\udce9``."""
+    if isinstance(value, str):
+        return _UNSAYABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
+    if isinstance(value, dict):
+        return {written_out(key): written_out(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [written_out(item) for item in value]
+    return value
+
+
+def may_need_it(line: bytes) -> bool:
+    """Whether ``written_out`` may change what this JSON, as Python writes it, holds. Cheap; true for some that need nothing."""
+    return b"\\ud" in line or b"\\u0000" in line
+
+
+def faults(value: Any) -> tuple[FieldError, ...]:
+    """One entry for each text or key of a parsed document, at any depth, that holds such a character."""
+    found: list[FieldError] = []
+    left: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    seen: set[int] = set()  # a document may hold one part in many places, and mean more than memory could
+    while left:
+        loc, item = left.pop()
+        if isinstance(item, dict | list):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+        if isinstance(item, str) and not is_sayable(item):
+            found.append(FieldError(loc, f"holds {written_out(_UNSAYABLE.findall(item)[0])}, which is no text; leave it out"))
+        elif isinstance(item, dict):
+            for key in item:
+                if isinstance(key, str) and not is_sayable(key):
+                    found.append(FieldError((*loc, written_out(key)), "is no name: a character of it is no text; leave it out"))
+            left += [((*loc, key), each) for key, each in reversed(item.items()) if not isinstance(key, str) or is_sayable(key)]
+        elif isinstance(item, list):
+            left += [((*loc, position), each) for position, each in reversed(list(enumerate(item)))]
+    return tuple(found)
