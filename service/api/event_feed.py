@@ -78,8 +78,9 @@ class EventFeed:
 
     async def tick(self) -> None:
         """Fetch what is new for every followed run, once."""
-        heads = await self._context.database_call(self._context.events.heads, list(self._tails))
-        for run_id, tail in list(self._tails.items()):
+        tails = dict(self._tails)  # who comes to follow meanwhile is not asked about: that is no sign that a run is gone
+        heads = await self._context.database_call(self._context.events.heads, list(tails))
+        for run_id, tail in tails.items():
             if run_id not in heads:
                 tail.gone = True
                 tail.wake()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,35 @@ async def test_closing_the_feed_ends_streams_of_live_runs(api: ApiService) -> No
     api.context.feed.close()
     async with asyncio.timeout(60):
         await reading
+
+
+async def test_who_comes_while_the_feed_looks_is_not_told_that_the_run_is_gone(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    first, second = await api.create(), await api.create()
+    followed = Stream(api.http, f"/v1/runs/{first}/events")
+    tasks = [asyncio.create_task(followed.read())]
+    await followed.wait_for(2)
+    looking, go, heads = threading.Event(), threading.Event(), api.events.heads
+
+    def look(run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
+        found = heads(run_ids)
+        if list(run_ids) == [first]:  # the feed's own look
+            looking.set()
+            assert go.wait(30)
+        return found
+
+    monkeypatch.setattr(api.events, "heads", look)
+    assert await asyncio.to_thread(looking.wait, 30)
+    late = Stream(api.http, f"/v1/runs/{second}/events")
+    tasks.append(asyncio.create_task(late.read()))
+    await late.wait_for(2)
+    go.set()
+    await late.wait_for(2, comments=late.comments + 3)
+    assert not tasks[1].done()
+    for task in tasks:
+        task.cancel()
 
 
 async def test_many_followers_cost_one_query_a_tick(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
