@@ -224,11 +224,10 @@ class LocalFiles:
 
     def delete_dir(self, relpath: str) -> None:
         path = self.path(relpath)
-        try:
-            with mapped("delete", path):
-                shutil.rmtree(path)
-        except StorageNotFound:
-            return
+        with mapped("delete", path):
+            while _is_dir(path):
+                with suppress(FileNotFoundError):  # somebody else deletes something in it, which would end this in the middle
+                    shutil.rmtree(path)
 
     @staticmethod
     def _write_synced(path: str, data: bytes, flags: int) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,3 +188,25 @@ def test_a_link_that_a_run_left_does_not_lead_a_reader_out_of_the_storage(tmp_pa
             files.open_read(relpath, 3)
     files.write("code/archive", b"on another disk, by the operator's own link")
     assert files.read("code/archive").startswith(b"on another disk")
+
+
+def test_a_directory_is_deleted_although_somebody_deletes_in_it_too(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls for one run, or a reader that gives back what it held."""
+    files = local_storage.run_dir("run_a").files
+    for name in ("a", "b", "c"):
+        files.write(f"runs/run_a/{name}", b"x")
+    unlink = os.unlink
+    stolen: list[str] = []
+
+    def unlink_after_another(path: str, **where: Any) -> None:
+        if not stolen:
+            stolen.append(path)
+            unlink(path, **where)
+        unlink(path, **where)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    files.delete_dir("runs/run_a")
+    assert stolen and files.list("runs") == []
+    files.delete_dir("runs/run_a")
