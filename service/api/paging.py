@@ -6,14 +6,18 @@ import base64
 import binascii
 import json
 import math
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
 
 from service.db.ids import RUN_ID_PATTERN
 from service.db.rows import RunHead
 from service.db.run_lookup import Place
-from service.problems import invalid_request
+from service.problems import ProblemError, invalid_request
+
+T = TypeVar("T")
+Key = tuple[float | str, ...]
 
 Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
 Cursor = Annotated[str | None, Query(max_length=200, description="`next_cursor` of the page before; leave it out for the first.")]
@@ -26,20 +30,49 @@ def run_cursor(run: RunHead) -> str:
 
 def encode_run_cursor(created_at: float, run_id: str) -> str:
     """Cursor behind a run that was created at that moment, in unix seconds."""
-    return base64.urlsafe_b64encode(json.dumps([created_at, run_id]).encode()).decode().rstrip("=")
+    return _encode((created_at, run_id))
 
 
 def parse_run_cursor(cursor: str | None) -> Place | None:
     """(created_at, id) of the last run of the page before. Raises 422 for what was not made by ``run_cursor``."""
     if cursor is None:
         return None
-    try:
-        created_at, run_id = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        if isinstance(created_at, float) and math.isfinite(created_at) and RUN_ID_PATTERN.fullmatch(run_id):
+    match _decode(cursor):
+        case [float(created_at), str(run_id)] if math.isfinite(created_at) and RUN_ID_PATTERN.fullmatch(run_id):
             return created_at, run_id
+    raise _not_ours()
+
+
+def page_of(items: Sequence[T], key: Callable[[T], Key], cursor: str | None, limit: int) -> tuple[Sequence[T], str | None]:
+    """A page of a short list in the order of ``key``, which no two items share, and the cursor behind it.
+
+    The cursor says behind which item to go on, not how many came before: what is deleted meanwhile makes nothing be passed over.
+    Raises 422 for a cursor of another list.
+    """
+    ordered = sorted(items, key=key)
+    if cursor is not None:
+        place = _decode(cursor)
+        like = [type(part) for part in key(ordered[0])] if ordered else None
+        if not isinstance(place, list) or (like is not None and [type(part) for part in place] != like):
+            raise _not_ours()
+        ordered = [item for item in ordered if key(item) > tuple(place)]
+    return ordered[:limit], _encode(key(ordered[limit - 1])) if len(ordered) > limit else None
+
+
+def _encode(place: Key) -> str:
+    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+
+
+def _decode(cursor: str) -> Any:
+    """What ``_encode`` was given, as a list; None for what it did not make."""
+    try:
+        return json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, TypeError, binascii.Error, RecursionError):
-        pass
-    raise invalid_request("cursor", msg="is not a cursor of this list; take next_cursor of the page before")
+        return None
+
+
+def _not_ours() -> ProblemError:
+    return invalid_request("cursor", msg="is not a cursor of this list; take next_cursor of the page before")
 
 
 def position(cursor: str | None, after: int) -> int:
@@ -48,4 +81,4 @@ def position(cursor: str | None, after: int) -> int:
         return after
     if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18:
         return int(cursor)
-    raise invalid_request("cursor", msg="is not a cursor of this list; take next_cursor of the page before")
+    raise _not_ours()

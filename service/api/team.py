@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
@@ -12,7 +11,7 @@ from everstep.wire import Page
 from service.api.answers import maybe_time, to_time
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, problem_answers
-from service.api.paging import Cursor, Limit, position
+from service.api.paging import Cursor, Limit, page_of, position
 from service.api.spec_body import parse_model, read_json
 from service.auth import Caller, Principal
 from service.db.audit import note_target
@@ -21,7 +20,6 @@ from service.db.rows import AuditRow, ProjectRow, TokenRow
 from service.problems import invalid_request, not_found
 
 router: Final = APIRouter(prefix="/v1", tags=["administration"])
-T = TypeVar("T")
 
 
 async def administrator(caller: Caller) -> Principal:
@@ -59,9 +57,9 @@ async def put_project(_caller: Administrator, request: Request, response: Respon
 @router.get("/projects", summary="Projects", responses=problem_answers(403, 422))
 async def list_projects(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Project]:
     """Every project with its quotas and what it uses now, by name."""
-    after = position(cursor, 0)
     found = await context.database_call(context.projects.all)
-    return _page([_project_answer(row, usage) for row, usage in found], after, limit)
+    shown, behind = page_of(found, lambda each: (each[0].name,), cursor, limit)
+    return Page(items=tuple(_project_answer(row, usage) for row, usage in shown), next_cursor=behind)
 
 
 @router.get("/projects/{project}", summary="One project", responses=problem_answers(403, 404, 422))
@@ -119,8 +117,9 @@ async def create_token(_caller: Administrator, request: Request, response: Respo
 @router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
 async def list_tokens(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Token]:
     """Every token that is not revoked, expired ones too, oldest first; never a secret."""
-    after = position(cursor, 0)
-    return _page([_token_answer(row) for row in await context.database_call(context.tokens.valid)], after, limit)
+    found = await context.database_call(context.tokens.valid)
+    shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
+    return Page(items=tuple(map(_token_answer, shown)), next_cursor=behind)
 
 
 @router.delete("/tokens/{token_id}", status_code=204, summary="Revoke a token", responses=problem_answers(403, 404, 422))
@@ -163,9 +162,3 @@ async def list_audit(
 
 def _audit_answer(row: AuditRow) -> AuditEntry:
     return AuditEntry(**(row.columns() | {"at": to_time(row.at)}))
-
-
-def _page(items: Sequence[T], after: int, limit: int) -> Page[T]:
-    """A page of a short list, by position."""
-    more = len(items) > after + limit
-    return Page(items=tuple(items[after : after + limit]), next_cursor=str(after + limit) if more else None)

@@ -126,6 +126,24 @@ async def test_lists_come_in_pages(api: ApiService) -> None:
     assert names == ["a", "b", "c", "default"]
 
 
+@pytest.mark.parametrize("what", ["projects", "tokens"])
+async def test_what_is_deleted_between_two_pages_hides_nothing(api: ApiService, what: str) -> None:
+    for name in ("a", "b", "c", "d", "e", "f"):
+        made = await api.http.post(f"/v1/{what}", json={"name": name} if what == "projects" else {"name": name, "role": "admin"})
+        assert made.status_code == 201
+    key = {"projects": "name", "tokens": "id"}[what]
+    all_keys = [item[key] for item in (await api.get(f"/v1/{what}?limit=500"))["items"]]
+    page = await api.get(f"/v1/{what}?limit=4")
+    for item in page["items"]:
+        if item["name"] in "abcdef":
+            assert (await api.http.delete(f"/v1/{what}/{item[key]}")).status_code == 204
+    rest = await api.get(f"/v1/{what}?limit=500&cursor={page['next_cursor']}")
+    assert [item[key] for item in (*page["items"], *rest["items"])] == all_keys
+    for cursor in ("4", "x", "WzFd"):  # the last one is [1]
+        refused = await api.http.get(f"/v1/{what}?cursor={cursor}")
+        assert (refused.status_code, refused.json()["code"]) == (422, "invalid_request"), cursor
+
+
 # ---------------------------------------------------------------- audit log
 
 
