@@ -48,8 +48,9 @@ class _ChunkReader:
 def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None, on_bytes: Callable[[int], None]) -> None:
     """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its size and digest, and no other.
 
-    The files appear in ``target`` only when all of them are sound. A directory that is new or empty is put in place at once; in
-    one that holds files those of the same names are replaced, ``manifest.json`` last.
+    The files appear in ``target`` only when all of them are sound. A new directory is put in place at once; in one that is there
+    files of the same names are replaced, ``manifest.json`` last. Nothing is written beside a directory that is there: it may be
+    a volume, which alone can be written to.
 
     Args:
         chunks: an uncompressed tar stream.
@@ -62,7 +63,8 @@ def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target} is a file; name a directory for the checkpoint")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name[:64]}.partial-", dir=target.parent) as scratch:
+    beside = target if target.exists() else target.parent
+    with tempfile.TemporaryDirectory(prefix=f".{target.name[:64]}.partial-", dir=beside) as scratch:
         staged = Path(scratch) / "checkpoint"
         staged.mkdir()
         found = _extract(chunks, staged, on_bytes)
@@ -150,8 +152,8 @@ def _promised_files(manifest: Path, size_bytes: int, digest: str | None) -> dict
 
 
 def _put_in_place(staged: Path, target: Path) -> None:
-    if not target.exists() or not any(target.iterdir()):
-        staged.replace(target)  # a rename onto an empty directory is atomic, as onto nothing
+    if not target.exists():
+        staged.replace(target)
         return
     # Without its manifest the old content is no checkpoint while the files change; the new manifest makes it one again.
     (target / MANIFEST).unlink(missing_ok=True)

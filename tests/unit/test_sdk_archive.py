@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,18 @@ def test_a_break_behind_the_last_file_is_seen_too(target: Path) -> None:
     with pytest.raises(Unavailable):
         receive_checkpoint(breaking(TAR, Unavailable("broke")), target, None, lambda _num_bytes: None)
     assert_untouched(target)
+
+
+def test_a_directory_that_is_there_is_all_that_is_written_to(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a volume: nothing can be renamed into it, or its parent belongs to somebody else."""
+    target.mkdir(parents=True)
+    made: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def note(suffix: str | None = None, prefix: str | None = None, dir: str | Path | None = None) -> str:
+        made.append(Path(str(dir)))
+        return make(suffix, prefix, dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", note)
+    receive(TAR, target)
+    assert made == [target] and content(target) == {"manifest.json": MANIFEST, **FILES}
