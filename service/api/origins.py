@@ -17,8 +17,9 @@ _SAME: Final = (("train", "global_batch_size"), ("train", "seed"), ("optimizer",
 """What both specs must say: with it the place in the data and the optimizer's moments mean the same."""
 
 
-async def with_origin(context: ApiContext, spec: RunSpec) -> RunSpec:
-    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention until the run has its own.
+async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
+    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention until the run has its own; not
+    kept where there will be no such run (``keep``).
 
     Whether the model fits only a rank can tell, which builds it. Raises InvalidSpec naming the field, StorageError.
     """
@@ -37,7 +38,8 @@ async def with_origin(context: ApiContext, spec: RunSpec) -> RunSpec:
     faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
     if faults:
         raise InvalidSpec(tuple(faults))
-    await context.storage_call(_hold, context, parent.id, checkpoint)
+    if keep:
+        await context.storage_call(_hold, context, parent.id, checkpoint)
     exact = wanted.model_copy(update={"step": checkpoint.step})
     return spec.model_copy(update={"resume_from": exact})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final
@@ -67,21 +68,43 @@ async def submitted(
     spec = parse_spec(raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
-    context.pip_rule.check(spec)
+    idempotency = _idempotency(idempotency_key, caller, raw)
+    faults: list[FieldError] = []
+    with _gathered(faults):
+        context.pip_rule.check(spec)
+    with _gathered(faults):
+        _check_notify(context, spec)
+    with _gathered(faults):
+        context.storage_roots.check_data(spec)
+    if confirm is not None and (spec.code is not None or spec.resume_from is not None):  # what follows tells of what there is
+        await context.database_look(_confirmed, context, confirm)
+    if spec.code is not None:
+        with _gathered(faults):
+            await check_code(context, spec.code)
+    if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
+        with _gathered(faults):
+            spec = await with_origin(context, spec, keep=not faults)
+    if faults:
+        raise InvalidSpec(tuple(faults))
+    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency, confirm)
+    return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
+
+
+@contextmanager
+def _gathered(faults: list[FieldError]) -> Iterator[None]:
+    """All that is wrong with a spec is told at once."""
+    try:
+        yield
+    except InvalidSpec as exc:
+        faults += exc.errors
+
+
+def _check_notify(context: ApiContext, spec: RunSpec) -> None:
+    """Raises InvalidSpec where this service calls no such URL."""
     if spec.notify is not None and not context.notify.allows(spec.notify.url):
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
-    if confirm is not None and (spec.code is not None or spec.resume_from is not None):  # what follows tells of what there is
-        await context.database_look(_confirmed, context, confirm)
-    if spec.code is not None:
-        await check_code(context, spec.code)
-    context.storage_roots.check_data(spec)
-    idempotency = _idempotency(idempotency_key, caller, raw)
-    if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
-        spec = await with_origin(context, spec)
-    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency, confirm)
-    return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
 def _confirmed(context: ApiContext, confirm: Guard) -> None:

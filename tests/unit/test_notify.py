@@ -121,6 +121,10 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
         refused = await api.http.post("/v1/runs", json=spec(notify={"url": URL}))
         assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
         assert refused.json()["errors"][0]["loc"] == ["notify", "url"]
+        archive = {"archive": f"sha256:{'0' * 64}", "task": "mine:Task"}
+        wrong = {"name": "a", "notify": {"url": URL}, "code": archive, "resume_from": {"run_id": "run_1"}}
+        told = (await api.http.post("/v1/runs", json=wrong | {"runtime_env": {"pip": ["einops"]}})).json()["errors"]
+        assert [".".join(error["loc"]) for error in told] == ["runtime_env", "notify.url", "code.archive", "resume_from.run_id"]
         api.context.notify = RULE
         assert (await api.http.post("/v1/runs", json=spec(notify={"url": URL}))).status_code == 201
 
