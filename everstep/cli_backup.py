@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli_service import require_server
-from everstep.cli_terminal import command
+from everstep.cli_terminal import JsonOption, command, terminal
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The copy.")]
 DatabaseOption = Annotated[
@@ -31,13 +31,16 @@ def backup(
     database_only: Annotated[
         bool, typer.Option("--database-only", help="Leave the storage out, for instance an object store.")
     ] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Copy database and storage to a new directory, while the service runs; on its machine."""
     _run("create", directory, database, storage, ["--database-only"] if database_only else [])
 
 
 @command
-def restore(directory: DirectoryArgument, database: DatabaseOption = None, storage: StorageOption = None) -> None:
+def restore(
+    directory: DirectoryArgument, database: DatabaseOption = None, storage: StorageOption = None, json_: JsonOption = False
+) -> None:
     """Put a copy into an empty EVERSTEP_HOME (or --database and --storage), before `everstep serve` is started there."""
     _run("restore", directory, database, storage, [])
 
@@ -46,4 +49,5 @@ def _run(what: str, directory: Path, database: str | None, storage: str | None, 
     require_server()
     given = {"--database": database, "--storage": storage}
     arguments = [text for name, value in given.items() if value is not None for text in (name, value)]
+    options += ["--json"] if terminal().as_json else []
     os.execv(sys.executable, [sys.executable, "-m", "service.backup", what, str(directory), *arguments, *options])

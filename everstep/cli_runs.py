@@ -209,7 +209,7 @@ def why(
 def metrics(
     run_id: RunArgument,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")] = None,
-    max_points: Annotated[int, typer.Option(min=2, max=10_000, help="Most points of one series.")] = 500,
+    max_points: Annotated[int, typer.Option(min=4, max=10_000, help="Most points of one series.")] = 500,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:

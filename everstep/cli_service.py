@@ -14,7 +14,6 @@ from everstep.cli_terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.wire import Node
 
 SERVER_MODULES = ("service.serve", "fastapi", "uvicorn", "sqlalchemy", "ray", "torch", "torchvision")
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def missing_server_modules() -> list[str]:
@@ -39,7 +38,6 @@ def require_server() -> None:
 
 @command
 def serve(
-    ctx: typer.Context,
     host: Annotated[str | None, typer.Option(help="Address to listen on; by default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one; by default 8000.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Worker nodes of the service's own Ray cluster.")] = None,
@@ -56,6 +54,7 @@ def serve(
         list[str] | None,
         typer.Option(metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."),
     ] = None,
+    json_: JsonOption = False,
 ) -> None:
     """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME, default ~/.everstep)."""
     require_server()
@@ -71,8 +70,10 @@ def serve(
     arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     arguments += [text for root in storage_root or () for text in ("--storage-root", root)]
     arguments += ["--drills"] if drills else []
+    if terminal().as_json:
+        os.environ["EVERSTEP_LOG_FORMAT"] = "json"
     # The service takes this process's place: signals and the exit code are its own.
-    os.execv(sys.executable, [sys.executable, "-m", "service.serve", *arguments, *ctx.args])
+    os.execv(sys.executable, [sys.executable, "-m", "service.serve", *arguments])
 
 
 @command

@@ -16,7 +16,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -269,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--database", default="", metavar="URL")
     parser.add_argument("--storage", default="", metavar="URI")
     parser.add_argument("--database-only", action="store_true", help="create: leave the storage out")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of words")
     given = parser.parse_args(argv)
     try:
         settings = Settings(home=home_directory(), database_url=given.database or database_url(), storage_uri=given.storage)
@@ -278,8 +279,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             done = restore(settings, directory)
     except (BackupError, SettingsError, HomeError, StorageError, DatabaseError, OSError) as exc:
-        print(f"everstep {'backup' if given.what == 'create' else 'restore'}: {exc}", file=sys.stderr)
+        words = f"everstep {'backup' if given.what == 'create' else 'restore'}: {exc}"
+        print(json.dumps({"error": {"message": str(exc)}}) if given.json else words, file=sys.stderr)
         return 1
+    if given.json:
+        print(json.dumps({**asdict(done), "directory": str(done.directory)}))
+        return 0
     print(f"{done.directory}: {done.num_runs} runs, {done.num_checkpoints} checkpoints, {done.size_bytes / 1e6:.1f} MB")
     for name in done.missing:
         print(f"  not there: {name}, which retention took away meanwhile")
