@@ -7,12 +7,15 @@ beside it. It counts as long as no later attempt began without it, and is remove
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,12 @@ KEPT_FREE = 0.1
 """Share of shared memory that snapshots leave to others."""
 FORGOTTEN_S = 24 * 3600.0
 """Snapshots of runs that did not touch them for so long are removed by whoever starts on the node."""
+
+TURN_S = 2.0
+"""How long a rank at least waits for the others of its node to leave their states,"""
+_SLOWEST_BYTES_PER_S = 500e6
+"""and how fast it expects that of memory."""
+_TURN_POLL_S = 0.002
 
 Origin = tuple[int, int]
 """Submission and attempt: later ones compare as greater."""
@@ -167,9 +176,13 @@ def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotSt
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem."""
+    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem.
+
+    Ranks of one node take turns, and who finds the same state there leaves no other: all of theirs at once may not fit.
+    """
     store, label = snapshot_store(ctx), _label(ctx, state)
-    problem = None if label in store.labels() else _write_if_it_fits(store, label, state)  # it may have been published
+    with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
+        problem = None if _is_there(store, label) else _write_if_it_fits(store, label, state)  # by another rank, or published
     if problem is None:
         store.remove_older(label, keep=0)
     else:
@@ -177,6 +190,38 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
         with suppress(OSError):
             store.write_label(replace(label, digest=None, problem=problem))
     return problem
+
+
+def _is_there(store: SnapshotStore, wanted: Label) -> bool:
+    """Whether any rank has left this very state."""
+    same = (wanted.origin, wanted.step, wanted.digest)
+    return any(label.problem is None and (label.origin, label.step, label.digest) == same for label in store.labels())
+
+
+@contextmanager
+def _in_turn(store: SnapshotStore, patience_s: float) -> Iterator[None]:
+    """Only one rank of this node is inside; past ``patience_s`` this one goes in, too: the other may be stopped."""
+    try:
+        store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # to write will say what is wrong
+        yield
+        return
+    gives_up_at = time.monotonic() + patience_s
+    try:
+        while not _locked(held) and time.monotonic() < gives_up_at:
+            time.sleep(_TURN_POLL_S)
+        yield
+    finally:
+        os.close(held)
+
+
+def _locked(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
