@@ -11,7 +11,9 @@ from train_fn.context import WorkerContext
 from train_fn.state import TrainState
 
 TAIL_S = 10.0
-"""How far back events are reported again after a recovery. Reports are durable within a fraction of this."""
+"""How far back points are reported again after a recovery. Reports are durable within a fraction of this."""
+OTHERS_S = 60.0
+"""The same for what is not told of every step: a storage that took nothing for a while may have held it up."""
 HAND_OVER_S = 0.1
 """How long points are gathered before the journal is handed them, while steps are shorter: each time costs a step 0.02 ms."""
 _METRICS = EventKind.METRICS
@@ -42,7 +44,7 @@ class Reporter:
         step_s, self._step_began = now - self._step_began, now
         values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
         point = {"step": self._state.step, "at": at, "values": values}
-        self._state.tail.append({"kind": _METRICS_KIND, "at": at, "data": point})
+        self._state.tail.points.append({"kind": _METRICS_KIND, "at": at, "data": point})
         if self._journal is not None:
             self._points.append(point)
             if now >= self._hand_over_at:
@@ -61,19 +63,19 @@ class Reporter:
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Report something that happens between steps; the clock of the next step starts after it."""
         self.hand_over()
-        self._state.tail.append({"kind": kind.value, "at": head_clock.now(), "data": data})
+        self._state.tail.others.append({"kind": kind.value, "at": head_clock.now(), "data": data})
         if self._journal is not None:
             self._journal.emit(kind, data)
 
     def report_again(self) -> None:
         """After a restore: what was reported just before the state was left may never have arrived."""
-        tail = list(self._state.tail)
-        if self._journal is None or not tail:
+        tail = self._state.tail
+        if self._journal is None or not (entries := list(tail)):
             return
-        recent = [entry for entry in tail if entry["at"] >= tail[-1]["at"] - TAIL_S]
-        self._late_points = [entry["data"] for entry in recent if entry["kind"] == _METRICS_KIND]
-        for entry in recent:
-            if entry["kind"] != _METRICS_KIND:
+        newest_at = entries[-1]["at"]
+        self._late_points = [entry["data"] for entry in tail.points if entry["at"] >= newest_at - TAIL_S]
+        for entry in tail.others:
+            if entry["at"] >= newest_at - OTHERS_S:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:

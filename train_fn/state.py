@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,14 +14,13 @@ from torch import nn
 
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
+from train_fn.event_tail import EventTail
 from train_fn.ledger import Ledger
 from train_fn.optim import Packer, unpacked
 from train_fn.stream_set import Bookmarks
 
 VERSION = 3
 """Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor of its own."""
-TAIL_LENGTH = 64
-"""Events that travel with the state, because the rank that reported them may have died before they were durable."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class TrainState:
         self.best: Best | None = None
         self.parent: str | None = None
         """Newest committed checkpoint that this state descends from, as far as this rank knows."""
-        self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL_LENGTH)
+        self.tail = EventTail()
         self.complete = False
         """Whether this is a state to resume from: restored, and not left in the middle of a commit."""
 
@@ -107,7 +105,7 @@ class TrainState:
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
-            "tail": json.dumps(list(self.tail)),  # one value: as many small ones as these take a boundary's copy a millisecond
+            "tail": self.tail.dump(),
             "model": dict(self.model.state_dict()),
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
@@ -152,7 +150,7 @@ class TrainState:
         self.metrics = dict(state["metrics"])
         self.best = Best(**state["best"]) if state["best"] else None
         self.parent = state["parent"]
-        self.tail = deque(state["tail"] if state["version"] == 1 else json.loads(state["tail"]), maxlen=TAIL_LENGTH)
+        self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
         self.complete = True
 
 

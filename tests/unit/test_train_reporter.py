@@ -125,3 +125,14 @@ def test_a_recovery_with_no_step_left_ends_with_its_restore() -> None:
     """What is told then is of steps before the failure."""
     found = recovered(time.time() - 60)
     assert found["recovery_s"] == pytest.approx(2, abs=0.5) and found["phases"]["first_step"] == 0
+
+
+def test_the_end_of_an_epoch_is_told_again_however_many_steps_came_after_it() -> None:
+    """Its report waits half a second or longer, in which short steps are many."""
+    old, state, _ = begin()
+    old.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
+    for _ in range(200):
+        end_step(old, state)
+    ctx = one_rank(SPEC, NOWHERE)
+    Reporter(ctx, state).report_again()
+    assert journal_of(ctx).of_kind(EventKind.EPOCH_COMPLETED) == [{"epoch": 0}]

@@ -129,10 +129,13 @@ def test_events_travel_with_the_state(older: bool) -> None:
     entries = [
         {"kind": "metrics", "at": 0.1 + step, "data": {"step": step, "values": {"loss": None, "lr": 1e-30}}} for step in range(70)
     ]
-    state.tail.extend(entries)
+    other = {"kind": "epoch_completed", "at": 1.15, "data": {"epoch": 0}}
+    state.tail.others.append(other)
+    state.tail.points.extend(entries)
     told = through_a_file(copy_to_cpu(state.state_dict()))
-    resumed.load_state_dict(told | {"version": 1, "tail": entries[-64:]} if older else told)
-    assert list(resumed.tail) == entries[-64:] and resumed.tail.maxlen == state.tail.maxlen
+    resumed.load_state_dict(told | {"version": 1, "tail": [other, *entries[-64:]]} if older else told)
+    assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
+    assert resumed.tail.points.maxlen == state.tail.points.maxlen
 
 
 def test_a_state_of_another_version_is_refused() -> None:
