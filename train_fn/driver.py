@@ -191,6 +191,10 @@ class Driver:
             except Exception as exc:
                 what = f"{type(exc).__name__}: {exc}"
             outcome = trainer.outcome
+            if outcome is not None and outcome.replaced:
+                raise Replaced(
+                    f"a newer submission of run {self._run_dir.run_id} has taken over from submission {self._submission}"
+                )
             if outcome is not None and (outcome.finished or outcome.failed is not None):
                 return outcome
             loss = self._weigh_loss(job.spec, self._history_so_far(), what)

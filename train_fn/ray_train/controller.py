@@ -166,8 +166,10 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._placement.release()
         self._journal.flush(_FLUSH_S)
         given_up = self._verdict if self._verdict is not None and not self._verdict.restart else None
+        leaving = self._leaving.is_set()
         return Outcome(
-            finished=isinstance(self.get_state(), FinishedState),
+            finished=isinstance(self.get_state(), FinishedState) and not leaving,  # ranks that left for others have not finished
+            replaced=leaving,
             stopped=self._stopped,
             failed=given_up.reason if given_up else None,
             message=given_up.message if given_up else None,

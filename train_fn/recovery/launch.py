@@ -96,6 +96,8 @@ class Outcome:
     """How the controller left its run. Neither ``finished`` nor ``failed``: it broke down, and another may go on."""
 
     finished: bool
+    replaced: bool = False
+    """It was told to leave: a newer submission goes on."""
     stopped: Stop | None = None
     failed: ReasonCode | None = None
     message: str | None = None
