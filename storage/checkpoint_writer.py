@@ -174,7 +174,7 @@ class CheckpointWriter:
         """Write the manifest last; from then on, also after a crash of the machine, this is a checkpoint.
 
         Args:
-            metrics: those that are not finite are left out.
+            metrics: of this state's own evaluation; those that are not finite are left out.
 
         Raises:
             CheckpointReplaced: another writer began the same checkpoint; this one is not committed.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TypeVar, cast
+from typing import IO, Literal, TypeVar, cast
 
 from storage.archive import Archive, file_blocks
 from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
@@ -23,7 +23,7 @@ from storage.errors import (
 from storage.files import Files
 from storage.holds import held_checkpoints
 from storage.lineage import RestorePoint, in_lineage, restore_point
-from storage.manifest import MANIFEST, Manifest, parse_manifest
+from storage.manifest import MANIFEST, Manifest, best_of, parse_manifest
 from storage.run_dir import CheckpointName, RunDir
 from storage.verified_file import VerifiedFile
 
@@ -215,7 +215,12 @@ class CheckpointStore:
         return relpath
 
     def retain(
-        self, keep_latest: int, best: str | None, submission: int | None = None, written: Manifest | None = None
+        self,
+        keep_latest: int,
+        best: str | None,
+        submission: int | None = None,
+        written: Manifest | None = None,
+        best_by: tuple[str, Literal["min", "max"]] | None = None,
     ) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 
@@ -226,6 +231,8 @@ class CheckpointStore:
         Args:
             submission: who asks; where a newer one has a journal, nothing is deleted.
             written: what the caller has just committed, and need not be read back.
+            best_by: metric and mode by which the best of those that are there is kept as well: ``best`` itself may never have been
+                committed, where its rank died with it.
         """
         submissions = self._run_dir.submissions()
         if submission is not None and any(newer > submission for newer in submissions):
@@ -241,6 +248,8 @@ class CheckpointStore:
         # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
         latest = sorted(sound, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
         kept = {manifest.name for manifest in latest} | {sound[-1].name, best}
+        if best_by is not None and (best_there := best_of(sound, *best_by)):
+            kept.add(best_there.name)
         kept |= self._awaited(lineage) | held_checkpoints(self._run_dir)
         kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)

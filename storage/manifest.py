@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Protocol, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import blake3 as blake3_module
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from everstep.metric_names import lookup
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
 
@@ -93,7 +95,7 @@ class Manifest(_Frozen):
     sample_digest: str | None
     """Hash chain over the sample indices used so far."""
     metrics: dict[str, FiniteFloat]
-    """Latest validation metrics."""
+    """Of the evaluation of this very state; none where it was not evaluated."""
     created_at: AwareDatetime
     files: dict[str, FileEntry]
     """By path relative to the checkpoint's directory."""
@@ -117,6 +119,13 @@ class Manifest(_Frozen):
         """The content of ``manifest.json``: canonical JSON with its own digest beside the fields."""
         fields = self.model_dump(mode="json")
         return _canonical({**fields, "digest": _digest(fields)})
+
+
+def best_of(manifests: Iterable[Manifest], metric: str, mode: Literal["min", "max"]) -> Manifest | None:
+    """The checkpoint with the best value of a validation metric, the first of equals; None where none has it."""
+    sign = 1.0 if mode == "max" else -1.0
+    scored = [(sign * value, each) for each in manifests if (value := lookup(each.metrics, metric)) is not None]
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None
 
 
 def parse_manifest(data: bytes) -> Manifest:

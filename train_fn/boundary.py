@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 
 from everstep.events import EventKind
+from everstep.metric_names import lookup
+from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
+from storage.manifest import best_of
 from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
@@ -13,6 +19,8 @@ from train_fn.replica import Replica
 from train_fn.reporter import Reporter
 from train_fn.state import Best
 from train_fn.tasks.checks import is_iterable
+
+logger = logging.getLogger(__name__)
 
 
 def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
@@ -28,9 +36,7 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
     A collective. Returns whether the state was just found to be the best so far.
     """
     state = replica.state
-    at_end = state.step == replica.total_steps
-    at_epoch = state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
-    evaluates = state.evaluated_step != state.step and (at_end or at_epoch)
+    evaluates = evaluation_is_due(ctx, replica)
     if state.closed_epochs < state.epoch:
         closed = state.ledger.close_epoch()
         seconds = reporter.seconds_of_epoch()
@@ -50,12 +56,55 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
     return _is_best(ctx, replica, metrics)
 
 
+def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
+    """Whether the present state is to be evaluated, and was not yet."""
+    state = replica.state
+    at_end = state.step == replica.total_steps
+    at_epoch = state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
+    return state.evaluated_step != state.step and (at_end or at_epoch)
+
+
 @torch.no_grad()
 def tell_epoch_ended(replica: Replica) -> None:
     """Call the task's ``on_epoch_end(model, epoch, metrics)``, where it has one, on every rank; ``epoch`` counts from 0."""
     hook = getattr(replica.task, "on_epoch_end", None)
     if hook is not None:
         hook(replica.state.model, replica.state.closed_epochs - 1, dict(replica.state.metrics))
+
+
+def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
+    """At an attempt's beginning: see to it that the best state so far is one that is kept, since its rank may have died before its
+    checkpoint was committed.
+
+    A collective. Returns whether the present state is that one, and is to be saved. Where it is one that is lost, the best of those
+    that are there takes its place.
+    """
+    best = replica.state.best
+    if best is None or ctx.spec.checkpoint.best_metric is None:
+        return False
+    kept = replica.peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
+    if kept != best and best.step == replica.state.step:
+        replica.state.best = replace(best, checkpoint=str(CheckpointName(best.step, ctx.submission)))
+        return True
+    replica.state.best = kept
+    return False
+
+
+def _kept_best(ctx: WorkerContext, best: Best) -> Best | None:
+    """``best`` where its checkpoint is there, or cannot be looked for; else the best that is."""
+    store, spec = ctx.run_dir.checkpoints, ctx.spec.checkpoint
+    assert spec.best_metric is not None
+    try:
+        try:
+            store.manifest(best.checkpoint)
+            return best
+        except (StorageNotFound, CorruptCheckpoint):
+            found = best_of(store.lineage(), spec.best_metric, spec.best_mode)
+    except StorageError as exc:
+        logger.warning("whether the best checkpoint %s is there is not known: %s", best.checkpoint, exc)
+        return best
+    value = None if found is None else lookup(found.metrics, spec.best_metric)
+    return None if found is None or value is None else Best(best.metric, value, found.step, found.name)
 
 
 def _is_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:

@@ -116,7 +116,7 @@ class StepFailed(TrainError):
         cause: BaseException,
         *,
         traceback_text: str,
-        step: int,
+        step: int | None,
         phase: str,
         snapshot_step: int | None,
         snapshot_problem: str | None,
@@ -128,7 +128,7 @@ class StepFailed(TrainError):
         self.traceback_text = traceback_text
         self.kind = getattr(cause, "kind", None) or classify(cause)
         self.step = step
-        """Steps done when it happened."""
+        """Steps done when it happened; None before the rank knew where the run was."""
         self.phase = phase
         self.at = head_clock.now()
         self.snapshot_step = snapshot_step

@@ -10,7 +10,7 @@ import torch
 
 from everstep.spec import ResumeFrom
 from storage.errors import CorruptCheckpoint, StorageNotFound
-from storage.manifest import Manifest
+from storage.manifest import Manifest, best_of
 from storage.run_dir import CheckpointName, RunDir
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
@@ -73,14 +73,9 @@ def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
         return lineage[:1]
     if resume_from.step == "best":
         checkpoint = run_dir.read_spec().checkpoint
-        sign = 1.0 if checkpoint.best_mode == "max" else -1.0
-        scored = [(sign * value, each) for each in lineage if (value := _metric(each.metrics, checkpoint.best_metric)) is not None]
-        return [max(scored, key=lambda entry: entry[0])[1]] if scored else []
+        best = best_of(lineage[::-1], checkpoint.best_metric, checkpoint.best_mode) if checkpoint.best_metric else None
+        return [best] if best else []
     return [manifest for manifest in lineage if manifest.step == resume_from.step]
-
-
-def _metric(metrics: Mapping[str, float], name: str | None) -> float | None:
-    return metrics.get(name, metrics.get(f"val_{name}")) if name else None
 
 
 def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerContext) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from everstep.events import EventKind
 from storage.run_dir import CheckpointName, Stop
-from train_fn.boundary import close_boundary, require_best_metric, tell_epoch_ended
+from train_fn.boundary import close_boundary, evaluation_is_due, renew_best, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
@@ -26,7 +26,7 @@ from train_fn.replica import Replica, build_replica
 from train_fn.reporter import Reporter
 from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors
-from train_fn.saver import FINAL_PATIENCE_S, STOP_PATIENCE_S, Saver
+from train_fn.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
 from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepTotals
@@ -58,6 +58,7 @@ class Attempt:
     def __init__(self, ctx: WorkerContext) -> None:
         self.ctx = ctx
         self.phase = "start"
+        self._is_restored = False
         self._replica: Replica | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
@@ -80,11 +81,14 @@ class Attempt:
             require_safetensors(replica.state.model.state_dict())
         self.phase = "restore"
         restored = restore(ctx, replica)
+        self._is_restored = True
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.origin is not None:
             self._saver.offer(due=True, is_best=True)  # from then on the run needs nothing of its origin
+        elif renew_best(ctx, replica):
+            self._saver.offer(due=False, is_best=True)
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
         self._clock = StepClock(replica.parameters, ctx.device)
@@ -103,9 +107,11 @@ class Attempt:
 
     def run(self) -> Stop | None:
         """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
-        replica, reporter, stop = self._replica, self._reporter, None
-        assert replica is not None and reporter is not None
+        replica, reporter, saver, stop = self._replica, self._reporter, self._saver, None
+        assert replica is not None and reporter is not None and saver is not None
         is_best = self._close_boundary()
+        if is_best and replica.state.step < replica.total_steps:
+            saver.offer(due=False, is_best=True)
         reporter.start_clock()
         while replica.state.step < replica.total_steps and stop is None:
             is_best, stop = self._take_step(replica)
@@ -216,11 +222,13 @@ class Attempt:
         """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far."""
         assert self._replica is not None and self._reporter is not None
         self.phase = "evaluation"
-        closed_before = self._replica.state.closed_epochs
+        state = self._replica.state
+        before = state.closed_epochs, state.evaluated_step
         is_best = close_boundary(self.ctx, self._replica, self._reporter)
-        if self._replica.state.closed_epochs > closed_before:
+        # An evaluation that an attempt begins with was interrupted in the one before it, which had closed the epoch.
+        if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
             tell_epoch_ended(self._replica)
-        if self._replica.state.evaluated_step == self._replica.state.step and self._clock is not None:
+        if state.evaluated_step == state.step and self._clock is not None:
             self._clock.restart()
         return is_best
 
@@ -241,14 +249,14 @@ class Attempt:
         self._profiler.close()
         reporter.hand_over()
         publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
-        error = None
-        try:
-            saver.save_now(is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S)
-        except Exception as exc:
-            if stop is not None and saver.stop is not None:  # the run asked to pause where saves fail: nothing else is left
-                logger.warning("stopped without a last checkpoint: %s", exc)
-            else:
-                error = exc
+        saving = saver.begin_last(is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S)
+        while not replica.peers.share(saver.has_ended(saving, MEET_S), 0):
+            pass  # met again and again: a storage may be slower than a collective may take
+        error = saving.exception()
+        if error is not None and stop is not None and saver.stop is not None:
+            # The run asked to pause where saves fail: nothing else is left.
+            logger.warning("stopped without a last checkpoint: %s", error)
+            error = None
         error, committed = replica.peers.share((error, saver.newest_committed(self._reported_checkpoint)), 0)
         if error is not None:
             raise error
@@ -278,9 +286,10 @@ class Attempt:
         if self._publisher is not None:
             self._publisher.close()
         problem: str | None = "the rank had no state yet"
-        step, snapshot_step = 0, None
+        step, snapshot_step = None, None
         if replica is not None:
-            state, step = replica.state, replica.state.step
+            state = replica.state
+            step = state.step if self._is_restored or state.complete else None
             problem = "the rank was between two states"
             if state.complete:
                 replica.volatile.put_back()
@@ -316,6 +325,7 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "num_samples": replica.sampler.num_samples,
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
         "micro_batch_size": replica.sampler.micro_batch_size,
+        "rests": evaluation_is_due(ctx, replica),  # before the attempt's first step
         "guarantee": replica.train_set.guarantee() if replica.state.step == 0 or ctx.attempt == 1 else None,
         "snapshots": snapshots_of(ctx),
         "device": str(ctx.device),

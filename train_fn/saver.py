@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,8 @@ FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
 """The same for ranks that were asked to stop: somebody waits for them."""
+MEET_S = 10.0
+"""How long the other ranks of a run that ends wait for the last save in one collective."""
 TELL_EVERY_S = 15.0
 """All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for its controller and for every
 rank, for a small model almost as much as the save itself. A run that saves more often tells of the newest one."""
@@ -149,6 +152,25 @@ class Saver:
             f"the checkpoint of step {self._state.step} could not be committed, with {patience_s:g} s of patience: "
             f"{self._error or 'the storage does not answer'}"
         ) from self._error
+
+    def begin_last(self, *, is_best: bool, patience_s: float) -> Future[None]:
+        """``save_now`` on a thread of its own, which nobody waits for where the ranks break up meanwhile."""
+        saving: Future[None] = Future()
+
+        def save() -> None:
+            try:
+                self.save_now(is_best=is_best, patience_s=patience_s)
+            except Exception as exc:
+                saving.set_exception(exc)
+            else:
+                saving.set_result(None)
+
+        threading.Thread(target=save, name="last-save", daemon=True).start()
+        return saving
+
+    @staticmethod
+    def has_ended(saving: Future[None], within_s: float) -> bool:
+        return bool(wait([saving], within_s).done)
 
     @property
     def stop(self) -> Stop | None:
@@ -293,15 +315,17 @@ class Saver:
                 parent=state["parent"],
                 world_size=ctx.world_size,
                 sample_digest=state["ledger"]["chain"],
-                metrics=state["metrics"],
+                metrics=state["metrics"] if state["evaluated_step"] == state["step"] else {},  # else they are of other weights
             )
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
 
     def _retain(self, save: Save, written: Manifest) -> None:
+        spec = self._ctx.spec.checkpoint
+        best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
         try:
-            deleted = self._store.retain(self._ctx.spec.checkpoint.keep_latest, save.best, self._ctx.submission, written)
+            deleted = self._store.retain(spec.keep_latest, save.best, self._ctx.submission, written, best_by)
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return

@@ -211,8 +211,8 @@ def run_rank(
         stop = _train_in_the_open(ctx) if debug else train(ctx)
         _finish(journal, stop)
     except StepFailed as exc:
-        logger.error("rank %d stopped at step %d (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
-        return Ended(EXIT_FAILED, exc.step, journal.metrics, where)
+        logger.error("rank %d stopped at step %s (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
+        return Ended(EXIT_FAILED, journal.step if exc.step is None else exc.step, journal.metrics, where)
     finally:
         journal.close(CLOSE_S)
     if place.rank == 0:

@@ -79,6 +79,7 @@ class Judgement:
     first_rank: int | None
     node_id: str | None
     step: int | None
+    """Steps done; None where nobody knew yet where the run was."""
     exception: str | None
     signature: str | None
     """Equal for two occurrences of one bug."""
@@ -149,7 +150,7 @@ def decide(
         return Decision(False, budget, "stop", reason=ReasonCode.STORAGE_UNAVAILABLE, message=judgement.exception)
     if _gpu_is_too_small(judgement, past):
         message = (
-            f"the GPU's memory was too small at step {judgement.step} twice; lower train.micro_batch_size, which changes no result "
+            f"the GPU's memory was too small {_place(judgement)} twice; lower train.micro_batch_size, which changes no result "
             f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
@@ -195,7 +196,7 @@ def _decide_user_error(judgement: Judgement, past: Sequence[PastFailure], spec: 
     budget = BUDGET_OF[Verdict.USER_ERROR]
     earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]
     if any(failure.step == judgement.step and failure.signature == judgement.signature for failure in earlier):
-        message = f"the same error at step {judgement.step} twice: {judgement.exception}"
+        message = f"the same error {_place(judgement)} twice: {judgement.exception}"
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     if len(earlier) >= spec.max_user_errors:
         message = (
@@ -216,15 +217,25 @@ def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool
 
 
 def _failures_without_progress(judgement: Judgement, budget: str, past: Sequence[PastFailure]) -> int:
-    """Earlier failures of the same budget after the last one that lay at a smaller step."""
+    """Earlier failures of the same budget after the last one that lay at a smaller step.
+
+    One that came before it was known where the run is lies where the failure before it did: it is no step back.
+    """
+    steps: list[int] = []
+    for known in (*(failure.step for failure in past), judgement.step):
+        steps.append(known if known is not None else steps[-1] if steps else 0)
     count = 0
-    for failure in reversed(past):
+    for failure, step in zip(reversed(past), reversed(steps[:-1]), strict=True):
         if BUDGET_OF.get(failure.verdict, "system_failures") != budget:
             continue
-        if (judgement.step or 0) > (failure.step or 0):
+        if steps[-1] > step:
             break
         count += 1
     return count
+
+
+def _place(judgement: Judgement) -> str:
+    return "before the first step" if judgement.step is None else f"at step {judgement.step}"
 
 
 def _raised_at(report: RankReport) -> tuple[float, int]:

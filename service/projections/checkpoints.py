@@ -11,7 +11,7 @@ from everstep.metric_names import lookup
 from everstep.wire import Checkpoint
 from service.db.rows import CheckpointCheck, EventRow
 
-KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED})
+KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED, EventKind.EVALUATED})
 
 
 def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck]) -> list[Checkpoint]:
@@ -24,10 +24,13 @@ def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck
         checks: Last check of each checkpoint that was read back, by name.
     """
     found: dict[str, dict[str, Any]] = {}
+    evaluated: dict[int, dict[str, float | None]] = {}
     restored: set[int] = set()
     for event in events:
         data = event.data
-        if event.kind == EventKind.CHECKPOINT_COMMITTED:
+        if event.kind == EventKind.EVALUATED:
+            evaluated[data["step"]] = data["metrics"]  # of a state that may have been saved before it was evaluated
+        elif event.kind == EventKind.CHECKPOINT_COMMITTED:
             found.pop(data["name"], None)  # replaced after it was found corrupt: it takes its new place in the order
             found[data["name"]] = {**data, "submission": event.submission, "committed_at": event.at, "state": "committed"}
         elif event.kind == EventKind.CHECKPOINT_DELETED and data["name"] in found:
@@ -39,7 +42,10 @@ def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck
             if event.submission not in restored:
                 restored.add(event.submission)
                 found = _lineage(found, event)
-    return [_checkpoint(data, checks.get(name)) for name, data in found.items()]
+    return [
+        _checkpoint(data, data.get("metrics") or evaluated.get(data["step"]) or {}, checks.get(name))
+        for name, data in found.items()
+    ]
 
 
 def _lineage(found: dict[str, dict[str, Any]], restored: EventRow) -> dict[str, dict[str, Any]]:
@@ -82,12 +88,13 @@ def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
 
 
 def best(found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]) -> Checkpoint | None:
-    """The committed checkpoint with the best value of a validation metric; the newer of two equals. None without a metric."""
+    """The committed checkpoint with the best value of a validation metric; of equals the one of the lowest step, which is the one
+    that the run keeps, and of one step that of the newest submission. None without a metric."""
     if metric is None:
         return None
     sign = 1.0 if mode == "max" else -1.0
     scored = [
-        (sign * value, item.step, item.submission, item)
+        (sign * value, -item.step, item.submission, item)
         for item in _committed(found)
         if (value := lookup(item.metrics, metric)) is not None
     ]
@@ -98,7 +105,7 @@ def _committed(found: Iterable[Checkpoint]) -> list[Checkpoint]:
     return [item for item in found if item.state == "committed"]
 
 
-def _checkpoint(data: dict[str, Any], check: CheckpointCheck | None) -> Checkpoint:
+def _checkpoint(data: dict[str, Any], metrics: Mapping[str, float | None], check: CheckpointCheck | None) -> Checkpoint:
     state, verified_at, problem = data["state"], data.get("verified_at"), data.get("problem")
     if check is not None and check.verified_at >= max(data["committed_at"], verified_at or 0.0):
         verified_at, problem = check.verified_at, check.problem
@@ -112,7 +119,7 @@ def _checkpoint(data: dict[str, Any], check: CheckpointCheck | None) -> Checkpoi
         state=state,
         size_bytes=data["size_bytes"],
         digest=data["digest"],
-        metrics={name: value for name, value in (data.get("metrics") or {}).items() if value is not None},
+        metrics={name: value for name, value in metrics.items() if value is not None},
         committed_at=datetime.fromtimestamp(data["committed_at"], UTC),
         verified_at=None if verified_at is None else datetime.fromtimestamp(verified_at, UTC),
         problem=problem,

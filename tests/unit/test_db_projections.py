@@ -310,6 +310,15 @@ def test_checkpoints_of_the_lineage() -> None:
     assert best is not None and best.step == 30
     worst = checkpoints.best(found, "accuracy", "min")
     assert worst is not None and worst.step == 20, "step 10 is deleted"
+    scored = [committed(10), committed(20), committed(30)]
+    for entry, metrics in zip(scored, ({"accuracy": 0.8}, {"accuracy": 0.9}, {"accuracy": 0.9}), strict=True):
+        entry.data["metrics"] = metrics
+    best = checkpoints.best(checkpoints.checkpoints(scored, {}), "accuracy", "max")
+    assert best is not None and best.step == 20, "a later one that is as good may only repeat what was measured before it"
+    scored[0].data["metrics"] = {}
+    late = [*scored, event(EventKind.EVALUATED, step=10, epoch=0, metrics={"accuracy": 0.95})]
+    best = checkpoints.best(checkpoints.checkpoints(late, {}), "accuracy", "max")
+    assert best is not None and best.step == 10, "saved before it was evaluated"
     assert checkpoints.best(found, None, "max") is None
     assert checkpoints.best(found, "f1", "max") is None
     assert checkpoints.at_step(found, 40) is None

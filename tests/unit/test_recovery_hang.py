@@ -40,6 +40,28 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
     assert tracker.progress().last_step == 7
 
 
+def test_an_attempt_may_begin_with_what_takes_long() -> None:
+    """With the evaluation that broke the one before it, or with the last save; its first step then still comes."""
+    tracker = ProgressTracker()
+    story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
+        (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
+        (EventKind.RESTORED, 2, {"step": 4}, Phase.START),
+        (EventKind.TRAINING_STARTED, 2, {"total_steps": 7, "rests": True}, Phase.EVALUATION),
+        (EventKind.EVALUATED, 2, {"step": 4, "metrics": {}}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 2, points(5, 6, 7), Phase.FINISH),
+        (EventKind.ATTEMPT_STARTED, 3, {}, Phase.START),
+        (EventKind.RESTORED, 3, {"step": 7}, Phase.START),
+        (EventKind.TRAINING_STARTED, 3, {"total_steps": 7}, Phase.FINISH),
+        (EventKind.ATTEMPT_STARTED, 4, {}, Phase.START),
+        (EventKind.RESTORED, 4, {"step": 2}, Phase.START),  # back to a checkpoint: it is not as far as the ones before it
+        (EventKind.TRAINING_STARTED, 4, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 4, points(3), Phase.STEP),
+    ]
+    for kind, attempt, data, phase in story:
+        tracker.note(kind, attempt, data)
+        assert tracker.progress().phase is phase, (kind, attempt)
+
+
 def test_the_limit_learns_from_steps() -> None:
     tracker = ProgressTracker()
     tracker.note(EventKind.ATTEMPT_STARTED, 1, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -235,3 +236,14 @@ def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_h
     assert "lower train.micro_batch_size" in str(decision.message)
     of_the_host = judged(report(0, died=True, death="Worker exit type: NODE_OUT_OF_MEMORY"))
     assert weighed(of_the_host, [PastFailure(of_the_host.verdict, of_the_host.step, None)]).restart
+
+
+def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() -> None:
+    past = [PastFailure(Verdict.WORKER_LOST, 100 * number) for number in range(1, 20)]
+    early = Judgement(Verdict.STORAGE, 0, "n0", None, "StorageUnavailable: away", "s")
+    assert weighed(early, past).restart and weighed(early, past).backoff_s == 0
+    again = [*past, *[PastFailure(Verdict.STORAGE, None)] * 18]
+    stopped = weighed(early, again)
+    assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, "but the same again and again is no progress"
+    before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)
+    assert judged(report(0, error=before_restore)).step == 12, "what the journal knows"

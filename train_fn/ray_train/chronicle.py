@@ -29,6 +29,7 @@ class Chronicle:
         self.world_size = 0
         self.is_open = False
         """Whether the attempt's begin was told, and its end was not."""
+        self._last_step_before = engine.history.last_step
         self.failures: list[PastFailure] = list(engine.history.failures)
         self.recovery: RecoveryNote | None = engine.recovery
         """What the next attempt is to tell of its recovery; None where it follows no failure."""
@@ -85,9 +86,9 @@ class Chronicle:
         """What was found out about a failure after it had been told."""
         self.journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
 
-    def last_step(self, reports: Sequence[RankReport]) -> int | None:
-        """The newest step that anybody knows of: the ranks, the journal, or the failure before."""
+    def last_step(self, reports: Sequence[RankReport]) -> int:
+        """The newest step that anybody knows of: the ranks, the journal, the failure before, or older journals; 0 of a new run."""
         self.journal.ask(_ASK_S)
         known = [report.error.step for report in reports if report.error is not None]
-        known += [self.journal.last_step, self.recovery.last_step if self.recovery else None]
-        return max((step for step in known if step is not None), default=None)
+        known += [self.journal.last_step, self.recovery.last_step if self.recovery else None, self._last_step_before]
+        return max((step for step in known if step is not None), default=0)

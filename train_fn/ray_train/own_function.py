@@ -173,7 +173,7 @@ def _leave(cause: BaseException, step: int | None) -> StepFailed:
     return StepFailed(
         cause,
         traceback_text=text,
-        step=step or 0,
+        step=step,
         phase="train_fn",
         snapshot_step=None,
         snapshot_problem="a train_fn keeps its state by its own checkpoints",

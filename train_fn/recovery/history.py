@@ -71,7 +71,7 @@ class History:
         elif event.kind is EventKind.TRAINING_STARTED:
             changes["total_steps"] = event.data.get("total_steps")
         elif event.kind is EventKind.METRICS and event.data["points"]:
-            changes["last_step"] = max(self.last_step or 0, *(point["step"] for point in event.data["points"]))
+            changes["last_step"] = max([self.last_step or 0, *(point["step"] for point in event.data["points"])])
         return dataclasses.replace(self, **changes)
 
 

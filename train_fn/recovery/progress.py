@@ -52,6 +52,10 @@ class ProgressTracker:
         self._attempt = 0
         self._phase = Phase.START
         self._num_signs = 0
+        self._has_stepped = False
+        """Whether the attempt has made a step."""
+        self._step = 0
+        """Where it is: an earlier one may have been further."""
         self._last_step: int | None = None
         self._total_steps: int | None = None
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
@@ -71,10 +75,15 @@ class ProgressTracker:
             return
         self._num_signs += 1
         self._sign_at = time.monotonic()
-        if kind is EventKind.TRAINING_STARTED:
+        if kind is EventKind.RESTORED and isinstance(data.get("step"), int):
+            self._step = data["step"]
+        elif kind is EventKind.TRAINING_STARTED:
             self._total_steps = data.get("total_steps")
-            self._phase = Phase.FIRST_STEP
+            self._has_stepped = False
+            self._phase = Phase.EVALUATION if data.get("rests") else self._after_step()
         elif kind is EventKind.METRICS:
+            self._has_stepped = True
+            self._step = max([self._step, *(point["step"] for point in data["points"])])
             self._phase = self._after_step()
         elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED and data.get("rests", True):
             self._phase = Phase.EVALUATION
@@ -88,8 +97,9 @@ class ProgressTracker:
         return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99, quiet_s)
 
     def _after_step(self) -> Phase:
-        done = self._total_steps is not None and (self._last_step or 0) >= self._total_steps
-        return Phase.FINISH if done else Phase.STEP
+        if self._total_steps is not None and self._step >= self._total_steps:
+            return Phase.FINISH
+        return Phase.STEP if self._has_stepped else Phase.FIRST_STEP
 
     def _note_steps(self, kind: EventKind, data: dict[str, Any]) -> None:
         if kind is EventKind.METRICS:
