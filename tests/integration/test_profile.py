@@ -25,7 +25,10 @@ def test_a_rank_that_is_asked_keeps_a_trace_and_trains_as_without(tmp_path: Path
     assert (done["id"], done["rank"], done["steps"]) == ("prof_1", 1, 4)
     buckets = [each for each in done["all_reduces"] if each["bucket"] is not None]
     assert [each["bucket"] for each in buckets] == list(range(len(buckets))) and buckets
-    assert all(each["count"] == 4 and 0 < each["mean_s"] <= each["max_s"] < done["step_s"] for each in buckets)
+    assert all(each["count"] == 4 and 0 < each["mean_s"] < done["step_s"] for each in buckets)
+    assert all(each["mean_s"] <= each["max_s"] < 4 * done["step_s"] for each in buckets), (
+        "the longest may be longer than a mean step"
+    )
     packed = run_dir.files.read(run_dir.trace_path("prof_1"))
     assert len(packed) == done["size_bytes"]
     events = json.loads(gzip.decompress(packed))["traceEvents"]
