@@ -27,6 +27,8 @@ from everstep.errors import InvalidSpec
 from everstep.field_errors import field_errors
 
 Seconds = PositiveFiniteFloat
+Amount = Annotated[float, Field(ge=0.0001, le=1e18, allow_inf_nan=False)]
+"""Of a resource; Ray counts them in ten-thousandths."""
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 STORAGE_CREDENTIALS = frozenset(
@@ -128,7 +130,7 @@ class ScalingSpec(Frozen):
     """The run waits below this many ranks."""
     max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS), AfterValidator(_max_reaches_min)] = 1
     """Ranks that the run uses where the cluster has room."""
-    resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources_per_worker: dict[ResourceName, Amount] = Field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources of one rank; GPUs are added by ``use_gpu``."""
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU a rank; ``auto`` uses GPUs where the cluster has them. NCCL on GPU, gloo on CPU."""

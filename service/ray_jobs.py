@@ -10,13 +10,15 @@ RayError
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import httpx
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
 MOST_SUBMITS = 16
@@ -151,7 +153,7 @@ class RayJobs:
     async def job(self, submission_id: str) -> Job:
         """What Ray says about a job. Raises JobNotFound, RayUnavailable."""
         response = await self._send("GET", f"/api/jobs/{submission_id}")
-        return _job(_found(response, submission_id).json())
+        return _read(_found(response, submission_id), _job)
 
     async def stop(self, submission_id: str) -> None:
         """Ask Ray to end a job's driver; one that has ended is left alone. Raises JobNotFound, RayUnavailable."""
@@ -159,12 +161,12 @@ class RayJobs:
 
     async def jobs(self) -> list[Job]:
         """Every submitted job that Ray remembers."""
-        answer = _successful(await self._send("GET", "/api/jobs/")).json()
-        return [_job(raw) for raw in answer if raw["submission_id"] is not None]
+        response = await self._send("GET", "/api/jobs/")
+        return _read(_successful(response), _jobs)
 
     async def version(self) -> str:
         """Ray's version, for example ``2.60.0``."""
-        return str(_successful(await self._send("GET", "/api/version")).json()["ray_version"])
+        return _read(_successful(await self._send("GET", "/api/version")), lambda answer: str(answer["ray_version"]))
 
     async def live_nodes(self) -> list[RayNode]:
         """Nodes that are alive, cheaply: draining ones count as alive, and hostnames are addresses."""
@@ -173,9 +175,13 @@ class RayJobs:
     async def nodes(self) -> list[RayNode]:
         """Every node that the cluster remembers, dead ones too, with hostnames and drains."""
         nodes = await self._nodes({})
-        summary = _successful(await self._send("GET", "/nodes", params={"view": "summary"})).json()["data"]["summary"]
-        by_id = {raw.get("raylet", {}).get("nodeId"): raw for raw in summary}
-        return [_with_summary(node, by_id.get(node.node_id)) for node in nodes]
+        response = _successful(await self._send("GET", "/nodes", params={"view": "summary"}))
+
+        def with_summaries(answer: Any) -> list[RayNode]:
+            by_id = {raw.get("raylet", {}).get("nodeId"): raw for raw in answer["data"]["summary"]}
+            return [_with_summary(node, by_id.get(node.node_id)) for node in nodes]
+
+        return _read(response, with_summaries)
 
     async def is_dead(self, node_id: str) -> bool:
         """Whether Ray tells this node dead, which it stays; not of one that Ray does not know."""
@@ -184,8 +190,8 @@ class RayJobs:
 
     async def _nodes(self, filters: Mapping[str, str]) -> list[RayNode]:
         params = {"limit": str(MAX_NODES), "detail": "1", **filters}
-        answer = _successful(await self._send("GET", "/api/v0/nodes", params=params)).json()
-        return [_node(raw) for raw in answer["data"]["result"]["result"]]
+        response = _successful(await self._send("GET", "/api/v0/nodes", params=params))
+        return _read(response, lambda answer: [_node(raw) for raw in answer["data"]["result"]["result"]])
 
     async def _send(
         self,
@@ -218,9 +224,20 @@ class RayJobs:
 
 
 def _found(response: httpx.Response, submission_id: str) -> httpx.Response:
-    if response.status_code == httpx.codes.NOT_FOUND:
+    if response.status_code == httpx.codes.NOT_FOUND and "does not exist" in response.text:  # Ray's own words, not a proxy's
         raise JobNotFound(f"Ray knows no job {submission_id}")
     return _successful(response)
+
+
+def _read(response: httpx.Response, parse: Callable[[Any], T]) -> T:
+    """What an answer says. Raises RayUnavailable for one that is not Ray's: a proxy has pages of its own."""
+    try:
+        return parse(response.json())
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise RayUnavailable(
+            f"what answered {response.status_code} to {response.request.url.path} is not Ray ({type(exc).__name__}: {exc}): "
+            f"{response.text[:100]!r}"
+        ) from exc
 
 
 def _successful(response: httpx.Response) -> httpx.Response:
@@ -248,6 +265,12 @@ def _job(raw: Mapping[str, Any]) -> Job:
         driver_node_id=raw.get("driver_node_id"),
         driver_exit_code=raw.get("driver_exit_code"),
     )
+
+
+def _jobs(answer: Sequence[Mapping[str, Any]]) -> list[Job]:
+    if not isinstance(answer, list):
+        raise TypeError("no list of jobs")
+    return [_job(raw) for raw in answer if raw["submission_id"] is not None]
 
 
 def _node(raw: Mapping[str, Any]) -> RayNode:

@@ -14,6 +14,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.auth import Caller, Principal
 from service.cluster_view import with_mark
+from service.db.ids import RUN_ID_PATTERN
 from service.db.rows import MarkWord
 from service.problems import ProblemError, not_found, unavailable
 from storage.errors import StorageError
@@ -113,6 +114,14 @@ async def _say(
     return next(node for node in shown.nodes if node.id == node_id)
 
 
+def _as_seen(caller: Principal, node: Node) -> Node:
+    """The node as shown to whom one project alone is open: a reason that the service gives names the runs that failed there."""
+    if caller.project is None or node.mark is None or node.mark.reason is None:
+        return node
+    reason = RUN_ID_PATTERN.sub("a run", node.mark.reason)
+    return node.model_copy(update={"mark": node.mark.model_copy(update={"reason": reason})})
+
+
 async def _with_marks_and_runs(context: ApiContext, caller: Principal, info: ClusterInfo) -> ClusterInfo:
     """The cluster with what the database knows of its nodes; a run that the caller may not see counts, and is not named."""
     words = await context.database_call(context.node_marks.all)
@@ -126,7 +135,7 @@ async def _with_marks_and_runs(context: ApiContext, caller: Principal, info: Clu
                 places.setdefault(node_id, []).append(run.id)
     now = context.clock()
     shown = tuple(
-        with_mark(node, words.get(node.id), has_ranks=node.id in occupied, now=now).model_copy(
+        _as_seen(caller, with_mark(node, words.get(node.id), has_ranks=node.id in occupied, now=now)).model_copy(
             update={"runs": tuple(places.get(node.id, ()))}
         )
         for node in info.nodes

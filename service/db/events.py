@@ -153,7 +153,9 @@ def _apply(writer: RunWriter, event: JournalEvent) -> None:
     changes = _changes(writer.run, row)
     writer.set({**changes.columns, "journal_n": event.n})
     writer.add_points(changes.points)
-    of_the_past = event.submission < writer.run.submission and changes.status is RunStatus.RUNNING  # its driver is lost
+    # Of a driver that is lost, or was given up before it had left: what ended is told truly, but the run has gone on since.
+    passing = (RunStatus.RUNNING, RunStatus.PAUSED)
+    of_the_past = event.submission < writer.run.submission and changes.status in passing
     if changes.status is not None and not of_the_past:
         writer.change_status(changes.status, changes.reason, at=event.at)
 

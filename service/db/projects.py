@@ -109,6 +109,8 @@ def join_queue(connection: Connection, name: str, now: float) -> None:
     most = found[0]
     if most is None:
         return
+    # Whoever else submits to the project waits here: of two that count at the same time each would leave the other out.
+    connection.execute(select(projects.c.name).where(projects.c.name == name).with_for_update())
     waiting = select(runs.c.id).where(runs.c.status == RunStatus.QUEUED.value, runs.c.project == name).limit(most).subquery()
     if connection.execute(select(func.count()).select_from(waiting)).scalar_one() >= most:
         raise QuotaExceeded(

@@ -272,7 +272,7 @@ class RunStore:
             _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be preempted")
             writer.set({"stop_requested": "pause", "stop_requested_at": self._clock(), "preempted_by": by})
             writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": "pause"})
-            writer.change_status(RunStatus.STOPPING, preempted(by))
+            writer.change_status(RunStatus.STOPPING, preempted(writer.told(by)))
             return writer.save()
 
     def shrink(self, run_id: str, submission: int, to: int, by: str) -> RunRow:
@@ -284,7 +284,7 @@ class RunStore:
             writer = RunWriter.lock(connection, run_id, self._clock())
             _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be shrunk")
             writer.set({"shrunk": {"to": to, "by": by, "at": self._clock()}})
-            writer.append(EventKind.WORKERS_LIMITED, self._clock(), {"limit": to, "by": by})
+            writer.append(EventKind.WORKERS_LIMITED, self._clock(), {"limit": to, "by": writer.told(by) or "of another project"})
             return writer.save()
 
     def unshrink(self, run_id: str, submission: int) -> RunRow:

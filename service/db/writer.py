@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, update
+from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.events import EventKind
@@ -77,6 +77,11 @@ class RunWriter:
         for point in points:
             self._points[point.name, point.step] = point
 
+    def told(self, run_id: str) -> str | None:
+        """Another run as this one's users may hear of it: None where it belongs to another project."""
+        project = self._connection.execute(select(runs.c.project).where(runs.c.id == run_id)).scalar_one_or_none()
+        return run_id if project == self.run.project else None
+
     def begin(self) -> None:
         """The first entries of a new run's history."""
         self.append(EventKind.RUN_CREATED, self.run.created_at, {"name": self.run.name, "project": self.run.project})
@@ -93,7 +98,7 @@ class RunWriter:
         before, preempted_by = self.run.status, self.run.preempted_by
         check_legal(self.run.id, before, to)
         if to == RunStatus.PAUSED and preempted_by is not None:
-            reason = preempted(preempted_by)
+            reason = preempted(self.told(preempted_by))
         columns: dict[str, Any] = {
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,

@@ -240,8 +240,10 @@ def paused_by_user() -> Reason:
     return Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; POST …/resume continues it.")
 
 
-def preempted(by: str) -> Reason:
-    message = f"Paused for run {by} of a higher priority; it goes on by itself, from its last checkpoint, once there is room."
+def preempted(by: str | None) -> Reason:
+    """``by`` is None where it is a run of another project, of which this one's users are to see nothing."""
+    whom = f"run {by}" if by else "a run of another project,"
+    message = f"Paused for {whom} of a higher priority; it goes on by itself, from its last checkpoint, once there is room."
     return Reason(code=ReasonCode.PREEMPTED_BY_PRIORITY, message=message)
 
 

@@ -67,7 +67,9 @@ class TimeLedger:
         limit_us = to_us(latest)
         if event.kind == EventKind.METRICS:
             for point in event.data["points"]:
-                self._step_done(min(to_us(point["at"]), limit_us), int(point["step"]))
+                at, step = min(to_us(point["at"]), limit_us), int(point["step"])
+                if at > self.at_us or step > self.furthest_step:  # else it is told once more, after a recovery
+                    self._step_done(at, step)
             return
         self._advance(min(to_us(event.at), limit_us))
         data = event.data

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from everstep.spec import MAX_WORKERS
 from service.reconciler.facts import NodeFacts, RunFacts
 
 _EPSILON: Final = 1e-6
@@ -35,8 +36,9 @@ def needs_of(run: RunFacts, gpus: bool) -> dict[str, float]:
 
 
 def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many ranks a node has room for."""
-    return max(0, min((int((free.get(name, 0.0) + _EPSILON) // amount) for name, amount in needs.items()), default=0))
+    """How many ranks a node has room for; no more than a run may have, however little each needs."""
+    most = (min((free.get(name, 0.0) + _EPSILON) // amount, MAX_WORKERS) for name, amount in needs.items())
+    return max(0, int(min(most, default=0)))
 
 
 def room(free: Sequence[Mapping[str, float]], needs: Mapping[str, float], strategy: str) -> int:

@@ -24,7 +24,7 @@ from service.ray_jobs import RayJobs
 from service.reconciler.background import Background
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
-from service.reconciler.leadership import Leadership
+from service.reconciler.leadership import RENEW_S, Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer
 from service.reconciler.pace import PAUSE_FACTOR
@@ -39,6 +39,8 @@ INTERVAL_S: Final = 0.5
 """From one tick's beginning to that of the next."""
 _LONGEST_PAUSE_S: Final = 3.0
 TROUBLE_INTERVAL_S: Final = 2.0
+LONGEST_TICK_S: Final = 300.0
+"""How long a tick may take before its process counts as one that stands still."""
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
 NOTIFY_INTERVAL_S: Final = 1.0
@@ -99,6 +101,7 @@ class Reconciler:
             self._beside.append(Background(NOTIFY_INTERVAL_S, notifier.work))
         self._clock = clock
         self._wake = asyncio.Event()
+        self._tick_began = float("-inf")
         self.last_tick_at: float | None = None
         """When the last tick was finished, unix seconds; None before the first."""
 
@@ -136,8 +139,27 @@ class Reconciler:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again: nothing else restarts this loop."""
+        keeping = asyncio.create_task(self._keep_lease(), name="keep-lease")
+        try:
+            await self._tick_until(stopping)
+        finally:
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+        await self.close()
+
+    async def _keep_lease(self) -> None:
+        """Renew the lease while a tick takes long, as one over many journals in an object store may: else others would take it over
+        in the middle of it, time after time. Not of one that does not end: another process may do better."""
+        while self._leadership is not None:
+            await asyncio.sleep(RENEW_S)
+            if self._leadership.leads and time.monotonic() - self._tick_began < LONGEST_TICK_S:
+                with contextlib.suppress(DatabaseError):  # the tick meets it, too, and says so
+                    await self._leadership.hold()
+
+    async def _tick_until(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
-            began = time.monotonic()
+            began = self._tick_began = time.monotonic()
             try:
                 await self.tick()
                 took_s = time.monotonic() - began
@@ -152,7 +174,6 @@ class Reconciler:
                 log.exception("a tick failed; trying again")
                 pause_s = TROUBLE_INTERVAL_S
             await self._pause(pause_s, stopping)
-        await self.close()
 
     async def close(self) -> None:
         """Let go of what is under way. Any line of it may be repeated by the next process."""

@@ -272,7 +272,8 @@ class _Queue:
     def _backfill(self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int) -> None:
         """Start a run behind the blocker where the blocker would not notice."""
         tried = _shape(needs, run), run.min_workers
-        before = f"run {blocker.id} is before it, and would be delayed"
+        who = f"run {blocker.id}" if blocker.project == run.project else "a run of another project"
+        before = f"{who} is before it, and would be delayed"
         if tried in self._refused or self._victims:
             self._wait(run, needs, before)
             return

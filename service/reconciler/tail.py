@@ -55,26 +55,35 @@ class JournalTail:
         if stamp is not None and self._drained.get(run.id) == known:
             return run, TailFact.DRAINED
         found, fact = run, TailFact.DRAINED
-        for submission in self._to_read(run):
+        submissions, is_all = self._to_read(run)
+        for submission in submissions:
             found, fact = self._drain_one(found, submission)
             if fact != TailFact.DRAINED or found.submission != run.submission or found.status.terminal:
                 break
+        if fact == TailFact.DRAINED and not is_all and not found.status.terminal:
+            fact = TailFact.BEHIND
         if fact == TailFact.DRAINED and found.journal_submission == found.submission == run.submission:
             # The stamp is from before the look: what came since makes another one.
             self._drained[run.id] = (found.submission, found.journal_cursor, stamp)
         return found, fact
 
-    def _to_read(self, run: RunRow) -> range:
-        """Submissions whose journals come next: those that may have more to tell, and the newest one's once it has begun."""
+    def _to_read(self, run: RunRow) -> tuple[range, bool]:
+        """Submissions whose journals come next: those that may have more to tell, and the newest one's once it has begun.
+
+        False where it is not known whether it has.
+        """
         older = range(run.journal_submission or run.submission, run.submission)
         if older:
             try:
                 first, _ = read_journal(self._storage.run_dir(run.id), run.submission, None, 1)
-            except StorageError:
-                first = []  # nothing of it can be applied now; what it says of the older ones is not known
+            except CorruptFile:
+                first = []  # nothing of it will ever be applied
+            except StorageError as exc:
+                log.warning("a journal could not be read", run_id=run.id, submission=run.submission, problem=str(exc))
+                return older, False
             if not first:
-                return older
-        return range(older.start, run.submission + 1)
+                return older, True
+        return range(older.start, run.submission + 1), True
 
     def _drain_one(self, run: RunRow, submission: int) -> tuple[RunRow, TailFact]:
         try:

@@ -86,6 +86,11 @@ async def test_a_run_of_another_project_keeps_a_node_draining_and_is_not_named(a
     viewer = await api.client(api.token("viewer", "mine"))
     shown = (await viewer.get("/v1/cluster")).json()["nodes"][0]
     assert (shown["state"], shown["runs"]) == ("DRAINING", [])
+    named = "3 failures within 60 min began on this node (worker_lost 3), in run_0123456789ab, run_0123456789cd and 1 more"
+    api.context.node_marks.say("node-1", "cordoned", "everstep", reason=named)
+    reason = (await viewer.get("/v1/cluster")).json()["nodes"][0]["mark"]["reason"]
+    assert reason == "3 failures within 60 min began on this node (worker_lost 3), in a run, a run and 1 more"
+    assert (await api.get("/v1/cluster"))["nodes"][0]["mark"]["reason"] == named, "an administrator sees the evidence"
 
 
 async def test_ray_s_own_drain_stands_above_a_cordon(api: ApiService) -> None:

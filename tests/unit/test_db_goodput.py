@@ -68,6 +68,23 @@ def test_a_failure_is_detected_restarted_from_and_made_good() -> None:
     assert buckets(history, 10)["detecting"] == pytest.approx(5), "never more than there was"
 
 
+def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None:
+    """The first step travels alone; those that a dead rank may not have told follow with the next one."""
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 1),
+        steps((1, 31), (2, 61)),
+        event(EventKind.FAILURE, 62, verdict=Verdict.WORKER_LOST.value, detect_s=0),
+        event(EventKind.RESTORED, 63, step=2),
+        event(EventKind.RECOVERED, 64),
+        steps((3, 64)),
+        steps((1, 31), (2, 61), (4, 94)),
+        steps((5, 124)),
+    ]
+    found = buckets(history, 124)
+    assert "rework" not in found and found["productive"] == pytest.approx(30 + 30 + 1 + 30 + 30)
+
+
 def test_a_driver_that_vanishes() -> None:
     history = [
         status(0, RunStatus.STARTING),

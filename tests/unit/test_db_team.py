@@ -47,17 +47,17 @@ def statuses(runs: RunStore, run_id: str) -> list[tuple[str, str | None]]:
 
 
 def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(runs: RunStore, database: Database) -> None:
-    run = started(runs, limit=3)
+    run, urgent = started(runs, limit=3), create(runs)
     assert run.workers_limit == 3
-    stopping = runs.preempt(run.id, 1, "run_urgent")
-    assert (stopping.status, stopping.stop_requested, stopping.preempted_by) == (RunStatus.STOPPING, "pause", "run_urgent")
+    stopping = runs.preempt(run.id, 1, urgent.id)
+    assert (stopping.status, stopping.stop_requested, stopping.preempted_by) == (RunStatus.STOPPING, "pause", urgent.id)
     with pytest.raises(TransitionConflict):
         runs.preempt(run.id, 1, "run_other")
     journal = Journal()
     finished = journal.event(EventKind.FINISHED, outcome="stopped", reason={"code": "paused_by_user", "message": "x"}, step=7)
     back = EventStore(database, runs._clock).apply_journal(run.id, 1, [finished], "c")
     assert (back.status, back.step, back.stop_requested, back.preempted_by) == (RunStatus.QUEUED, 7, None, None)
-    assert back.reason is not None and "run_urgent" in back.reason.message
+    assert back.reason is not None and urgent.id in back.reason.message
     preempted = ReasonCode.PREEMPTED_BY_PRIORITY.value
     assert statuses(runs, run.id) == [("STOPPING", preempted), ("PAUSED", preempted), ("QUEUED", preempted)]
     again = runs.claim_submission(run.id, 1)
@@ -205,3 +205,33 @@ def test_an_address_may_name_any_driver(tmp_path: Path) -> None:
     database.migrate()
     assert [row.name for row, _ in ProjectStore(database).all()] == ["default"]
     database.close()
+
+
+def test_submissions_at_the_same_moment_do_not_pass_a_quota_together(database: Database, clock: ManualClock) -> None:
+    runs, projects = RunStore(database, clock), ProjectStore(database, clock)
+    projects.put("default", Quotas(max_queued=3))
+    together = threading.Barrier(8)
+
+    def submit(_: int) -> bool:
+        together.wait(30)
+        try:
+            create(runs)
+        except QuotaExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(submit, range(8))) == 3
+
+
+def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(database: Database, clock: ManualClock) -> None:
+    runs = RunStore(database, clock)
+    runs_of_both = [create(runs, project=name) for name in ("default", "theirs")]
+    for urgent, named in zip(runs_of_both, (True, False), strict=True):
+        shrunk, paused = started(runs), started(runs)
+        runs.shrink(shrunk.id, 1, 1, urgent.id)
+        [limited] = EventStore(database, clock).of_kinds(shrunk.id, {EventKind.WORKERS_LIMITED})
+        stopping = runs.preempt(paused.id, 1, urgent.id)
+        assert stopping.reason_message is not None
+        told = (str(limited.data["by"]), stopping.reason_message)
+        assert [urgent.id in text for text in told] == [named, named] and (named or "another project" in told[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from service.ray_jobs import MOST_SUBMITS, JobRejected, RayEndpoint, RayJobs, RayRefused, RayUnavailable
@@ -47,3 +48,35 @@ async def test_nodes_carry_hostnames_and_drains() -> None:
         async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
             found = {node.node_id: (node.state, node.hostname, node.is_head) for node in await ray.nodes()}
     assert found == {"head": ("ALIVE", "10.0.0.1", True), "n1": ("DRAINING", "host-a", False), "n2": ("DEAD", "10.0.0.1", False)}
+
+
+class Proxy(httpx.AsyncBaseTransport):
+    """Answers everything by itself."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.answer = status, text
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        status, text = self.answer
+        return httpx.Response(status, text=text, request=request)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (404, "default backend - 404"),
+        (200, "<html>maintenance</html>"),
+        (200, "{}"),
+        (200, '[{"submission_id": "a", "status": "?"}]'),
+    ],
+)
+async def test_what_answers_in_ray_s_place_is_not_believed(status: int, text: str) -> None:
+    """Above all not that it knows no job: a driver that lives would be replaced."""
+    async with RayJobs(lambda: RayEndpoint("http://ray.example", None)) as ray:
+        ray._client = httpx.AsyncClient(transport=Proxy(status, text))
+        for call in (ray.job("a"), ray.jobs(), ray.version(), ray.live_nodes(), ray.nodes()):
+            with pytest.raises(RayUnavailable):
+                await call
+        if status == 404:
+            with pytest.raises(RayUnavailable):
+                await ray.stop("a")

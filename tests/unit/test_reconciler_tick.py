@@ -15,7 +15,9 @@ import pytest
 from everstep.events import EventKind
 from everstep.wire import ReasonCode, RunStatus
 from service.db.tables import runs
+from service.reconciler import tail as tail_module
 from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
+from storage.errors import StorageUnavailable
 from storage.journal import read_journal
 from storage.run_dir import RunDir
 from tests.unit.fake_ray import HANGS_S, FakeRay
@@ -152,6 +154,49 @@ async def test_ranks_that_leave_after_their_drivers_death_are_heard(here: World,
     await here.reconciler.tick()
     row = here.get(run.id)
     assert (row.status, row.step, row.steps_lost, row.journal_submission) == (RunStatus.RUNNING, 9, 0, 2)
+
+
+async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
+    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may tell that the run has finished."""
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS)
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    here.write(run.id, 2, (EventKind.SUBMISSION_STARTED, {}), *STARTED, SUCCEEDED)
+    ray.end(f"{run.id}-s002")
+
+    def away(run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000) -> Any:
+        if submission == 2:
+            raise StorageUnavailable("for a moment")
+        return read_journal(run_dir, submission, cursor, limit)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tail_module, "read_journal", away)
+        await here.reconciler.tick()
+        assert here.get(run.id).submission == 2, "it is not submitted again"
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.SUCCEEDED
+
+
+async def test_what_a_driver_of_the_past_was_asked_to_stop_for_does_not_stop_its_successor(here: World, ray: FakeRay) -> None:
+    """Ray lost sight of it, so that the run counted as paused before it had left; then it was resumed."""
+    run = here.create()
+    await here.reconciler.tick()
+    here.write(run.id, 1, *STARTED, METRICS)
+    await here.reconciler.tick()
+    here.runs.request_stop(run.id, "pause")
+    ray.end(f"{run.id}-s001")
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.PAUSED
+    here.runs.resume(run.id)
+    await here.reconciler.tick()
+    assert here.get(run.id).submission == 2
+    here.write(run.id, 1, (EventKind.FINISHED, {"outcome": "stopped", "reason": None, "step": 8}), first=5)
+    await here.reconciler.tick()
+    assert here.get(run.id).status == RunStatus.STARTING
 
 
 async def test_a_job_that_ray_calls_failed_may_have_succeeded(here: World, ray: FakeRay) -> None:
