@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from everstep.spec import ResumeFrom
+from everstep.spec import ResumeFrom, RunSpec
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.manifest import Manifest, best_of
 from storage.run_dir import CheckpointName, RunDir
@@ -51,6 +51,7 @@ def read_origin(ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState) -
     """
     run_dir = ctx.run_dir.storage.run_dir(resume_from.run_id)
     candidates = _candidates(run_dir, resume_from)
+    _check_groups(run_dir, ctx.spec)
     problems = []
     for manifest in candidates:
         try:
@@ -64,6 +65,20 @@ def read_origin(ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState) -
     wanted = f"checkpoint {resume_from.step} of run {resume_from.run_id}"
     told = "; ".join(problems) or "it is not there, perhaps deleted since"
     raise ForkRefused(f"{wanted}, which this run begins from, cannot be used: {told}. Submit it again from another step")
+
+
+def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
+    """Moments are kept by a parameter's place among all, which is by groups. Raises ForkRefused where these name others."""
+    try:
+        there = run_dir.read_spec().optimizer
+    except StorageNotFound:  # a checkpoint that was copied here by itself
+        return
+    named, own = ([group.parameters for group in each.groups] for each in (there, spec.optimizer))
+    if named != own:
+        raise ForkRefused(
+            f"optimizer.groups names {own} here and {named} in run {run_dir.run_id}, whose moments this run takes over; keep the "
+            "patterns and their order (lr_scale and weight_decay may change), or leave resume_from out"
+        )
 
 
 def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.events import EventKind
+from storage.errors import StorageError
 from storage.journal import JournalEvent, JournalWriter, read_journal
 from storage.run_dir import ProfileOrder, RunDir, Stop
 from train_fn import head_clock
@@ -72,23 +73,40 @@ class JournalActor:
     """Single writer of one submission's journal. Its method is called by one client at a time, in any interleaving."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
-        self._submission = submission
-        self._writer = JournalWriter(run_dir, submission)
+        self._run_dir, self._submission = run_dir, submission
+        self._writer: JournalWriter | None = None
         self._stop: Stop | None = None
         self._profile: ProfileOrder | None = None
         self._progress = ProgressTracker()
-        if self._writer.last_n:
-            self._read_back(run_dir)
+        try:
+            self._open()
+        except StorageError as exc:  # an actor that does not come up is never started again; the next call tries once more
+            logger.warning("the journal cannot be opened now: %s", exc)
+
+    def _open(self) -> JournalWriter:
+        """Open the journal where it is not open yet. Raises StorageError."""
+        if self._writer is None:
+            writer = JournalWriter(self._run_dir, self._submission)
+            self._profile, self._progress = None, ProgressTracker()
+            try:
+                if writer.last_n:
+                    self._read_back(self._run_dir)
+            except BaseException:
+                writer.close()
+                raise
+            self._writer = writer
+        return self._writer
 
     def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
         """Write those of ``events`` that are new; durable on return. Raises StorageError: sending them again is then right."""
         self._stop = stop or self._stop
+        writer = self._open()
         if events:
             lines = [self._line(source, event) for event in events]
-            self._writer.append(lines)
+            writer.append(lines)
             for line in lines:
                 self._note(line)
-        return Reply(self._writer.last_source_n(source), self._stop, self._progress.progress(), self._profile)
+        return Reply(writer.last_source_n(source), self._stop, self._progress.progress(), self._profile)
 
     def _read_back(self, run_dir: RunDir) -> None:
         """After this actor was killed: what its replies tell is learnt again from the journal."""

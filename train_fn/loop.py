@@ -91,7 +91,7 @@ class Attempt:
             self._saver.offer(due=False, is_best=True)
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
-        self._clock = StepClock(replica.parameters, ctx.device)
+        self._clock = StepClock([*replica.parameters, *replica.idle_parameters], ctx.device)
         self._stragglers = self._watch_stragglers(replica)
         self._profiler = StepProfiler(ctx, replica.bucket_sizes)
         self._loader = Loader(
@@ -214,7 +214,7 @@ class Attempt:
             if state.ema is not None:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.counted)
-        drop_gradients(state.optimizer)
+        drop_gradients(state.optimizer, replica.idle_parameters)
         values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": state.optimizer.param_groups[0]["lr"]}
         return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+_LISTING = ".everstep-files.json"
+_COMPILED = "__pycache__"
+"""Python writes such files anew as it likes."""
 
 
 def shared_memory_root() -> Path:
@@ -52,19 +56,36 @@ def node_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def once_a_node(directory: Path, fill: Callable[[Path], None], is_whole: Callable[[Path], bool] = Path.is_dir) -> None:
+def once_a_node(directory: Path, fill: Callable[[Path], object]) -> None:
     """Make ``directory`` where it is not whole, in the first process of this node that asks.
 
     What ``fill`` puts into it is published at once, by a rename; what a process that died left behind is removed.
     """
-    if is_whole(directory):
+    if _is_whole(directory):
         return
     with node_lock(directory.with_suffix(".lock")):
-        if is_whole(directory):
+        if _is_whole(directory):
             return
         temporary = directory.with_suffix(".tmp")
         for leftover in (temporary, directory):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
+        files = [path for path in temporary.rglob("*") if path.is_file() and _COMPILED not in path.parts]
+        sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
+        (temporary / _LISTING).write_text(json.dumps(sizes))
         temporary.rename(directory)
+
+
+def files_of(directory: Path) -> dict[str, int]:
+    """Size of each file that ``once_a_node`` found in a directory when it was filled."""
+    found: dict[str, int] = json.loads((directory / _LISTING).read_text())
+    return found
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether every file is there: what sweeps temporary directories takes single files."""
+    try:
+        return all((directory / path).stat().st_size == size for path, size in files_of(directory).items())
+    except (OSError, ValueError):
+        return False

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import operator
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -90,11 +91,16 @@ def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: 
     return spec.final_fraction + (1 - spec.final_fraction) * share
 
 
-def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Parameter] = ()) -> None:
     """As ``optimizer.zero_grad(set_to_none=True)``, which an optimizer may define for itself.
 
     Torch's own takes several times as long between a model's passes: it is made for its profiler and for zeros, too.
+
+    Args:
+        others: parameters that the optimizer does not hold, and whose gradients would add up from step to step.
     """
+    for parameter in others:
+        parameter.grad = None
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return

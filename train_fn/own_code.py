@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import json
 import re
 import sys
 import traceback
@@ -22,11 +21,10 @@ from storage.code_archive import read_members, unpack
 from storage.code_store import CodeStore
 from storage.filesystem import Storage
 from train_fn.errors import BadTask
-from train_fn.node_dir import cache_root, once_a_node
+from train_fn.node_dir import cache_root, files_of, once_a_node
 from train_fn.rank_error import user_place
 from train_fn.torchvision_ops import declare_missing_ops
 
-_LISTING = ".everstep-files.json"
 _on_disk: dict[str, Path] = {}
 """Digests whose files are taken from where their owner has them."""
 _IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
@@ -36,7 +34,7 @@ def add_to_path(storage: Storage, digest: str) -> None:
     """Make an archive's modules importable in this process, before all others. Raises StorageError where it cannot be fetched."""
     if digest not in _on_disk:
         directory = _on_node(storage, digest)
-        _import_from(directory, _listing(directory).keys())
+        _import_from(directory, files_of(directory).keys())
 
 
 def work_on(archive: bytes, directory: Path) -> None:
@@ -96,23 +94,5 @@ def _short(file: str) -> str:
 def _on_node(storage: Storage, digest: str) -> Path:
     """The directory with the archive's files, which is made by the first process of this node that asks."""
     directory = cache_root() / "code" / digest.partition(":")[2]
-
-    def fill(temporary: Path) -> None:
-        sizes = unpack(CodeStore(storage).read(digest), temporary)
-        (temporary / _LISTING).write_text(json.dumps(sizes))
-
-    once_a_node(directory, fill, _is_whole)
+    once_a_node(directory, lambda temporary: unpack(CodeStore(storage).read(digest), temporary))
     return directory
-
-
-def _is_whole(directory: Path) -> bool:
-    """Whether every file is there: what sweeps temporary directories takes single files."""
-    try:
-        return all((directory / path).stat().st_size == size for path, size in _listing(directory).items())
-    except (OSError, ValueError):
-        return False
-
-
-def _listing(directory: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads((directory / _LISTING).read_text())
-    return found

@@ -19,7 +19,7 @@ from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
 from train_fn.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
-from train_fn.optim import build_optimizer
+from train_fn.optim import build_optimizer, drop_gradients
 from train_fn.own_code import add_to_path
 from train_fn.own_packages import bring_packages
 from train_fn.precision import Precision, autocast, build_scaler
@@ -106,7 +106,12 @@ class Replica:
             isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
             for module in self.state.model.modules()
         )
-        self.parameters = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
+        held = {id(parameter) for group in self.state.optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in trained if id(parameter) in held]
+        """Those that a step moves."""
+        self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
+        """Those that get gradients which a user's optimizer has no use for."""
         self._nothing: Any = None
         self._draws = True
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
@@ -140,6 +145,7 @@ class Replica:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.state.optimizer, self.idle_parameters)
         self.volatile = VolatileBuffers(self._find_volatile(buffers, before), self.peers)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)

@@ -20,7 +20,7 @@ from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snap
 from train_fn.errors import DataChanged, Replaced
 from train_fn.fork import Origin, read_origin
 from train_fn.replica import Replica
-from train_fn.snapshot import snapshot_store
+from train_fn.snapshot import Label, snapshot_store
 from train_fn.tensor_tree import put_together, shapes, take_apart
 
 CHUNK_BYTES = 32 << 20
@@ -93,7 +93,7 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
     began at less; that takes reading the journals, which is done for such a snapshot alone.
     """
     peers, store = replica.peers, snapshot_store(ctx)
-    offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(store.labels())) for label in labels]
+    offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(_earlier(ctx, store.labels()))) for label in labels]
     newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
     struck: tuple[Rejection, ...] = ()
     checked = False
@@ -125,6 +125,11 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
             return Restored("snapshot", offer.rank, None, struck + elected.rejected), state
         struck += (Rejection(snapshot_name(offer.label), problem),)
         offers = [other for other in offers if other != offer]
+
+
+def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
+    """Those that attempts before this one left. Others are of a run of this name and place that was begun anew since."""
+    return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
 
 
 def _find_durable(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,14 +172,8 @@ class _Samples:
     @contextmanager
     def in_stream(self) -> Iterator[None]:
         """While it lasts, torch tells the data set that it is read by loader process ``stream`` of ``num_streams``."""
-        before = torch_worker._worker_info
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._stream, num_workers=self._owner.sampler.num_streams, seed=self._owner.seed, dataset=self._dataset
-        )
-        try:
+        with _as_worker(self._stream, self._owner.sampler.num_streams, self._owner.seed, self._dataset):
             yield
-        finally:
-            torch_worker._worker_info = before
 
     def open(self, bookmark: Bookmark | None, ordinal: int) -> None:
         """Go to where ``ordinal`` is the next sample, from a bookmark before it where there is one."""
@@ -229,6 +224,17 @@ class _Samples:
         self._iterator = iter(self._dataset)
 
 
+@contextmanager
+def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterator[None]:
+    """While it lasts, torch tells a data set that loader process ``number`` of ``num_workers`` reads it."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
 class WholePass(IterableDataset[Loaded]):
     """One pass over an iterable validation set, cut into batches of which a rank keeps its own: every rank reads all of it."""
 
@@ -243,8 +249,7 @@ class WholePass(IterableDataset[Loaded]):
 
     def _chunks(self) -> Iterator[list[Any]]:
         samples = []
-        seed_sample(self._seed, 0, 0)
-        for ordinal, sample in enumerate(self._dataset):
+        for ordinal, sample in enumerate(self._samples()):
             samples.append(sample)
             if len(samples) == self._size:
                 yield samples
@@ -252,6 +257,19 @@ class WholePass(IterableDataset[Loaded]):
             seed_sample(self._seed, 0, ordinal + 1)
         if samples:
             yield samples
+
+    def _samples(self) -> Iterator[Any]:
+        """Read in this process, too, as by the one loader process that there may be: a data set asks which part of it is wanted."""
+        as_worker = partial(_as_worker, 0, 1, self._seed, self._dataset) if torch_worker._worker_info is None else nullcontext
+        with as_worker():
+            seed_sample(self._seed, 0, 0)
+            samples = iter(self._dataset)
+        while True:
+            with as_worker():
+                sample = next(samples, _NOTHING)
+            if sample is _NOTHING:
+                return
+            yield sample
 
 
 def _copied(owner: StreamSet) -> Any:

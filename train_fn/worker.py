@@ -306,7 +306,15 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
 
 
 def _device(use_gpu: bool) -> torch.device:
-    return ray.train.torch.get_device() if use_gpu else torch.device("cpu")
+    """The rank's own.
+
+    Ray counts it among those of its node, whose ids it shares between their ranks once these are created. A process that had used
+    CUDA by then, as to look at its node, goes on to see its own alone.
+    """
+    if not use_gpu:
+        return torch.device("cpu")
+    device = ray.train.torch.get_device()
+    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)
 
 
 def _leave_at_once() -> None:

@@ -69,7 +69,15 @@ def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
         if there is not None and here is not None and there != here:
             msg = f"must be {there!r}, as in run {parent.id}, whose place in the data and optimizer this run takes over"
             faults.append(FieldError(path, msg))
+    named, wanted = (_patterns(each) for each in (parent.spec, own))
+    if named != wanted:
+        msg = f"must name {named} in this order, as in run {parent.id}, whose moments this run takes over; the rest may change"
+        faults.append(FieldError(("optimizer", "groups"), msg))
     return faults
+
+
+def _patterns(spec: Any) -> list[str]:
+    return [group["parameters"] for group in _at(spec, ("optimizer", "groups")) or ()]
 
 
 def _at(node: Any, path: Sequence[str]) -> Any:

@@ -9,11 +9,15 @@ hold open.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 
 import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
+_MOST_ROUNDS = 4
+"""In which only processes were found that had been sent SIGKILL before."""
+logger = logging.getLogger(__name__)
 RAY_TITLES = ("ray::", "ray-dashboard-")
 """With which those of Ray's processes begin that overwrite their environment."""
 
@@ -59,10 +63,16 @@ def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Pr
 def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -> int:
     """SIGTERM, then after ``grace_s`` SIGKILL, until no process of the cluster is left; returns how many there were.
 
-    Looks again after each round: a process may have started another while it was being ended.
+    Looks again after each round: a process may have started another while it was being ended. One that outlives SIGKILL, in a call
+    of the kernel that does not return, is left behind: a new cluster has another directory, and is not disturbed by it.
     """
     ended: set[int] = set()
+    num_old = 0
     while found := list(members(temp_dir, without=without)):
+        num_old = num_old + 1 if {process.pid for process in found} <= ended else 0
+        if num_old > _MOST_ROUNDS:
+            logger.warning("processes %s cannot be killed; they are left", sorted(process.pid for process in found))
+            break
         ended.update(process.pid for process in found)
         _signal_all(found, terminate=grace_s > 0)
         _, alive = psutil.wait_procs(found, timeout=grace_s)

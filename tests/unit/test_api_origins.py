@@ -86,6 +86,8 @@ async def test_what_must_be_the_same_and_what_would_be_over_at_once(api: ApiServ
     assert set(found) == {"train.seed", "train.global_batch_size", "optimizer.name", "train.epochs"}
     assert found["train.seed"].startswith(f"must be 0, as in run {run_id}")
     assert "ends the run at step 20" in found["train.epochs"]
+    grouped = fork(run_id, train={"epochs": 3}, optimizer={"name": "adamw", "groups": [{"parameters": "blocks.0.*"}]})
+    assert (await faults(api, grouped))["optimizer.groups"].startswith("must name []")
     assert "train.max_steps" in await faults(api, fork(run_id, 20, train={"epochs": 3, "max_steps": 15}))
     longer = fork(run_id, 25, train={"epochs": 9}, optimizer={"name": "adamw", "lr": 0.1}, scaling={"max_workers": 4})
     assert (await api.http.post("/v1/runs", json=longer)).status_code == 201

@@ -213,3 +213,19 @@ def test_a_backlog_is_sent_without_a_pause(run_dir: RunDir, monkeypatch: pytest.
             client.emit(EventKind.EVALUATED, {"step": step})
     assert client.close(timeout_s=20)
     assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
+
+
+def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor whose constructor raised is dead for good, and nobody would notice."""
+    JournalActor(run_dir, 1).deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)])
+
+    def away(*_: object) -> None:
+        raise StorageUnavailable("for a moment")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(journal, "read_journal", away)
+        actor = JournalActor(run_dir, 1)
+        with pytest.raises(StorageUnavailable):
+            actor.deliver("driver", [event(1)], "cancel")
+    reply = actor.deliver("driver", [event(1)])
+    assert (reply.acknowledged, reply.stop, reply.progress.attempt) == (1, "cancel", 3)

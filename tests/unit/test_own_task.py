@@ -316,3 +316,34 @@ def test_the_look_at_submission_asks_for_the_same_methods() -> None:
 def test_built_in_code_has_its_place_too() -> None:
     assert re.fullmatch(r" \(.*own_code\.py, line \d+\)", own_code.place_of(own_code.add_to_path))
     assert own_code.place_of(print) == "" and own_code.place_of(None) == ""
+
+
+HEAD_ONLY = """
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model[1].parameters(), lr=0.1)
+"""
+BACKBONE = changed("return nn.Linear(1, 1)", "return nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))")
+
+
+def test_gradients_of_what_the_optimizer_does_not_hold_neither_add_up_nor_count(storage: Storage, tmp_path: Path) -> None:
+    """Else the norm that gradients are clipped to would grow from step to step, and a restart would change the result."""
+    look = "assert all(p.grad is None for p in model[0].parameters()); " + LOSS
+    source = BACKBONE.replace(LOSS, look) + HEAD_ONLY
+    clipped = {"max_steps": 4, "grad_clip_norm": 0.5, "micro_batch_size": 16}
+    ctx = context(storage, source, train=clipped)
+    assert train(ctx) is None
+    frozen = BACKBONE.replace("return nn.Seq", "model = nn.Seq").replace(
+        "nn.Linear(4, 1))", "nn.Linear(4, 1)); model[0].requires_grad_(False); return model"
+    )
+    other = context(open_storage(str(tmp_path / "other")), frozen + HEAD_ONLY, train=clipped)
+    assert train(other) is None
+    norms, alone = ([point["values"]["grad_norm"] for point in journal_of(each).points] for each in (ctx, other))
+    assert norms == alone and len(norms) == 4
+
+
+def test_an_optimizer_with_parameters_that_are_not_the_model_s_is_refused(storage: Storage) -> None:
+    own = """
+    def build_optimizer(self, model):
+        return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+"""
+    assert "holds 1 parameters which are not the model's" in failure(context(storage, TASK + own)).message

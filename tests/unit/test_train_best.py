@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
 from storage.manifest import best_of
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
-from tests.unit.one_rank import one_rank, small_task_alone
+from tests.unit.one_rank import journal_of, one_rank, small_task_alone
 from tests.unit.storage_places import quick_directory
 from train_fn import boundary, replica
 from train_fn.context import WorkerContext
@@ -78,12 +79,12 @@ def task() -> Hooked:
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, saves: Saves, task: Hooked, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(tmp_path: Path, saves: Saves, task: Hooked) -> Iterator[None]:
     def offer(saver: Saver, *, due: bool, is_best: bool) -> None:
         saves.offer(saver, due, is_best)
 
-    with small_task_alone(tmp_path, offer):
-        monkeypatch.setattr(replica, "build_task", lambda spec: task)
+    with small_task_alone(tmp_path, offer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "build_task", lambda spec: task)
         yield
 
 
@@ -175,3 +176,18 @@ def test_until_a_better_one_is_there_the_best_that_is_kept_stays(
     saves.never_written = {18}
     assert run(run_dir, monkeypatch, [0.5, 0.9, 0.3, 0.2]) == 1
     assert kept(run_dir) == {9: {"val_score": 0.5}, 36: {"val_score": 0.2}}
+
+
+def test_a_run_that_is_begun_anew_goes_on_from_nothing_that_one_of_its_name_has_left(
+    run_dir: RunDir, saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is gone; what an attempt left in its node's memory is not."""
+    monkeypatch.setattr(boundary, "evaluate", Evaluations(dict.fromkeys((9, 18, 27, 36), 0.5), set()))
+    saves.break_at = {20}
+    with pytest.raises(StepFailed):
+        train(one_rank(SPEC, run_dir, attempt=1))
+    run_dir.files.delete_dir("runs/run_best")
+    ctx = one_rank(SPEC, run_dir, attempt=1)
+    assert train(ctx) is None
+    [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("fresh", 0)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from everstep.catalog import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
 from everstep.spec import RunSpec
+from train_fn import node_dir
 from train_fn.data.cache import decoded_once
 from train_fn.data.cifar10 import load_cifar10
 from train_fn.data.digits import load_digits, stratified_holdout
@@ -140,6 +141,8 @@ def test_decoding_happens_once_a_node(tmp_path: Path) -> None:
     for _ in range(3):
         assert decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4]
     assert len(calls) == 1
+    next((node_dir.cache_root() / "data").glob("test-*/images.npy")).unlink()  # as what sweeps temporary files does
+    assert decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4] and len(calls) == 2
 
 
 def test_cifar10_reads_its_authors_batches(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from everstep.spec import RunSpec
 from train_fn.errors import BadTask
 from train_fn.loader import Loaded
 from train_fn.sampler import MicroBatch
 from train_fn.stream_sampler import StreamSampler, num_streams_of
-from train_fn.stream_set import BOOKMARK_STEPS, Bookmarks, StreamSet
+from train_fn.stream_set import BOOKMARK_STEPS, Bookmarks, StreamSet, WholePass
 
 CPU = torch.device("cpu")
 
@@ -260,3 +260,24 @@ def test_what_cannot_be_copied_is_refused_in_this_process_only(tmp_path: Path) -
 def test_a_micro_batch_knows_its_global_batch() -> None:
     assert [micro.k for micro in StreamSampler(90, 16, 4, 0, 2).share(0, 3, 0, 1)] == [3] * 4
     assert MicroBatch(0, 0, np.array([1])).k == 0
+
+
+class Asking(IterableDataset[int]):
+    """Reads the part that it is told to, as the example in the docs does."""
+
+    def __iter__(self) -> Iterator[int]:
+        part = get_worker_info()
+        assert part is not None
+        yield from range(part.id, 12, part.num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_validation_stream_is_told_what_to_read_with_and_without_a_loader_process(num_workers: int) -> None:
+    whole = WholePass(Asking(), 5, 0, 1, 0, list)
+    batches = DataLoader(whole, batch_size=None, num_workers=num_workers, collate_fn=_as_is)
+    assert [loaded.batch for loaded in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+    assert get_worker_info() is None
+
+
+def _as_is(loaded: Any) -> Any:
+    return loaded

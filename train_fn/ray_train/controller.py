@@ -95,6 +95,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._yield_at = 0.0
         self._asked_at = float("-inf")
         """When the ranks were last polled, in monotonic seconds."""
+        self._asked_to_yield = False
+        """Whether the present group was asked to leave; it may still do so when that was given up."""
         self._overdue_killed = False
         self._leaving = threading.Event()
         """The driver is gone: the ranks are to save and leave, and the next submission goes on."""
@@ -227,10 +229,11 @@ class EverstepController(TrainController):  # type: ignore[misc]
             logger.info("asking %d ranks to save and leave for %s", self._chronicle.world_size, followers)
             self._yield_since = now
             self._yield_at = time.time()
+            self._asked_to_yield = True
             self._worker_group.ask_to_yield()
         elif not self._overdue_killed and self._sizes.must_have_left(time.time() + _DRAIN_MARGIN_S):
             self._overdue_killed = True
-            ranks = self._worker_group.break_hang()
+            ranks = self._worker_group.abandon(self._sizes.draining)
             logger.warning("a node is about to be taken away, and ranks have not left; killed rank %s", ranks)
         elif now - self._yield_since > self._settings.yield_timeout_s and not self._leaving.is_set():
             logger.warning("ranks did not leave within %g s; the group stays as it is", self._settings.yield_timeout_s)
@@ -256,6 +259,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if not (worker_group_status.finished and not worker_group_status.errors):
             return False
         value = worker_group_status.worker_statuses[0].return_value
+        if value == "pause" and self._asked_to_yield and self._journal.stop_requested is None:
+            value = YIELDED  # the call to rank 0 was lost, or came after the others': nobody asked for a pause
         if value == YIELDED:
             return self._leaving.is_set()
         self._stopped = value if value in STOPS else None
@@ -266,7 +271,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
     def new_group(self, **kwargs: Any) -> EverstepWorkerGroup:
         """The next attempt's group, not yet started."""
         self._yield_since = None
-        self._overdue_killed = False
+        self._asked_to_yield = self._overdue_killed = False
         self._sizes.draining = frozenset()
         launch = RankLaunch(
             self._chronicle.next_attempt(),

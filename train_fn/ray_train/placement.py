@@ -22,6 +22,10 @@ from train_fn.ray_train.seam import PlacementGroupHandle
 logger = logging.getLogger(__name__)
 
 
+_PLACED_PER_S = 10.0
+"""How many bundles a cluster places in a second at least."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """Room for one rank, on a node that was chosen for it."""
@@ -41,6 +45,8 @@ class Placement:
         self._run_id = run_id
         self._bundles: list[Bundle] = []
         self._number = 0
+        self._misses: Counter[str] = Counter()
+        """How often in a row a node did not give what was to be free on it."""
 
     def held(self, living: Collection[str]) -> Counter[str]:
         """Bundles on each node, by node id. Those on nodes that are not among the ``living`` are given up."""
@@ -48,7 +54,10 @@ class Placement:
         return Counter(bundle.node_id for bundle in self._bundles)
 
     def reserve(self, wanted: Mapping[str, int], per_worker: Mapping[str, float], timeout_s: float) -> list[Bundle] | None:
-        """Exactly so many bundles on each node, those that are held first; None when the cluster did not give them in time."""
+        """Exactly so many bundles on each node, those that are held first; None when the cluster did not give them in time.
+
+        Those that came are held for the next try.
+        """
         self._remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
         lacking, kept = Counter(wanted), []
         for bundle in self._bundles:
@@ -58,13 +67,21 @@ class Placement:
         self._remove([bundle for bundle in self._bundles if bundle not in kept])
         added = [self._create(node_id, per_worker) for node_id in lacking.elements()]
         began = time.monotonic()
-        for bundle in added:
-            if not bundle.group.wait(max(0.0, began + timeout_s - time.monotonic())):
-                self._remove(added)
-                return None
+        deadline = began + timeout_s + len(added) / _PLACED_PER_S
+        missing = [bundle for bundle in added if not bundle.group.wait(max(0.0, deadline - time.monotonic()))]
+        late = {bundle.node_id for bundle in missing}
+        self._misses = Counter({node_id: self._misses[node_id] + 1 for node_id in late})
+        if missing:
+            logger.warning("%d of %d new bundles were not placed, on nodes %s", len(missing), len(added), sorted(late))
+            self._remove(missing)
+            return None
         if added:
             logger.info("%d new bundles were placed in %.2f s", len(added), time.monotonic() - began)
         return _in_turns(self._bundles)
+
+    def unfit(self) -> list[str]:
+        """Nodes that did not give what was to be free there twice in a row, as where whole GPUs are wanted and halves are free."""
+        return [node_id for node_id, misses in self._misses.items() if misses > 1]
 
     def release(self) -> None:
         """Give all bundles back."""

@@ -41,6 +41,8 @@ class Settling:
         self._waiting: dict[Any, int] = {}
         """By the call that returns when a rank has ended, the rank."""
         self._began = time.monotonic()
+        self._asked_at: dict[int, float] = {}
+        """When each rank was last asked."""
         self._have_woken = False
         nodes = {node.node_id: node for node in look()}
         for rank, worker in enumerate(workers):
@@ -58,33 +60,43 @@ class Settling:
         """How the ranks ended, waited for that long at most. One that outlasts it stays ``still_running``; a node that does not
         answer is not waited for."""
         deadline = self._began + hold_s
-        asked_at = dict.fromkeys(self._waiting.values(), self._began)
         stacks: dict[int, str | None] = {}
         while self._waiting and (left_s := deadline - time.monotonic()) > 0:
-            done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=min(left_s, 0.25))
+            done = self._answered(min(left_s, 0.25))
+            if not done:
+                self._drop_lost_nodes()  # which may take a second, in which they answer
+                done = self._answered(0.0)
             for ref in done:
                 rank = self._waiting.pop(ref)
                 self._reports[rank], stacks[rank] = with_end(self._reports[rank], ref)
                 if self._reports[rank].still_running:
-                    asked_at[rank] = time.monotonic()
                     self._wait_for(rank)
                 elif not self._reports[rank].died:
                     deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)))
-            if not done:
-                self._drop_lost_nodes()
             waiting, now = set(self._waiting.values()), time.monotonic()
-            silent = find_silent(asked_at, stacks, waiting, now)
+            silent = find_silent(self._asked_at, stacks, waiting, now)
             if silent:
                 self._kill_silent(silent)
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
-            elif waiting and not self._have_woken and len(silent_ranks(asked_at, waiting, now)) == len(waiting):
+            elif waiting and not self._have_woken and len(silent_ranks(self._asked_at, waiting, now)) == len(waiting):
                 self._wake()
         for rank in self._waiting.values():
             held_up = waits_for_others(stacks.get(rank) or "")
             self._reports[rank] = dataclasses.replace(self._reports[rank], held_up=held_up)
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
+    def _answered(self, within_s: float) -> list[Any]:
+        """The calls that have returned, all of them, once one has: what has arrived must not count as silence."""
+        if not self._waiting:
+            return []
+        first, _ = ray.wait(list(self._waiting), num_returns=1, timeout=within_s)
+        if not first:
+            return []
+        done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
+        return list(done)
+
     def _wait_for(self, rank: int) -> None:
+        self._asked_at[rank] = time.monotonic()
         self._waiting[self._workers[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
 
     def _wake(self) -> None:

@@ -60,7 +60,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Set the rank's environment before anything reads it."""
         worker.prepare(launch)
         self._meets_to_report = launch.meets_to_report
-        problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
+        problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:

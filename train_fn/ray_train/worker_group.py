@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -150,6 +150,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         )
         bundles = self._placement.reserve(chosen, context.resources_per_worker, timeout_s) if chosen is not None else None
         self._bundles = bundles or []
+        if bundles is None and (unfit := self._placement.unfit()):
+            self._on_apart(unfit)  # else the same size would be tried for ever
         return bundles is not None
 
     def _create_workers(
@@ -299,6 +301,18 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for rank in self._hung:
             ray.kill(self.get_workers()[rank].actor)
         return self._hung
+
+    def abandon(self, node_ids: Collection[str]) -> list[int]:
+        """Kill the ranks on nodes that are about to be taken away, that their peers leave with their states; which they were.
+
+        Where all ranks are on such nodes, those that hold the others up.
+        """
+        ranks = [rank for rank, worker in enumerate(self.get_workers()) if worker.metadata.node_id in node_ids]
+        if len(ranks) == len(self.get_workers()):
+            return self.break_hang()
+        for rank in ranks:
+            ray.kill(self.get_workers()[rank].actor)
+        return ranks
 
     # -- end -------------------------------------------------------------------------------------------------------------
 

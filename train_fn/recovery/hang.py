@@ -86,6 +86,8 @@ def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None],
         now: monotonic seconds.
     """
     silent = silent_ranks(asked_at, waiting, now)
+    if not silent:
+        return []
     held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
     return silent if held_up else []
 

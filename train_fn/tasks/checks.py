@@ -115,6 +115,12 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in own for parameter in held):
         raise BadTask(f"{source} returned an optimizer that holds no parameter of the model it was given; use model.parameters()")
+    foreign = sum(id(parameter) not in own for parameter in held)
+    if foreign:
+        raise BadTask(
+            f"{source} returned an optimizer that holds {foreign} parameters which are not the model's: ranks would not agree on "
+            "them, and no checkpoint would have them. Register them in the module that build_model returns"
+        )
     return optimizer
 
 
