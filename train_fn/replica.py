@@ -43,7 +43,7 @@ from train_fn.tasks.checks import (
     told,
 )
 from train_fn.tasks.protocol import Sum, Task
-from train_fn.volatile_buffers import VolatileBuffers
+from train_fn.volatile_buffers import Place, VolatileBuffers, places_of
 
 
 class StepModule(nn.Module):
@@ -130,8 +130,8 @@ class Replica:
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
-        buffers = list(self.state.model.buffers())
-        before = [buffer.clone() for buffer in buffers]
+        places = places_of(self.state.model)
+        before = [(place.buffer(), place.buffer().detach().clone()) for place in places]
         self.seed(0, 0)
         generators = torch_generators(self.peers.device)
         loss_sum, weight = self.wrapped(batch)
@@ -146,9 +146,11 @@ class Replica:
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         self.state.optimizer.zero_grad(set_to_none=True)
         drop_gradients(self.state.optimizer, self.idle_parameters)
-        self.volatile = VolatileBuffers(self._find_volatile(buffers, before), self.peers)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        volatile = [place for place, was in zip(places, before, strict=True) if _may_change(place, *was)]
+        for place, (_, value) in zip(places, before, strict=True):
+            with torch.no_grad():
+                place.buffer().copy_(value)
+        self.volatile = VolatileBuffers(volatile, self.peers)
 
     def num_passes(self, own: int) -> int:
         """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
@@ -189,14 +191,10 @@ class Replica:
         sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
         return [int(size) for size in sizes.split(",") if size.strip()]
 
-    def _find_volatile(self, buffers: list[torch.Tensor], before: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Buffers that a forward pass changes: those that it just did, and running statistics that it might."""
-        running = {
-            id(buffer) for module in self.state.model.modules() if isinstance(module, _NormBase) for buffer in module.buffers(False)
-        }
-        return [
-            buffer for buffer, value in zip(buffers, before, strict=True) if id(buffer) in running or not torch.equal(buffer, value)
-        ]
+
+def _may_change(place: Place, buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a forward pass changes what is there: it just did, by another value or another tensor, or running statistics may."""
+    return isinstance(place.module, _NormBase) or place.buffer() is not buffer or not torch.equal(buffer, value)
 
 
 _CPU_BUCKET_MIB = 25

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from train_fn.collectives import Peers
 
@@ -13,13 +15,32 @@ _ALIGNMENT = 16
 """Bytes: what any dtype's elements may begin at."""
 
 
+class Place(NamedTuple):
+    """Where a module has a buffer. Modules may put another tensor there in each pass (``self.mean = 0.9 * self.mean + …``)."""
+
+    module: nn.Module
+    name: str
+
+    def buffer(self) -> torch.Tensor:
+        """The one that is there now."""
+        found = self.module._buffers[self.name]
+        assert found is not None
+        return found
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """Of all buffers of a model, in the order of its modules."""
+    return [Place(module, name) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+
+
 class VolatileBuffers:
     """The buffers of one replica, in the order of their modules. A step keeps, starts, waits and adopts, or fails and puts back."""
 
-    def __init__(self, buffers: list[torch.Tensor], peers: Peers) -> None:
-        self._buffers = buffers
+    def __init__(self, places: list[Place], peers: Peers) -> None:
+        self._places = places
         self._peers = peers
-        self._before = [buffer.clone() for buffer in buffers]
+        buffers = self._buffers
+        self._before = [buffer.detach().clone() for buffer in buffers]
         self._is_kept = False
         self._flat = torch.empty(0)
         self._shares: list[torch.Tensor] = []
@@ -27,6 +48,10 @@ class VolatileBuffers:
         self._work: dist.Work | None = None
         if buffers and not peers.alone:
             self._flat, self._shares = _flat_like(buffers)
+
+    @property
+    def _buffers(self) -> list[torch.Tensor]:
+        return [place.buffer() for place in self._places]
 
     def keep(self) -> None:
         """Remember what the forward passes of the step that begins may change."""
