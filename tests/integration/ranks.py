@@ -20,6 +20,7 @@ from everstep.events import EventKind
 from everstep.spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import ProfileOrder, RunDir, Stop
+from tests.service_process import wait_for
 from train_fn.node_dir import shared_memory_root
 
 DEADLINE_S = 120.0
@@ -36,6 +37,8 @@ class Job:
     submission: int = 1
     killed: tuple[int, int] | None = None
     """(rank, steps done): that rank ends itself with SIGKILL while its peers wait for its gradients."""
+    killed_after: int | None = None
+    """Steps of a checkpoint that is committed before that rank ends itself: how soon one is written is the disk's matter."""
     killed_telling: int | None = None
     """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is committed."""
     stopped: tuple[Stop, int] | None = None
@@ -87,10 +90,15 @@ class ListJournal:
         """The loop asks once a step on every rank, before its last backward."""
         step, self._asked = self.first_step() + self._asked, self._asked + 1
         if self._job.killed == (self._rank, step):
+            if self._job.killed_after is not None:
+                wait_for(self._is_committed, 60, f"the checkpoint of step {self._job.killed_after}")
             os.kill(os.getpid(), signal.SIGKILL)
         if self._job.stopped is not None and self._rank == 0 and step >= self._job.stopped[1]:
             return self._job.stopped[0]
         return None
+
+    def _is_committed(self) -> bool:
+        return any(manifest.step == self._job.killed_after for manifest in self._job.run_dir.checkpoints.list())
 
     def first_step(self) -> int:
         return self.step

@@ -87,7 +87,7 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
 def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_small"), make_spec()
     setup = f"{TRAINEES}:too_little_shared_memory"
-    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), setup=setup), tmp_path)
+    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), killed_after=10, setup=setup), tmp_path)
     assert isinstance(outcomes[0].error, StepFailed)
     assert outcomes[0].error.snapshot_step is None
     assert "does not fit" in str(outcomes[0].error.snapshot_problem)
@@ -101,7 +101,7 @@ def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_p
 @pytest.mark.parametrize("went_on_from", [None, 10])
 def test_a_killed_submissions_snapshot_counts_unless_another_went_on_without_it(went_on_from: int | None, tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_fenced"), make_spec()
-    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13)), tmp_path)
+    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), killed_after=10), tmp_path)
     assert isinstance(outcomes[0].error, StepFailed)
     assert outcomes[0].error.snapshot_step == 13
     record_restored(run_dir, 1, 0, "fresh")

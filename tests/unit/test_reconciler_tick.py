@@ -165,8 +165,10 @@ async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
     here.write(run.id, 1, *STARTED, METRICS)
     ray.end(f"{run.id}-s001")
     await here.reconciler.tick()
+    assert here.get(run.id).submission == 2
     here.write(run.id, 2, (EventKind.SUBMISSION_STARTED, {}), *STARTED, SUCCEEDED)
     ray.end(f"{run.id}-s002")
+    here.now += 600
 
     def away(run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000) -> Any:
         if submission == 2:
