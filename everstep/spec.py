@@ -23,11 +23,11 @@ from everstep.catalog import (
     TaskSpec,
 )
 from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
-from everstep.errors import InvalidSpec
+from everstep.errors import FieldError, InvalidSpec
 from everstep.field_errors import field_errors
 
 Seconds = PositiveFiniteFloat
-Amount = Annotated[float, Field(ge=0.0001, le=1e18, allow_inf_nan=False)]
+_LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
 """Of a resource; Ray counts them in ten-thousandths."""
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
@@ -130,7 +130,7 @@ class ScalingSpec(Frozen):
     """The run waits below this many ranks."""
     max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS), AfterValidator(_max_reaches_min)] = 1
     """Ranks that the run uses where the cluster has room."""
-    resources_per_worker: dict[ResourceName, Amount] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources of one rank; GPUs are added by ``use_gpu``."""
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU a rank; ``auto`` uses GPUs where the cluster has them. NCCL on GPU, gloo on CPU."""
@@ -403,14 +403,32 @@ def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
 
 
 def parse_spec(raw: Any) -> RunSpec:
-    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found at once."""
-    unsayable = plain_text.faults(raw)
+    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found at once.
+
+    What a run was once taken with is read by ``RunSpec`` itself, which refuses nothing that it did not refuse then.
+    """
+    faults = (*plain_text.faults(raw), *_amount_faults(raw))
     try:
         spec = RunSpec.model_validate(raw)
     except ValidationError as exc:
         found = field_errors(RunSpec, raw, exc)
         named = {fault.loc for fault in found}
-        raise InvalidSpec((*found, *(fault for fault in unsayable if fault.loc not in named))) from exc
-    if unsayable:
-        raise InvalidSpec(unsayable)
+        raise InvalidSpec((*found, *(fault for fault in faults if fault.loc not in named))) from exc
+    if faults:
+        raise InvalidSpec(faults)
     return spec
+
+
+def _amount_faults(raw: Any) -> list[FieldError]:
+    path = ("scaling", "resources_per_worker")
+    node = raw
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    amounts = {name: amount for name, amount in node.items() if isinstance(amount, int | float)} if isinstance(node, dict) else {}
+    return [
+        FieldError(
+            (*path, str(name)), f"must be at least {_LEAST_AMOUNT:g}, the least that Ray counts, and at most {_MOST_AMOUNT:g}"
+        )
+        for name, amount in amounts.items()
+        if not _LEAST_AMOUNT <= amount <= _MOST_AMOUNT
+    ]

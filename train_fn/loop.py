@@ -58,7 +58,7 @@ class Attempt:
     def __init__(self, ctx: WorkerContext) -> None:
         self.ctx = ctx
         self.phase = "start"
-        self._is_restored = False
+        self._is_restored = self._is_unsaved_fork = False
         self._replica: Replica | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
@@ -85,9 +85,12 @@ class Attempt:
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
-        if restored.origin is not None:
-            self._saver.offer(due=True, is_best=True)  # from then on the run needs nothing of its origin
-        elif renew_best(ctx, replica):
+        # From the first save on a fork needs nothing of its origin. One that is about to be evaluated has it thereafter.
+        self._is_unsaved_fork = restored.origin is not None
+        if self._is_unsaved_fork and not evaluation_is_due(ctx, replica):
+            self._saver.offer(due=True, is_best=True)
+            self._is_unsaved_fork = False
+        elif not self._is_unsaved_fork and renew_best(ctx, replica):
             self._saver.offer(due=False, is_best=True)
         self._reporter = Reporter(ctx, state)
         self._reporter.report_again()
@@ -110,8 +113,8 @@ class Attempt:
         replica, reporter, saver, stop = self._replica, self._reporter, self._saver, None
         assert replica is not None and reporter is not None and saver is not None
         is_best = self._close_boundary()
-        if is_best and replica.state.step < replica.total_steps:
-            saver.offer(due=False, is_best=True)
+        if (is_best or self._is_unsaved_fork) and replica.state.step < replica.total_steps:
+            saver.offer(due=self._is_unsaved_fork, is_best=True)
         reporter.start_clock()
         while replica.state.step < replica.total_steps and stop is None:
             is_best, stop = self._take_step(replica)

@@ -43,7 +43,7 @@ from train_fn.tasks.checks import (
     told,
 )
 from train_fn.tasks.protocol import Sum, Task
-from train_fn.volatile_buffers import Place, VolatileBuffers, places_of
+from train_fn.volatile_buffers import Place, VolatileBuffers, is_alike, places_of
 
 
 class StepModule(nn.Module):
@@ -131,7 +131,7 @@ class Replica:
         batch = self.load(MicroBatch(0, 0, first)).batch
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         places = places_of(self.state.model)
-        before = [(place.buffer(), place.buffer().detach().clone()) for place in places]
+        before = [(buffer, buffer.detach().clone()) for place in places if (buffer := place.buffer()) is not None]
         self.seed(0, 0)
         generators = torch_generators(self.peers.device)
         loss_sum, weight = self.wrapped(batch)
@@ -147,9 +147,10 @@ class Replica:
         self.state.optimizer.zero_grad(set_to_none=True)
         drop_gradients(self.state.optimizer, self.idle_parameters)
         volatile = [place for place, was in zip(places, before, strict=True) if _may_change(place, *was)]
-        for place, (_, value) in zip(places, before, strict=True):
+        for place, (buffer, value) in zip(places, before, strict=True):
+            place.module._buffers[place.name] = buffer
             with torch.no_grad():
-                place.buffer().copy_(value)
+                buffer.copy_(value)
         self.volatile = VolatileBuffers(volatile, self.peers)
 
     def num_passes(self, own: int) -> int:
@@ -193,8 +194,12 @@ class Replica:
 
 
 def _may_change(place: Place, buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a forward pass changes what is there: it just did, by another value or another tensor, or running statistics may."""
-    return isinstance(place.module, _NormBase) or place.buffer() is not buffer or not torch.equal(buffer, value)
+    """Whether a forward pass changes what is there: it just did, by another value or another tensor like it, or running statistics
+    may."""
+    now = place.buffer()
+    if now is not buffer:
+        return now is not None and is_alike(now, buffer)
+    return isinstance(place.module, _NormBase) or not torch.equal(buffer, value)
 
 
 _CPU_BUCKET_MIB = 25

@@ -206,6 +206,7 @@ def run_rank(
         report_checkpoint=lambda name, metrics: None,
     )
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": place.world_size, "workers": nodes, "launch": place.launch})
+    journal.flush(CLOSE_S)  # an attempt that leaves a state must be known: the next one takes a number after it
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = _train_in_the_open(ctx) if debug else train(ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,9 @@ class Place(NamedTuple):
     module: nn.Module
     name: str
 
-    def buffer(self) -> torch.Tensor:
+    def buffer(self) -> torch.Tensor | None:
         """The one that is there now."""
-        found = self.module._buffers[self.name]
-        assert found is not None
-        return found
+        return self.module._buffers[self.name]
 
 
 def places_of(model: nn.Module) -> list[Place]:
@@ -34,12 +33,16 @@ def places_of(model: nn.Module) -> list[Place]:
 
 
 class VolatileBuffers:
-    """The buffers of one replica, in the order of their modules. A step keeps, starts, waits and adopts, or fails and puts back."""
+    """The buffers of one replica, in the order of their modules. A step keeps, starts, waits and adopts, or fails and puts back.
+
+    One that has another shape than before (a mask that is made for each length, say) follows from the batch, and is left alone.
+    """
 
     def __init__(self, places: list[Place], peers: Peers) -> None:
         self._places = places
         self._peers = peers
-        buffers = self._buffers
+        buffers = [buffer for buffer in self._buffers if buffer is not None]
+        assert len(buffers) == len(places)
         self._before = [buffer.detach().clone() for buffer in buffers]
         self._is_kept = False
         self._flat = torch.empty(0)
@@ -50,7 +53,7 @@ class VolatileBuffers:
             self._flat, self._shares = _flat_like(buffers)
 
     @property
-    def _buffers(self) -> list[torch.Tensor]:
+    def _buffers(self) -> list[torch.Tensor | None]:
         return [place.buffer() for place in self._places]
 
     def keep(self) -> None:
@@ -97,7 +100,13 @@ def _flat_like(buffers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
     return flat, shares
 
 
-def _copy(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    if source:
+def _copy(to: Sequence[torch.Tensor | None], source: Sequence[torch.Tensor | None]) -> None:
+    """Those that are alike."""
+    pairs = [(a, b) for a, b in zip(to, source, strict=False) if a is not None and b is not None and is_alike(a, b)]
+    if pairs:
         with torch.no_grad():
-            torch._foreach_copy_(to, source)
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype

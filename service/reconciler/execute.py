@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from everstep.spec import parse_spec
+from everstep.spec import RunSpec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.rows import RunRow
 from service.db.runs import RunStore
@@ -192,7 +192,7 @@ class Executor:
 
     def _write_request(self, run: RunRow, limit: int | None) -> None:
         """What the driver needs of the request: the spec, until when it has time, and how many ranks it may use."""
-        run_dir, spec = self._storage.run_dir(run.id), parse_spec(run.spec)
+        run_dir, spec = self._storage.run_dir(run.id), RunSpec.model_validate(run.spec)
         if spec.recovery.deadline_s is not None:
             run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
         if run.status == RunStatus.QUEUED:

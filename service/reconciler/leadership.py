@@ -53,6 +53,17 @@ class Leadership:
             log.info("this process reconciles now" if self.leads else "another process reconciles now; standing by")
         return self.leads
 
+    async def renew(self) -> None:
+        """Renew the lease that is held, in the middle of what is done under it. Where others have had it since, it is lost, also if
+        it could be had again: what was seen before is no longer true. Raises DatabaseError."""
+        held = self._lease
+        if held is None:
+            return
+        found = await asyncio.to_thread(self._leases.take, LEASE_NAME, self._holder)
+        if self._lease is held and found != held:
+            self._lease = None
+            log.info("another process has reconciled meanwhile; what was begun is given up")
+
     async def release(self) -> None:
         """Let another process take over at once."""
         lease, self._lease = self._lease, None

@@ -144,8 +144,7 @@ class Reconciler:
             await self._tick_until(stopping)
         finally:
             keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
+            await asyncio.gather(keeping, return_exceptions=True)
         await self.close()
 
     async def _keep_lease(self) -> None:
@@ -155,7 +154,7 @@ class Reconciler:
             await asyncio.sleep(RENEW_S)
             if self._leadership.leads and time.monotonic() - self._tick_began < LONGEST_TICK_S:
                 with contextlib.suppress(DatabaseError):  # the tick meets it, too, and says so
-                    await self._leadership.hold()
+                    await self._leadership.renew()
 
     async def _tick_until(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():

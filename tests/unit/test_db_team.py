@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from service.db.projects import ProjectStore, QuotaExceeded
 from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
+from service.reconciler.leadership import RENEW_S, Leadership
 from service.states import TransitionConflict
 from tests.unit.api_service import NOON, Journal, ManualClock, spec
 from tests.unit.postgres_server import PostgresServer
@@ -235,3 +237,25 @@ def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(database: Data
         assert stopping.reason_message is not None
         told = (str(limited.data["by"]), stopping.reason_message)
         assert [urgent.id in text for text in told] == [named, named] and (named or "another project" in told[1])
+
+
+async def test_a_lease_that_others_had_meanwhile_is_not_taken_back_in_the_middle_of_a_tick(
+    database: Database, clock: ManualClock
+) -> None:
+    """What that tick saw may no longer be so, although nobody holds the lease now."""
+    leases = LeaseStore(database, clock)
+    mine, other = Leadership(leases), Leadership(leases)
+    assert await mine.hold()
+    await mine.renew()
+    assert mine.leads
+    held = mine._lease
+    assert held is not None
+    leases.release(held)  # as if it had expired
+    assert await other.hold()
+    await other.release()
+    await mine.renew()
+    assert not mine.leads
+    with database.read() as connection, pytest.raises(LeaseLost):
+        mine.check(connection)
+    await asyncio.sleep(RENEW_S)
+    assert await mine.hold(), "but the next tick may"

@@ -196,7 +196,7 @@ def test_all_faults_are_found_at_once() -> None:
         (spec(env={"MASTER_PORT": "1"}), "env.MASTER_PORT", "may not be set"),
         (spec(env={"PIP_INDEX_URL": "http://elsewhere"}), "env.PIP_INDEX_URL", "may not be set"),
         (spec(env={"TOKEN": "1"}, secrets={"TOKEN": "hub"}), "secrets", "TOKEN: in env, too"),
-        (spec(scaling={"resources_per_worker": {"CPU": 1e-308}}), "scaling.resources_per_worker.CPU", "greater"),
+        (spec(scaling={"resources_per_worker": {"CPU": 1e-308}}), "scaling.resources_per_worker.CPU", "at least 0.0001"),
         (spec(env={"A": "x\x00"}), "env.A", "no text"),
         (spec(tags={"team\x00": "a"}), "tags.team\\x00", "no text"),
         ({"name": "a", "code": {**OWN, "args": {"a": ["\udce9"]}}}, "code.args.a.0", "no text"),

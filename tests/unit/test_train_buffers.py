@@ -25,7 +25,7 @@ SPEC = RunSpec.model_validate(
     {
         "name": "buffers",
         "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
-        "train": {"epochs": 1, "global_batch_size": 10, "micro_batch_size": 5, "loader": {"num_workers": 0}},
+        "train": {"epochs": 1, "global_batch_size": 10, "micro_batch_size": 7, "loader": {"num_workers": 0}},
         "checkpoint": {"every_steps": 100},
     }
 )
@@ -44,6 +44,20 @@ class Averaging(nn.Module):
         return x - self.mean
 
 
+class Masked(nn.Module):
+    """Makes its buffer anew for each batch's size."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mask = torch.ones(len(x))
+        return x * self.mask[:, None]
+
+
 class Interrupted(Regression):
     """Raises once, in the second of a step's two passes."""
 
@@ -51,7 +65,7 @@ class Interrupted(Regression):
     num_passes = 0
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(Averaging(), nn.Linear(4, 1))
+        return nn.Sequential(Averaging(), Masked(), nn.Linear(4, 1))
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().loss(model, batch)
@@ -89,7 +103,7 @@ def trained(storage: str, name: str, shared_memory: Path, break_at: int | None) 
 
 
 def test_a_step_that_fails_leaves_no_trace_in_a_buffer_that_is_replaced(storage: str, tmp_path: Path) -> None:
-    """The warm-up is one pass; after it the second pass of the fifth step is the eleventh."""
+    """The warm-up is one pass; after it the second pass of the fifth step is the eleventh. Micro-batches are of seven and three."""
     plain = trained(storage, "run_plain", tmp_path, None)
     broken = trained(storage, "run_broken", tmp_path, 1 + 2 * 5)
     assert plain["0.mean"].abs().sum() > 0

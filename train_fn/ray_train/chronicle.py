@@ -90,5 +90,5 @@ class Chronicle:
         """The newest step that anybody knows of: the ranks, the journal, the failure before, or older journals; 0 of a new run."""
         self.journal.ask(_ASK_S)
         known = [report.error.step for report in reports if report.error is not None]
-        known += [self.journal.last_step, self.recovery.last_step if self.recovery else None, self._last_step_before]
-        return max((step for step in known if step is not None), default=0)
+        known += [self.journal.last_step, self.recovery.last_step if self.recovery else None]
+        return max((step for step in known if step is not None), default=self._last_step_before or 0)
