@@ -114,8 +114,10 @@ class Executor:
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
         for run_id in ended:
             del self._acting[run_id]
-        for task in ended.values():
-            task.result()
+        # All of them are asked: what nobody asked for is told by the event loop, for each of hundreds of runs.
+        problems = [task.exception() for task in ended.values()]
+        for problem in filter(None, problems):
+            raise problem
 
     def told(self) -> Delivered:
         """What drivers know of this process."""

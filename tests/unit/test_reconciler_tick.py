@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,9 @@ import pytest
 
 from everstep.events import EventKind
 from everstep.wire import ReasonCode, RunStatus
+from service.db.engine import DatabaseUnavailable
 from service.db.tables import runs
+from service.reconciler import execute
 from service.reconciler import tail as tail_module
 from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
 from storage.errors import StorageUnavailable
@@ -382,3 +385,21 @@ async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay,
     monkeypatch.setattr("service.reconciler.decide.STRAY_GRACE_S", 0.0)
     await here.reconciler.tick()
     assert ray.stopped == [f"{run.id}-s001"]
+
+
+async def test_of_many_runs_that_fail_at_once_each_failure_is_taken(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody takes is told by the event loop, with its traceback: of hundreds that held a service up for minutes."""
+    for _ in range(3):
+        here.create()
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    async def fail(*_: object) -> None:
+        raise DatabaseUnavailable("away")
+
+    monkeypatch.setattr(execute.Executor, "_execute_for", fail)
+    with pytest.raises(DatabaseUnavailable):
+        await here.reconciler.tick()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert told == []
