@@ -144,7 +144,6 @@ class Replica:
         if 0 < known.weight < math.inf:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
-        self.state.optimizer.zero_grad(set_to_none=True)
         drop_gradients(self.state.optimizer, self.idle_parameters)
         volatile = [place for place, was in zip(places, before, strict=True) if _may_change(place, *was)]
         for place, (buffer, value) in zip(places, before, strict=True):
