@@ -7,6 +7,7 @@ users ask for is refused (``faults``); what has happened is told all the same, w
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -33,6 +34,12 @@ def written_out(value: Any) -> Any:
 def may_need_it(line: bytes) -> bool:
     """Whether ``written_out`` may change what this JSON, as Python writes it, holds. Cheap; true for some that need nothing."""
     return b"\\ud" in line or b"\\u0000" in line
+
+
+def loads(line: bytes) -> Any:
+    """What a line of JSON holds, ``written_out``. Raises ValueError."""
+    value = json.loads(line)
+    return written_out(value) if may_need_it(line) else value
 
 
 def faults(value: Any) -> tuple[FieldError, ...]:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep import plain_text
 from everstep.events import EventKind
-from everstep.plain_text import may_need_it, written_out
 from storage.append_log import LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
 from storage.errors import CorruptFile, StorageError
 from storage.run_dir import RunDir
@@ -252,9 +252,7 @@ def _decode(line: LogLine) -> JournalEvent | None:
     if _is_mark(line.data):
         return None
     try:
-        raw = json.loads(line.data)
-        if may_need_it(line.data):
-            raw = written_out(raw)
+        raw = plain_text.loads(line.data)
         return JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
     except (ValueError, KeyError, TypeError) as exc:
         raise CorruptFile(f"journal line {line.end.num_lines} is not an event ({exc}): {line.data[:80]!r}") from exc

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
-from everstep.plain_text import may_need_it, written_out
+from everstep import plain_text
 from storage.append_log import LogCursor, LogWriter, open_log, read_end, read_log
 from storage.errors import CorruptFile, StorageError
 from storage.run_dir import DRIVER_ATTEMPT, RankLog, RunDir
@@ -189,9 +189,7 @@ def last_rank_lines(
 def _line(log: RankLog, data: bytes) -> LoggedLine | None:
     """None for what is no line of a log."""
     try:
-        raw = json.loads(data)
-        if may_need_it(data):
-            raw = written_out(raw)
+        raw = plain_text.loads(data)
         return LoggedLine(
             log.submission, log.attempt, None if log.rank < 0 else log.rank, raw["at"], raw["level"], raw["message"], log.part
         )
