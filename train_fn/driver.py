@@ -195,7 +195,7 @@ class Driver:
                 raise Replaced(
                     f"a newer submission of run {self._run_dir.run_id} has taken over from submission {self._submission}"
                 )
-            if outcome is not None and (outcome.finished or outcome.failed is not None):
+            if outcome is not None and outcome.decided:
                 return outcome
             loss = self._weigh_loss(job.spec, self._history_so_far(), what)
             if loss.given_up is not None:
@@ -214,6 +214,7 @@ class Driver:
             spec.recovery,
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
+            checkpoint=spec.checkpoint,
         )
         detect_s = round(noticed_at - history.last_at, 3) if history.last_at is not None else None
         data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.spec import RecoverySpec
+from everstep.spec import CheckpointSpec, RecoverySpec
 from everstep.wire import ReasonCode, Verdict
 from train_fn.rank_error import ErrorKind, RankError
 
@@ -18,9 +18,11 @@ BUDGET_OF = {
     Verdict.USER_ERROR: "user_errors",
     Verdict.PREEMPTION: "preemptions",
     Verdict.CONTROL_PLANE: "control_plane",
+    Verdict.STORAGE: "storage",
 }
-"""Budget that a verdict is charged to; all others are ``system_failures``. Preemptions are never refused, nor is trouble of the
-control plane, which says nothing about the run: it only waits longer from one to the next."""
+"""Budget that a verdict is charged to; all others are ``system_failures``. Only ``user_errors`` and ``system_failures`` can be
+exhausted: a preemption and trouble of the control plane or of the storage say nothing about the run, which waits longer each
+time."""
 
 _VERDICT_OF_KIND = {
     ErrorKind.USER: Verdict.USER_ERROR,
@@ -98,7 +100,7 @@ class PastFailure:
 
 @dataclass(frozen=True)
 class Decision:
-    """``restart`` after ``backoff_s``, or stop the run for ``reason``."""
+    """``restart`` after ``backoff_s``, or stop the run for ``reason``: as FAILED, or with ``pause`` as PAUSED."""
 
     restart: bool
     budget: str
@@ -106,6 +108,7 @@ class Decision:
     backoff_s: float = 0.0
     reason: ReasonCode | None = None
     message: str | None = None
+    pause: bool = False
 
 
 def judge(evidence: Evidence) -> Judgement:
@@ -138,15 +141,26 @@ def judge(evidence: Evidence) -> Judgement:
 
 
 def decide(
-    judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec, *, no_progress_limit: int, backoff_max_s: float
+    judgement: Judgement,
+    past: Sequence[PastFailure],
+    spec: RecoverySpec,
+    *,
+    no_progress_limit: int,
+    backoff_max_s: float,
+    checkpoint: CheckpointSpec | None = None,
 ) -> Decision:
-    """Whether the run goes on after ``judgement``, given its earlier failures, oldest first."""
+    """Decide whether the run goes on after ``judgement``, given its earlier failures, oldest first.
+
+    Args:
+        checkpoint: says whether trouble of the storage pauses the run, and after how many failures; None never pauses it.
+    """
     budget = BUDGET_OF.get(judgement.verdict, "system_failures")
     if judgement.verdict is Verdict.USER_ERROR:
         return _decide_user_error(judgement, past, spec)
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
-    if (judgement.signature or "").startswith("StorageNotShared|"):
+    if (judgement.signature or "").startswith("StorageNotShared|") and not judgement.step:
+        # Of a run that has trained, a node has lost its mount: that is trouble of the storage as any other.
         return Decision(False, budget, "stop", reason=ReasonCode.STORAGE_UNAVAILABLE, message=judgement.exception)
     if _gpu_is_too_small(judgement, past):
         message = (
@@ -159,6 +173,8 @@ def decide(
     action = "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
     if judgement.verdict is Verdict.CONTROL_PLANE:
         return Decision(True, budget, action, backoff_s)
+    if judgement.verdict is Verdict.STORAGE:
+        return _decide_storage(judgement, in_a_row, backoff_s, checkpoint)
     if in_a_row > spec.max_system_failures:
         message = (
             f"{in_a_row} system failures in a row without progress exceed recovery.max_system_failures "
@@ -204,6 +220,19 @@ def _decide_user_error(judgement: Judgement, past: Sequence[PastFailure], spec: 
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     return Decision(True, budget, f"restart, user error {len(earlier) + 1} of at most {spec.max_user_errors}")
+
+
+def _decide_storage(judgement: Judgement, in_a_row: int, backoff_s: float, checkpoint: CheckpointSpec | None) -> Decision:
+    """Wait for the storage, or pause where the spec prefers that. Nothing of the run's own is wrong, so it never fails."""
+    budget = BUDGET_OF[Verdict.STORAGE]
+    if checkpoint is not None and checkpoint.on_failed_saves == "pause" and in_a_row >= checkpoint.max_failed_saves:
+        message = (
+            f"paused after {in_a_row} failures of the storage in a row {_place(judgement)} (checkpoint.on_failed_saves is pause); "
+            f"mend the storage, then resume the run. The last failure: {judgement.exception}"
+        )
+        return Decision(False, budget, "pause", reason=ReasonCode.STORAGE_UNAVAILABLE, message=message, pause=True)
+    pause = "at once" if backoff_s == 0 else f"after {backoff_s:g} s"
+    return Decision(True, budget, f"wait for the storage, restart {pause} (failure {in_a_row} in a row)", backoff_s)
 
 
 def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:

@@ -186,8 +186,14 @@ def _without(run: RunRow, name: str) -> list[dict[str, Any]]:
     return [item for item in run.recent_checkpoints if item["name"] != name]
 
 
-def _failure(run: RunRow, _event: EventRow) -> Changes:
-    return Changes(dict(NO_WORKERS), **_to(run, RunStatus.RECOVERING))
+def _failure(run: RunRow, event: EventRow) -> Changes:
+    """The run recovers; while it waits for its storage it says so, until the next attempt starts."""
+    columns, reason = dict(NO_WORKERS), None
+    if event.data.get("verdict") == Verdict.STORAGE and run.status is not RunStatus.STOPPING:
+        message = f"{event.data.get('exception')}; what is done: {event.data.get('action')}"
+        reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=message)
+        columns |= {"reason_code": reason.code.value, "reason_message": message}
+    return Changes(columns, **_to(run, RunStatus.RECOVERING, reason))
 
 
 def _recovered(run: RunRow, event: EventRow) -> Changes:

@@ -280,6 +280,17 @@ def test_a_run_whose_saves_fail_says_so_while_it_trains_and_until_one_succeeds()
     assert "reason_code" not in project(other, committed(20)).columns
 
 
+def test_a_run_that_waits_for_its_storage_says_so_until_it_starts_again() -> None:
+    failed = event(EventKind.FAILURE, verdict="storage", exception="StorageDenied: /mnt", action="wait for the storage, restart")
+    waits = project(run_row(RunStatus.RUNNING), failed)
+    assert waits.status is RunStatus.RECOVERING and waits.reason is not None
+    assert waits.reason.code is ReasonCode.STORAGE_UNAVAILABLE and "/mnt" in waits.reason.message
+    again = project(run_row(RunStatus.RECOVERING), failed)
+    assert again.status is None and again.columns["reason_code"] == ReasonCode.STORAGE_UNAVAILABLE
+    assert "reason_code" not in project(run_row(RunStatus.STOPPING), failed).columns
+    assert project(run_row(RunStatus.RUNNING), event(EventKind.FAILURE, verdict="node_lost")).reason is None
+
+
 def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() -> None:
     lost = event(EventKind.FAILURE, 1, verdict="node_lost", action="restart")
     saves = [failed_save(number, seq=1 + number) for number in (1, 2, 3, 4)]

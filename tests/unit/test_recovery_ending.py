@@ -47,6 +47,10 @@ def test_what_the_last_event_says() -> None:
     assert ending(paused, overdue=False)[1]["code"] == ReasonCode.PAUSED_BY_USER  # type: ignore[index]
     name, reason = ending(paused, overdue=False, by_itself=True)
     assert name == "stopped" and reason is not None and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
+    waits = Outcome(finished=False, stopped="pause", message="paused after 5 failures of the storage", last_step=7)
+    assert waits.decided and not Outcome(finished=False).decided
+    name, reason = ending(waits, overdue=False, by_itself=True)
+    assert (name, reason) == ("stopped", {"code": "storage_unavailable", "message": "paused after 5 failures of the storage"})
     given_up = Outcome(finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice")
     assert ending(given_up, overdue=True) == ("failed", {"code": "user_error", "message": "it raised twice"})
 

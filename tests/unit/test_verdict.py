@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.spec import RecoverySpec
+from everstep.spec import CheckpointSpec, RecoverySpec
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageFull
 from train_fn.rank_error import ErrorKind, RankError, RankFailure, classify, describe_error
@@ -167,6 +167,42 @@ def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() ->
     assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
 
 
+def storage_judgement(step: int | None = 5, signature: str = "CorruptFile|line # is not an event|") -> Judgement:
+    return Judgement(Verdict.STORAGE, 0, "n0", step, "CorruptFile: line 3 is not an event", signature)
+
+
+def test_trouble_of_the_storage_waits_longer_each_time_and_fails_no_run() -> None:
+    past: list[PastFailure] = []
+    pauses = []
+    for _ in range(200):
+        decision = weighed(storage_judgement(), past, max_system_failures=0)
+        assert (decision.restart, decision.budget, decision.reason) == (True, "storage", None)
+        assert "wait for the storage" in decision.action
+        pauses.append(decision.backoff_s)
+        past.append(PastFailure(Verdict.STORAGE, 5))
+    assert pauses == sorted(pauses) and pauses[0] == 0.0 and pauses[-1] == 30.0
+    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
+
+
+def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
+    spec = CheckpointSpec(on_failed_saves="pause", max_failed_saves=3)
+
+    def after(num_failures: int) -> Decision:
+        past = [PastFailure(Verdict.STORAGE, 5)] * num_failures
+        return decide(storage_judgement(), past, RecoverySpec(), no_progress_limit=20, backoff_max_s=30.0, checkpoint=spec)
+
+    assert after(1).restart
+    paused = after(2)
+    assert (paused.restart, paused.pause, paused.reason) == (False, True, ReasonCode.STORAGE_UNAVAILABLE)
+    assert paused.message is not None and "resume" in paused.message and "line 3 is not an event" in paused.message
+
+
+def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
+    unshared = "StorageNotShared|storage # is not the same on all nodes|"
+    assert weighed(storage_judgement(7, unshared), []).restart
+    assert not weighed(storage_judgement(0, unshared), []).restart
+
+
 @pytest.mark.parametrize(
     ("exc", "kind"),
     [
@@ -240,9 +276,9 @@ def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_h
 
 def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() -> None:
     past = [PastFailure(Verdict.WORKER_LOST, 100 * number) for number in range(1, 20)]
-    early = Judgement(Verdict.STORAGE, 0, "n0", None, "StorageUnavailable: away", "s")
+    early = Judgement(Verdict.NODE_LOST, 0, "n0", None, None, None)
     assert weighed(early, past).restart and weighed(early, past).backoff_s == 0
-    again = [*past, *[PastFailure(Verdict.STORAGE, None)] * 18]
+    again = [*past, *[PastFailure(Verdict.NODE_LOST, None)] * 18]
     stopped = weighed(early, again)
     assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, "but the same again and again is no progress"
     before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)

@@ -168,12 +168,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._placement.release()
         self._journal.flush(_FLUSH_S)
         given_up = self._verdict if self._verdict is not None and not self._verdict.restart else None
+        paused = given_up is not None and given_up.pause
         leaving = self._leaving.is_set()
         return Outcome(
             finished=isinstance(self.get_state(), FinishedState) and not leaving,  # ranks that left for others have not finished
             replaced=leaving,
-            stopped=self._stopped,
-            failed=given_up.reason if given_up else None,
+            stopped="pause" if paused else self._stopped,
+            failed=given_up.reason if given_up and not paused else None,
             message=given_up.message if given_up else None,
             last_step=self._journal.last_step,
         )
@@ -354,6 +355,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._engine.job.spec.recovery,
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
+            checkpoint=self._engine.job.spec.checkpoint,
         )
         self._chronicle.failed(evidence, judgement, self._verdict)
         self._look_for_oom(judgement, self._verdict)

@@ -44,7 +44,7 @@ def ending(outcome: Outcome, *, overdue: bool, by_itself: bool = False) -> tuple
         message = f"recovery.deadline_s passed at step {outcome.last_step}; the last checkpoint is kept"
         return "failed", {"code": ReasonCode.DEADLINE_EXCEEDED.value, "message": message}
     if by_itself:
-        message = (
+        message = outcome.message or (
             f"paused at step {outcome.last_step} because saves fail (checkpoint.on_failed_saves is pause); "
             "it goes on from its newest checkpoint once it is resumed"
         )

@@ -93,7 +93,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the controller left its run. Neither ``finished`` nor ``failed``: it broke down, and another may go on."""
+    """How the controller left its run. One that is not ``decided`` broke down, and another may go on."""
 
     finished: bool
     replaced: bool = False
@@ -102,3 +102,8 @@ class Outcome:
     failed: ReasonCode | None = None
     message: str | None = None
     last_step: int | None = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether this ends the submission: the ranks finished or stopped, or a verdict failed or paused the run."""
+        return self.finished or self.failed is not None or self.stopped == "pause"
