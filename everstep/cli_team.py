@@ -87,6 +87,8 @@ def create_token(
     if out.as_json:
         out.json(made)
         return
+    if made.warning:
+        out.note(f"warning: {made.warning}")
     out.note(f"{made.id}, a {made.role} of {made.project or 'every project'}; the secret is not shown again")
     out.line(made.token)
 

@@ -94,6 +94,8 @@ class NewToken(Token):
 
     token: str
     """The secret, shown here and never again."""
+    warning: str | None = None
+    """Why the token can do more than its role says; null where it cannot."""
 
     def __repr__(self) -> str:
         return f"NewToken(id={self.id!r}, name={self.name!r}, role={self.role!r}, project={self.project!r}, token='…')"

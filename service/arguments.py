@@ -12,6 +12,7 @@ from service.settings import (
     DEFAULT_NODES,
     DEFAULT_PORT,
     Settings,
+    cluster_env,
     cordon_settings,
     database_url,
     existing_ray_token,
@@ -38,6 +39,14 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--nodes", type=int, default=DEFAULT_NODES, help="worker nodes of the own cluster (default %(default)s)")
     parser.add_argument(
         "--cpus-per-node", type=int, default=DEFAULT_CPUS_PER_NODE, help="CPUs that each node offers (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cluster-env",
+        metavar="NAME",
+        action="append",
+        help="variable of this environment that the own cluster inherits, and the code of every run can read; NAME* for all that "
+        "begin so; repeat it for several (or EVERSTEP_CLUSTER_ENV, separated by commas). By default the service's secrets and "
+        "cloud credentials stay out",
     )
     parser.add_argument("--drills", action="store_true", help="allow failure drills through the API (or EVERSTEP_DRILLS=1)")
     parser.add_argument(
@@ -79,6 +88,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         ray_token=existing_ray_token() if args.ray_address else None,
         nodes=args.nodes,
         cpus_per_node=args.cpus_per_node,
+        cluster_env=tuple(args.cluster_env or cluster_env()),
         public_url=os.environ.get("EVERSTEP_PUBLIC_URL", "").strip(),
         drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
         pip_rule=pip_rule(),

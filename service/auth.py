@@ -21,6 +21,10 @@ from service.problems import ProblemError, not_found
 
 LOCAL_TOKEN_ID: Final = "tok_local"
 METRICS_TOKEN_ID: Final = "tok_metrics"
+EMBEDDED_TRUST: Final = (
+    "the embedded cluster runs the code of runs as the service's own user: everyone who may submit a run is the administrator. "
+    "For people whom you trust less give the service a cluster of its own user: --ray-address (docs/security.md)"
+)
 _RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
 _bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
 

@@ -24,7 +24,7 @@ from service.api.context import ApiContext
 from service.api_server import ApiServer, base_url, check_tls, listening
 from service.app import create_app
 from service.arguments import settings_of
-from service.auth import LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
+from service.auth import EMBEDDED_TRUST, LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
 from service.cluster_view import ClusterView
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
@@ -149,6 +149,7 @@ async def serve(
             storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
             notify=settings.notify,
+            embedded=settings.embedded,
         )
         await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
         if settings.metrics_token:
@@ -244,6 +245,8 @@ def announce(settings: Settings, url: str, view: ClusterView) -> None:
     print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
     print(f"Ray dashboard:     {view.dashboard_url}")
     print(f"Admin token:       {settings.token_path}", flush=True)
+    if settings.embedded:
+        print(f"Trust:             {EMBEDDED_TRUST}", flush=True)
 
 
 if __name__ == "__main__":

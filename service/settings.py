@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ DEFAULT_SCRUB_MB_PER_S = 10.0
 DEFAULT_SCRUB_INTERVAL_S = 24 * 3600.0
 DEFAULT_RATE_PER_S = 1000.0
 DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
+_CREDENTIALS = {"s3": "AWS_*", "gs": "GOOGLE_*"}
+"""Variables that reach the storage of a scheme; ranks read and write it with them."""
 
 
 N = TypeVar("N", int, float)
@@ -66,6 +69,8 @@ class Settings:
     """Worker nodes of the embedded cluster; its head trains nothing."""
     cpus_per_node: int = DEFAULT_CPUS_PER_NODE
     """CPUs that each worker node of the embedded cluster offers."""
+    cluster_env: tuple[str, ...] = ()
+    """Variables of the service's environment that the embedded cluster inherits besides; ``*`` stands for any end of a name."""
     public_url: str = ""
     """Base URL by which browsers reach the service, where that is not the one it listens on; empty is that one."""
     notify: NotifyRule = NOBODY
@@ -108,6 +113,9 @@ class Settings:
             raise SettingsError(f"nodes {self.nodes} is too few; the embedded cluster needs at least 1")
         if self.cpus_per_node < 1:
             raise SettingsError(f"cpus_per_node {self.cpus_per_node} is too few; a node needs at least 1")
+        for pattern in self.cluster_env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", pattern):
+                raise SettingsError(f"--cluster-env {pattern!r} is not the name of a variable; give for example HF_TOKEN or HF_*")
         for name in ("cordon_runs", "cordon_failures"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} {getattr(self, name)} is negative; 0 is no limit")
@@ -136,6 +144,13 @@ class Settings:
     def embedded(self) -> bool:
         """Whether the Ray cluster is this service's own."""
         return self.ray_address is None
+
+    @property
+    def cluster_variables(self) -> tuple[str, ...]:
+        """Variables that the embedded cluster inherits beyond its own list: the operator's, and those that other settings need."""
+        schemes = {place.partition("://")[0] for place in (self.storage_uri, *self.storage_roots)}
+        credentials = (variables for scheme, variables in _CREDENTIALS.items() if scheme in schemes)
+        return (*self.cluster_env, *credentials, *(("PIP_*",) if self.pip_rule != NO_PACKAGES else ()))
 
     @property
     def token_path(self) -> Path:
@@ -212,6 +227,11 @@ def scrub_settings(environ: Mapping[str, str] = os.environ) -> tuple[float, floa
 def storage_roots(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """``storage_roots`` from EVERSTEP_STORAGE_ROOTS, separated by commas."""
     return tuple(root.strip() for root in environ.get("EVERSTEP_STORAGE_ROOTS", "").split(",") if root.strip())
+
+
+def cluster_env(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """``cluster_env`` from EVERSTEP_CLUSTER_ENV, separated by commas."""
+    return tuple(name.strip() for name in environ.get("EVERSTEP_CLUSTER_ENV", "").split(",") if name.strip())
 
 
 def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]:

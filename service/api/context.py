@@ -78,6 +78,7 @@ class ApiContext:
         storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
         notify: NotifyRule = NOBODY,
+        embedded: bool = False,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -92,6 +93,8 @@ class ApiContext:
         self.max_upload_bytes = max_upload_bytes
         self.storage_roots = storage_roots
         self.notify = notify
+        self.embedded = embedded
+        """Whether code of runs has this service's own user."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)

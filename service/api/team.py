@@ -13,7 +13,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
 from service.api.spec_body import parse_model, read_json
-from service.auth import Caller, Principal
+from service.auth import EMBEDDED_TRUST, Caller, Principal
 from service.db.audit import note_target
 from service.db.projects import Usage, quotas_of
 from service.db.rows import AuditRow, ProjectRow, TokenRow
@@ -111,7 +111,8 @@ async def create_token(_caller: Administrator, request: Request, response: Respo
         context.tokens.create, wanted.name, wanted.role, wanted.project, expires_at=expires_at
     )
     response.headers["Cache-Control"] = "no-store"
-    return NewToken(**_token_answer(row).model_dump(), token=secret)
+    warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None
+    return NewToken(**_token_answer(row).model_dump(), token=secret, warning=warning)
 
 
 @router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))

@@ -118,8 +118,14 @@ class EmbeddedCluster:
         settings = self._settings
         self.token()
         env = cluster_environment(
-            os.environ, temp_dir=temp_dir, token_path=settings.ray_token_path, cpus_per_node=settings.cpus_per_node
+            os.environ,
+            temp_dir=temp_dir,
+            token_path=settings.ray_token_path,
+            cpus_per_node=settings.cpus_per_node,
+            patterns=settings.cluster_variables,
         )
+        if left_out := sorted(os.environ.keys() - env.keys()):
+            log.info("the cluster does not inherit these variables; pass one on with --cluster-env NAME", names=" ".join(left_out))
         size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
         command = [sys.executable, "-m", "service.embedded.keeper", str(settings.home), "--temp-dir", temp_dir, *size, *flags]
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
@@ -34,7 +34,25 @@ NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
 WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
 """What a rank, or what stands beside a driver, imports anyway. A module that is missing is logged and passed over."""
 
-_NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "HOSTNAME", "TMPDIR", "TEMP", "TMP"),
+    *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("PYTHON*", "MALLOC_*", "GLIBC_TUNABLES", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*"),
+    *("TORCH*", "PYTORCH_*", "TRITON_*", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "HIP_*", "HSA_*", "ROCR_*"),
+    *("RAY_*", "EVERSTEP_HOME", "EVERSTEP_SECRETS_DIR", "EVERSTEP_RECOVERY_*"),
+)
+"""Variables of the service that the cluster inherits; ``*`` stands for any end of a name. Code of every run can read them."""
+
+MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
+_TRACKING = (MLFLOW_URI, "MLFLOW_TRACKING_*")
+"""What a driver needs to keep a tracking server up to date, where the operator names one."""
+_NOT_INHERITED = frozenset(
+    {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_REDIS_PASSWORD", "RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
+)
+"""Exceptions, whatever else names them: they lead to another cluster, or open it."""
 
 _FIXED = {
     "RAY_AUTH_MODE": "token",
@@ -77,12 +95,35 @@ _DEFAULTS = {
 }
 
 
-def cluster_environment(inherited: Mapping[str, str], *, temp_dir: str, token_path: Path, cpus_per_node: int) -> dict[str, str]:
-    """Environment of the keeper and, through it, of every process of the cluster.
+def inherited_by_cluster(environ: Mapping[str, str], patterns: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that the cluster inherits: those of INHERITED, and those that the operator's ``patterns`` name."""
+    tracking = _TRACKING if environ.get(MLFLOW_URI) else ()
+    wanted = (*INHERITED, *tracking, *patterns)
+    exact = {pattern for pattern in wanted if not pattern.endswith("*")}
+    prefixes = tuple(pattern[:-1] for pattern in wanted if pattern.endswith("*"))
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _NOT_INHERITED and (name in exact or name.startswith(prefixes))
+    }
 
-    What the operator set for Ray's timers stays; what would lead to another cluster or another token does not.
+
+def cluster_environment(
+    environ: Mapping[str, str], *, temp_dir: str, token_path: Path, cpus_per_node: int, patterns: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return the environment of the keeper and, through it, of every process of the cluster.
+
+    Ranks run user code, so the service's own secrets (the database's URL, tokens, cloud credentials) stay out unless the operator
+    names them. Ray's timers that the operator set stay.
+
+    Args:
+        environ: The service's environment.
+        temp_dir: Directory of this cluster.
+        token_path: File with the cluster's token.
+        cpus_per_node: CPUs of each node.
+        patterns: Variables that the operator passes on; ``*`` stands for any end of a name.
     """
-    kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
+    kept = inherited_by_cluster(environ, patterns)
     defaults = dict(_DEFAULTS)
     if cpus_per_node == 1:
         defaults["OMP_NUM_THREADS"] = "1"

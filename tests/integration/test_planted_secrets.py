@@ -40,6 +40,7 @@ class Telltale:
 
     def build_model(self):
         print("printed", os.environ["HUB_TOKEN"])
+        print("inherited:", *sorted(os.environ))
         sys.stderr.write("written " + os.environ["HUB_TOKEN"] + "\\n")
         logging.getLogger("task").warning("logged %s", os.environ["HUB_TOKEN"])
         warnings.warn("warned " + os.environ["HUB_TOKEN"])
@@ -105,6 +106,8 @@ def test_no_secret_is_in_anything_that_a_deployment_puts_out(service: ServicePro
     everything = "\n".join(outputs.values())
     for word in ("printed", "written", "logged", "warned", "cannot log in with"):
         assert f"{word} {MASK}" in everything, f"what the task has {word} came through, without the value"
+    [inherited] = {tuple(line.message.split()[1:]) for line in run.logs() if line.message.startswith("inherited: ")}
+    assert "HUB_TOKEN" in inherited and {"EVERSTEP_DATABASE", "AWS_SECRET_ACCESS_KEY"}.isdisjoint(inherited)
     found = [(what, where) for what, value in secrets.items() for where, text in outputs.items() if value in text]
     assert found == []
 

@@ -54,6 +54,18 @@ async def test_a_token_is_shown_once_used_and_revoked_at_once(api: ApiService) -
     assert token["id"] not in {item["id"] for item in (await api.get("/v1/tokens"))["items"]}
 
 
+async def test_a_token_that_can_do_more_than_its_role_says_comes_with_a_warning(api: ApiService) -> None:
+    create = ("token", "create", "ci", "--project", "vision")
+    assert (await made_token(api))["warning"] is None
+    assert "warning" not in (await everstep(*create)).stderr
+    api.context.embedded = True
+    assert "everyone who may submit a run is the administrator" in (await made_token(api))["warning"]
+    shown = await everstep(*create)
+    assert "warning: " in shown.stderr and "is the administrator" in shown.stderr and shown.stdout.startswith("evs_")
+    for harmless in ({"role": "viewer"}, {"role": "admin", "project": None}):
+        assert (await made_token(api, **harmless))["warning"] is None
+
+
 async def test_a_known_token_is_refused_once_it_is_revoked_or_expired(api: ApiService) -> None:
     for end in ("revoked", "expired"):
         token = await made_token(api, expires_at="2030-01-01T00:00:00Z")
