@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loader import KeyedDataset, Loaded, Loader, collate_of, loader_options, num_loader_workers, to_device
+from train_fn.modes import evaluating
 from train_fn.precision import autocast
 from train_fn.randomness import seed_micro_batch
 from train_fn.replica import Replica
@@ -44,13 +45,9 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
 
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were shared out does not show."""
-    model = replica.state.model
     own = build_own_metrics(replica.task)
-    model.eval()
-    try:
+    with evaluating(replica.state.model):
         mine = _measure_share(ctx, replica, own)
-    finally:
-        model.train()
     shares = replica.peers.gather((mine, own.states()))
     measured = [sums for share, _ in shares for sums in share]
     averages = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
 from train_fn.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
+from train_fn.modes import set_modes_for_training
 from train_fn.optim import build_optimizer, drop_gradients
 from train_fn.own_code import add_to_path
 from train_fn.own_packages import bring_packages
@@ -44,6 +46,8 @@ from train_fn.tasks.checks import (
 )
 from train_fn.tasks.protocol import Sum, Task
 from train_fn.volatile_buffers import Place, VolatileBuffers, is_alike, places_of
+
+logger = logging.getLogger(__name__)
 
 
 class StepModule(nn.Module):
@@ -242,7 +246,9 @@ def build_replica(ctx: WorkerContext) -> Replica:
     datasets = checked_datasets(task, task.build_datasets())
     torch.manual_seed(key(train.seed, 6))
     model = checked_model(task, task.build_model()).to(ctx.device)
-    model.train()
+    in_eval = set_modes_for_training(model)
+    if in_eval:
+        logger.info("stays in eval mode, as built: %s", ", ".join(in_eval))
     if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
     train_set, sampler = _training_data(ctx, task, datasets["train"])
