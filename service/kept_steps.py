@@ -1,10 +1,11 @@
-"""The files that tell drivers which checkpoints other runs are to begin from, so that retention leaves them alone."""
+"""The files that tell drivers which checkpoints other runs are to begin from, and which are damaged, so that retention knows."""
 
 from __future__ import annotations
 
 from service.db.checkpoints import CheckpointRecords
 from storage.errors import CorruptFile
 from storage.filesystem import Storage
+from storage.run_dir import Kept
 
 
 class KeptSteps:
@@ -14,25 +15,33 @@ class KeptSteps:
         self._storage = storage
         self._records = records
         self._told: set[str] | None = None
-        """Runs whose file may hold steps; None before the first look, which goes over all that have not ended."""
+        """Runs whose file may hold something; None before the first look, which goes over all that have not ended."""
 
     def hold(self, run_id: str, step: int) -> None:
         """Have a run keep a checkpoint for another one whose row is not there yet. Raises StorageError, DatabaseError."""
-        self._tell(run_id, self._records.awaited().get(run_id, frozenset()) | {step})
+        known = self._wanted().get(run_id, Kept())
+        self._tell(run_id, Kept(known.steps | {step}, known.corrupt))
 
     def publish(self) -> None:
         """Make the files say what the database says. Raises StorageError, DatabaseError; the next call heals them."""
-        wanted = self._records.awaited()
+        wanted = self._wanted()
         candidates = wanted.keys() | (set(self._records.unended()) if self._told is None else self._told)
         for run_id in sorted(candidates):
-            self._tell(run_id, wanted.get(run_id, frozenset()))
+            self._tell(run_id, wanted.get(run_id, Kept()))
         self._told = set(wanted)
 
-    def _tell(self, run_id: str, steps: frozenset[int]) -> None:
+    def _wanted(self) -> dict[str, Kept]:
+        awaited, corrupt = self._records.awaited(), self._records.corrupt()
+        none: frozenset[str] = frozenset()
+        return {
+            run_id: Kept(awaited.get(run_id, frozenset()), corrupt.get(run_id, none)) for run_id in awaited.keys() | corrupt.keys()
+        }
+
+    def _tell(self, run_id: str, kept: Kept) -> None:
         run_dir = self._storage.run_dir(run_id)
         try:
-            if run_dir.kept_steps() == steps:
+            if run_dir.kept() == kept:
                 return
         except CorruptFile:
             pass  # written anew
-        run_dir.keep_steps(steps)
+        run_dir.keep_steps(kept.steps, kept.corrupt)

@@ -21,7 +21,7 @@ from storage.errors import (
     StorageUnreadable,
 )
 from storage.files import Files
-from storage.holds import held_checkpoints
+from storage.holds import SeenHolds, held_checkpoints
 from storage.lineage import RestorePoint, in_lineage, restore_point
 from storage.manifest import MANIFEST, Manifest, best_of, parse_manifest
 from storage.run_dir import CheckpointName, RunDir
@@ -49,6 +49,7 @@ class CheckpointStore:
         """Checkpoints that this object found to be corrupt."""
         self._known: dict[CheckpointName, Manifest] = {}
         """What retention read or was given; nobody changes a manifest."""
+        self._holds: SeenHolds = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         return CheckpointStore, (self._run_dir,)
@@ -224,9 +225,10 @@ class CheckpointStore:
     ) -> builtins.list[str]:
         """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
 
-        Kept are the ``keep_latest`` newest of the lineage (at least one) that were not found to be corrupt, ``best``, those that
-        other runs are to begin from, and those that somebody reads (``CheckpointHold``). What is corrupt goes once the sound ones
-        that are kept are all newer. Call it only from the one process that saves, between saves.
+        Kept are the ``keep_latest`` of the lineage (at least one) that were committed last and that neither this object nor the
+        service found to be corrupt, ``written``, ``best``, those that other runs are to begin from, and those that somebody reads
+        (``CheckpointHold``). What is corrupt goes once the sound ones that are kept are all newer. Call it only from the one
+        process that saves, between saves.
 
         Args:
             submission: who asks; where a newer one has a journal, nothing is deleted.
@@ -244,14 +246,18 @@ class CheckpointStore:
         lineage = [manifest for name in self._in_lineage(committed, submissions) if (manifest := committed[name])]
         if not lineage:
             return []
-        sound = [manifest for manifest in lineage if manifest.name not in self._rejected] or lineage
-        # Latest by time, not by step: an attempt that fell back past a corrupt checkpoint writes sound ones below its step.
-        latest = sorted(sound, key=lambda manifest: manifest.created_at)[-max(1, keep_latest) :]
+        told = self._run_dir.kept()
+        corrupt = self._rejected | told.corrupt
+        sound = [manifest for manifest in lineage if manifest.name not in corrupt] or lineage
+        latest = sorted(sound, key=_commit_order)[-max(1, keep_latest) :]
         kept = {manifest.name for manifest in latest} | {sound[-1].name, best}
+        if written is not None:
+            kept.add(written.name)
         if best_by is not None and (best_there := best_of(sound, *best_by)):
             kept.add(best_there.name)
-        kept |= self._awaited(lineage) | held_checkpoints(self._run_dir)
-        kept |= {each.name for each in lineage if each.name in self._rejected and each.created_at >= latest[0].created_at}
+        kept |= {manifest.name for manifest in lineage if manifest.step in told.steps}
+        kept |= held_checkpoints(self._run_dir, self._holds)
+        kept |= {each.name for each in lineage if each.name in corrupt and _commit_order(each) >= _commit_order(latest[0])}
         newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
         counted = {manifest.name for manifest in lineage}
         doomed = [name for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))]
@@ -281,15 +287,11 @@ class CheckpointStore:
         """Whether it is gone. A hold that was taken since they were listed counts: its reader had found a valid manifest."""
         path = self._manifest_path(name)
         self._files.delete_file(path)
-        if manifest is not None and str(name) in held_checkpoints(self._run_dir):
+        if manifest is not None and str(name) in held_checkpoints(self._run_dir, self._holds):
             self._files.write(path, manifest.to_bytes())  # which are the bytes that it was read from
             return False
         self._files.delete_dir(self._directory(str(name)))
         return True
-
-    def _awaited(self, lineage: builtins.list[Manifest]) -> set[str]:
-        steps = self._run_dir.kept_steps()
-        return {manifest.name for manifest in lineage if manifest.step in steps}
 
     def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
         """Remove those of these directories that never became checkpoints and never will."""
@@ -388,3 +390,12 @@ class CheckpointStore:
 def _named(entries: Iterable[str]) -> list[CheckpointName]:
     """Of these directories those that are named as checkpoints are, oldest first."""
     return sorted(filter(None, map(CheckpointName.parse, entries)))
+
+
+def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
+    """Return a key that sorts checkpoints by the order of their commits.
+
+    No clock is asked, since ranks of different attempts may have different ones. The step alone would not do: an attempt that
+    fell back past a corrupt checkpoint commits sound ones below its step. Within an attempt steps only rise.
+    """
+    return manifest.submission, manifest.attempt, manifest.step

@@ -92,6 +92,16 @@ class ProfileOrder:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What the service tells a run's retention of its checkpoints."""
+
+    steps: frozenset[int] = frozenset()
+    """Steps whose checkpoints other runs are to begin from."""
+    corrupt: frozenset[str] = frozenset()
+    """Names of checkpoints that were found to be damaged when they were read back."""
+
+
+@dataclass(frozen=True)
 class RunDir:
     """One run's directory below ``STORAGE/runs/``. Picklable. It is also Ray Train's experiment directory."""
 
@@ -213,17 +223,26 @@ class RunDir:
         """When the run has to have ended, in unix seconds; None for a run without such. Raises CorruptFile."""
         return self._read_control(_DEADLINE, lambda found: float(found["at"]), "does not hold a deadline")
 
-    def keep_steps(self, steps: Collection[int]) -> None:
-        """Have retention leave the checkpoints of these steps alone, and of no others: other runs are to begin from them."""
-        self._write_control(_KEPT, {"steps": sorted(steps)})
+    def keep_steps(self, steps: Collection[int], corrupt: Collection[str] = ()) -> None:
+        """Have retention leave the checkpoints of these steps alone, and of no others: other runs are to begin from them.
+
+        Args:
+            corrupt: names of checkpoints that retention must not count as sound.
+        """
+        self._write_control(_KEPT, {"steps": sorted(steps), "corrupt": sorted(corrupt)})
+
+    def kept(self) -> Kept:
+        """Return what ``keep_steps`` wrote last. Raises CorruptFile."""
+
+        def read(found: Any) -> Kept:
+            corrupt = frozenset(str(name) for name in found.get("corrupt", ()))
+            return Kept(frozenset(int(step) for step in found["steps"]), corrupt)
+
+        return self._read_control(_KEPT, read, "does not say which steps to keep") or Kept()
 
     def kept_steps(self) -> frozenset[int]:
-        """What ``keep_steps`` was last told. Raises CorruptFile."""
-
-        def read(found: Any) -> frozenset[int]:
-            return frozenset(int(step) for step in found["steps"])
-
-        return self._read_control(_KEPT, read, "does not say which steps to keep") or frozenset()
+        """Return the steps of ``kept``. Raises CorruptFile."""
+        return self.kept().steps
 
     def write_probe(self, submission: int, name: str) -> None:
         """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a node's id or DRIVER_PROBE."""

@@ -68,6 +68,16 @@ class CheckpointRecords:
                     found[origin["run_id"]] = found.get(origin["run_id"], frozenset()) | {int(origin["step"])}
         return found
 
+    def corrupt(self) -> dict[str, frozenset[str]]:
+        """Return the names of damaged checkpoints by run, of runs that have not ended."""
+        damaged = select(checkpoint_checks.c.run_id, checkpoint_checks.c.name).where(checkpoint_checks.c.problem.is_not(None))
+        query = damaged.join_from(checkpoint_checks, runs).where(_IS_UNENDED)
+        found: dict[str, frozenset[str]] = {}
+        with self._database.read() as connection:
+            for run_id, name in connection.execute(query):
+                found[run_id] = found.get(run_id, frozenset()) | {name}
+        return found
+
     def unended(self) -> list[str]:
         """Ids of the runs that have not ended."""
         with self._database.read() as connection:

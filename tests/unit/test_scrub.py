@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.events import EventKind
+from service.kept_steps import KeptSteps
 from service.reconciler import scrub as scrub_module
 from service.reconciler.background import Background
 from service.reconciler.scrub import Pace, Scrubber, ScrubRule, ScrubStopped
@@ -69,6 +70,11 @@ async def test_damage_becomes_an_event_a_failure_and_a_figure(api: ApiService) -
     assert (failure["verdict"], failure["step"], failure["evidence"]["checkpoint"]) == ("storage", 20, bad.name)
     assert "train_state.pt" in failure["exception"]
     assert (await api.get(f"/v1/runs/{run_id}"))["latest_checkpoint"]["step"] == sound.step
+    published = KeptSteps(api.storage, api.runs.checkpoints)
+    published.publish()
+    run_dir = api.storage.run_dir(run_id)
+    assert run_dir.kept().corrupt == {bad.name}, "its ranks hear of it"
+    assert run_dir.checkpoints.retain(1, None) == [] and run_dir.checkpoints.list() == [sound, bad]
     states = {item["step"]: item["state"] for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]}
     assert states == {10: "committed", 20: "corrupt"}
     figures = (await api.http.get("/metrics")).text

@@ -10,7 +10,7 @@ from storage import checkpoints as checkpoints_module
 from storage import holds as holds_module
 from storage.errors import StorageFull
 from storage.filesystem import Storage
-from storage.holds import HOLD_S, CheckpointHold, held_checkpoints
+from storage.holds import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
 from storage.local_files import LocalFiles
 from storage.run_dir import RunDir
 from tests.unit.storage_places import save
@@ -34,19 +34,37 @@ def test_a_held_checkpoint_stays_until_it_is_released(run_dir: RunDir) -> None:
     assert run_dir.checkpoints.list() == [new]
 
 
-def test_a_hold_ends_by_itself_when_it_is_not_renewed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1_000_000.0]
-    monkeypatch.setattr(holds_module.time, "time", lambda: now[0])
+@pytest.mark.parametrize("skew_s", [0.0, -600.0, 600.0, 7200.0])
+def test_a_hold_ends_once_it_was_not_renewed_whatever_the_clocks_say(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    """``skew_s``: by how much the reader's wall clock is ahead of the deleter's."""
+    now, seen = [1_000_000.0], SeenHolds()
+    monkeypatch.setattr(holds_module.time, "monotonic", lambda: now[0])
     name = save(run_dir, 10).name
-    hold = CheckpointHold(run_dir, name)
+    with monkeypatch.context() as of_the_reader:
+        of_the_reader.setattr(holds_module.time, "time", lambda: now[0] + skew_s)
+        hold = CheckpointHold(run_dir, name)
+        assert held_checkpoints(run_dir, seen) == {name}
+        now[0] += HOLD_S - 1
+        assert held_checkpoints(run_dir, seen) == {name}
+        hold.renew()
     now[0] += HOLD_S - 1
-    assert held_checkpoints(run_dir) == {name}
-    hold.renew()
-    now[0] += HOLD_S - 1
-    assert held_checkpoints(run_dir) == {name}
-    now[0] += 2
-    assert held_checkpoints(run_dir) == set()
+    assert held_checkpoints(run_dir, seen) == {name}, "it was renewed"
+    now[0] += HOLD_S + 1
+    assert held_checkpoints(run_dir, seen) == set()
     assert run_dir.files.list(run_dir.holds_path()) == [], "what is void is removed"
+
+
+def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = save(run_dir, 10)
+    save(run_dir, 20)
+    hold = CheckpointHold(run_dir, old.name)
+    real = holds_module.time.time
+    monkeypatch.setattr(holds_module.time, "time", lambda: real() + 600.0)
+    assert run_dir.checkpoints.retain(1, None) == []
+    run_dir.checkpoints.verify(old.name)
+    hold.release()
 
 
 def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +73,8 @@ def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(run_dir: Run
     save(run_dir, 20)
     looks: list[CheckpointHold] = []
 
-    def look_then_hold(run_dir: RunDir) -> set[str]:
-        found = held_checkpoints(run_dir)
+    def look_then_hold(run_dir: RunDir, seen: SeenHolds) -> set[str]:
+        found = held_checkpoints(run_dir, seen)
         if not looks:
             looks.append(CheckpointHold(run_dir, old.name))
         return found
@@ -70,7 +88,7 @@ def test_what_is_no_hold_holds_nothing(run_dir: RunDir) -> None:
     name = save(run_dir, 10).name
     for file, data in ((f"{name}.1", b"{}"), (f"{name}.2", b"\xff"), ("else", b"{}")):
         run_dir.files.write(run_dir.holds_path(file), data)
-    assert held_checkpoints(run_dir) == set()
+    assert held_checkpoints(run_dir, {}) == set()
 
 
 def test_a_full_disk_can_be_read_from(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +100,4 @@ def test_a_full_disk_can_be_read_from(local_storage: Storage, monkeypatch: pytes
 
     monkeypatch.setattr(LocalFiles, "write", full)
     CheckpointHold(run_dir, name).release()
-    assert held_checkpoints(run_dir) == set()
+    assert held_checkpoints(run_dir, {}) == set()

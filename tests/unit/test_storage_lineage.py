@@ -202,7 +202,7 @@ def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName],
     unfinished=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=3),
     keep_latest=st.integers(-1, 5),
     best=st.integers(0, 20),
-    skew_s=st.lists(st.integers(-100, 100), min_size=12, max_size=12),
+    skew_s=st.lists(st.integers(-1000, 1000), min_size=12, max_size=12),
 )
 @settings(max_examples=150)
 def test_retention_keeps_what_it_must(
@@ -216,8 +216,14 @@ def test_retention_keeps_what_it_must(
     with quick_directory() as directory:
         run_dir = open_storage(directory).run_dir("run_p")
         store = run_dir.checkpoints
+        place: dict[str, tuple[int, int]] = {}
+        attempts: dict[int, tuple[int, int]] = {}
         for number, (step, submission) in enumerate(commits):
-            save(run_dir, step, submission, created_at=NOW + timedelta(seconds=number + skew_s[number]))
+            attempt, last_step = attempts.get(submission, (10 * submission, -1))
+            attempt += step <= last_step  # only a later attempt goes back
+            attempts[submission] = attempt, step
+            when = NOW + timedelta(seconds=number + skew_s[number])
+            place[save(run_dir, step, submission, created_at=when, attempt=attempt).name] = submission, number
         for submission, (step, fresh) in restored.items():
             record_restored(run_dir, submission, step, "fresh" if fresh else "checkpoint")
         for step, submission in unfinished:
@@ -235,7 +241,7 @@ def test_retention_keeps_what_it_must(
             assert deleted == []
             return
         newest = line[-1].name
-        latest = [one.name for one in sorted(line, key=lambda one: one.created_at)][-max(1, keep_latest) :]
+        latest = [one.name for one in sorted(line, key=lambda one: place[one.name])][-max(1, keep_latest) :]
         assert after >= {newest, *latest}
         kept_line = [manifest.name for manifest in line if manifest.name in after]
         assert set(kept_line) == {newest, *latest} | ({best_name} & {manifest.name for manifest in line})
@@ -268,15 +274,15 @@ def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
     assert run_dir.checkpoints.retain(3, None, None, written) == [], "three are left"
     assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[0], names[2], written.name]
     run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
-    again = save(run_dir, 30)
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest by time, and by step"
+    again = save(run_dir, 30, attempt=2)
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest by commit, and by step"
     assert run_dir.checkpoints.list() == [again, written]
 
 
 def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:
     bad = save(run_dir, 100).name
     run_dir.files.write(f"runs/run_a/checkpoints/{bad}/model.pt", b"bad")
-    sound = save(run_dir, 75)  # the attempt that fell back goes on below it
+    sound = save(run_dir, 75, attempt=2)  # the attempt that fell back goes on below it
     assert run_dir.checkpoints.retain(1, best=None) == []
     newest, rejected = run_dir.checkpoints.newest_valid()
     assert newest == sound
@@ -290,11 +296,37 @@ def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunD
         run_dir.files.write(f"runs/run_a/checkpoints/{name}/model.pt", b"bad")
     store = run_dir.checkpoints
     assert [one.name for one in store.newest_valid()[1]] == bad[::-1]
-    first = save(run_dir, 55).name
+    first = save(run_dir, 55, attempt=2).name
     assert store.retain(2, best=None) == []  # two sound ones are kept, and the evidence as long as one of them is older
-    second = save(run_dir, 58).name
+    second = save(run_dir, 58, attempt=2).name
     assert set(store.retain(2, best=None)) == {sound, *bad}
     assert [manifest.name for manifest in store.list()] == [first, second]
+
+
+@pytest.mark.parametrize("skew_s", [-600, 600])
+def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(run_dir: RunDir, skew_s: int) -> None:
+    """Rank 0 moves to a host whose clock is ten minutes off, and goes on."""
+    for step in (10, 20, 30):
+        save(run_dir, step, created_at=NOW + timedelta(seconds=step))
+    for step in (40, 50, 60):
+        written = save(run_dir, step, attempt=2, created_at=NOW + timedelta(seconds=step + skew_s))
+        assert written.name not in run_dir.checkpoints.retain(2, None, 1, written)
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 60]
+
+
+def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -> None:
+    for step in (40, 50):
+        save(run_dir, step, attempt=2)
+    written = save(run_dir, 30, attempt=1)
+    assert run_dir.checkpoints.retain(1, None, 1, written) == ["step-000000040.s001"]
+
+
+def test_what_the_service_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    run_dir.keep_steps((), corrupt=[names[2]])
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest sound one, and the evidence"
+    save(run_dir, 40)
+    assert run_dir.checkpoints.retain(1, best=None) == names[1:]
 
 
 def test_a_checkpoint_that_another_run_waits_for_is_kept(run_dir: RunDir) -> None:
