@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from everstep import (
     cli_team,
 )
 from everstep.cli_terminal import JsonOption, UrlOption, begin
+from everstep.hash_seed import fix_hash_seed
 
 app = typer.Typer(
     name="everstep",
@@ -82,6 +84,8 @@ app.command()(cli_service.demo)
 
 def main() -> None:
     """Entry point of the ``everstep`` script."""
+    if sys.argv[1:2] == ["run"]:  # trains in this process
+        fix_hash_seed()
     app()
 
 

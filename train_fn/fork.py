@@ -113,6 +113,7 @@ def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerCo
         "optimizer": _with_own_settings(unpacked(state["optimizer"]), into.optimizer.state_dict(), origin),
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "ema": averages,
+        "contents": None,  # a fork may see the same samples otherwise: augmented, say, or divided anew
         "best": _best(state, ctx),
         "parent": origin.name,
         "tail": [] if state["version"] == 1 else "[]",

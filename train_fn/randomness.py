@@ -49,6 +49,16 @@ def uniform(seed: int, epoch: int, indices: NDArray[np.int64], stream: str) -> N
     return (bits >> _U11).astype(np.float64) * 2.0**-53
 
 
+def seed_building(seed: int, purpose: int) -> None:
+    """Seed python's, numpy's and torch's global generators, those of all devices, before something of the task's is built.
+
+    Each thing has a ``purpose`` of its own, so that what one draws does not depend on how much the one before it drew.
+    """
+    keyed = key(seed, purpose)
+    torch.manual_seed(keyed)
+    _seed_all(keyed)
+
+
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed python's, numpy's and torch's global generators for one sample's transforms."""
     _seed_all(key(seed, epoch, index, 1))

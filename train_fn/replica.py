@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.collectives import Peers
+from train_fn.contents import Contents
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
@@ -25,7 +26,7 @@ from train_fn.optim import build_optimizer, drop_gradients
 from train_fn.own_code import add_to_path
 from train_fn.own_packages import bring_packages
 from train_fn.precision import Precision, autocast, build_scaler
-from train_fn.randomness import key, seed_micro_batch, torch_generators
+from train_fn.randomness import seed_building, seed_micro_batch, torch_generators
 from train_fn.sampler import MicroBatch, Sampler
 from train_fn.state import TrainState
 from train_fn.step_plans import StepPlans
@@ -48,6 +49,9 @@ from train_fn.tasks.protocol import Sum, Task
 from train_fn.volatile_buffers import Place, VolatileBuffers, is_alike, places_of
 
 logger = logging.getLogger(__name__)
+
+_MODEL, _TASK, _DATASETS, _OPTIMIZER = 6, 8, 9, 10
+"""Purposes of the draws while each is built (``seed_building``)."""
 
 
 class StepModule(nn.Module):
@@ -242,9 +246,12 @@ def build_replica(ctx: WorkerContext) -> Replica:
     bring_packages(ctx)
     if spec.code is not None:
         add_to_path(ctx.run_dir.storage, spec.code.archive)
+    seed_building(train.seed, _TASK)
     task = build_task(spec)
+    seed_building(train.seed, _DATASETS)
     datasets = checked_datasets(task, task.build_datasets())
-    torch.manual_seed(key(train.seed, 6))
+    contents = Contents(datasets)
+    seed_building(train.seed, _MODEL)
     model = checked_model(task, task.build_model()).to(ctx.device)
     in_eval = set_modes_for_training(model)
     if in_eval:
@@ -253,6 +260,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
     train_set, sampler = _training_data(ctx, task, datasets["train"])
     build_own = getattr(task, "build_optimizer", None)
+    seed_building(train.seed, _OPTIMIZER)
     optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
     state = TrainState(
         model,
@@ -261,6 +269,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         Ema(model, train.ema_decay) if train.ema_decay is not None else None,
         steps_per_epoch=sampler.steps_per_epoch,
         fingerprint=train_set.fingerprint,
+        contents=contents,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
         data_source=told(task, "build_datasets") if spec.code is not None else None,
     )

@@ -15,12 +15,14 @@ from storage.lineage import attempt_starts, told_checkpoints
 from storage.run_dir import CheckpointName
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.collectives import Peers
+from train_fn.contents import DRAW_ALIKE, alike, few, sketch_weights
 from train_fn.context import WorkerContext
 from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
-from train_fn.errors import DataChanged, Replaced
+from train_fn.errors import BadTask, DataChanged, Replaced
 from train_fn.fork import Origin, read_origin
 from train_fn.replica import Replica
 from train_fn.snapshot import Label, snapshot_store
+from train_fn.tasks.checks import told
 from train_fn.tensor_tree import put_together, shapes, take_apart
 
 CHUNK_BYTES = 32 << 20
@@ -51,11 +53,13 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
 
     Raises:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
+        BadTask: the model is not the same on all ranks.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
         StorageError: the storage could not be asked for checkpoints, or has lost all that the run had.
     """
     _check_data(replica)
     restored, state = _find(ctx, replica)
+    _check_weights(replica, fresh=restored.source == "fresh")
     replica.join()
     mine = replica.state.state_dict() if restored.source == "fresh" else state
     replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
@@ -142,9 +146,9 @@ def _find_durable(
     state = None
     if replica.peers.rank == 0:
         try:
-            told = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
+            known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
             read = partial(load_checkpoint, ctx.run_dir)
-            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=told)
+            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=known)
             bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)
@@ -208,10 +212,56 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _check_data(replica: Replica) -> None:
     """Every rank must train on the same data, or an epoch would not be what it says."""
-    fingerprints = replica.peers.gather(replica.state.fingerprint)
+    peers, state = replica.peers, replica.state
+    fingerprints = peers.gather(state.fingerprint)
     if len(set(fingerprints)) > 1:
-        told = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints))
-        raise DataChanged(f"{replica.state.data_name} differs between nodes ({told}); make it the same on all")
+        each = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints))
+        raise DataChanged(f"{state.data_name} differs between nodes ({each}); make it the same on all")
+    if peers.alone or state.contents is None:
+        return
+    contents = state.contents
+    differing = peers.gather(contents.differing(peers.share(contents.sketches, 0)))
+    suspects = sorted({name for names in differing for name in names})
+    if not suspects:
+        return
+    unstable = {name for names in peers.gather(contents.unstable(suspects)) for name in names}
+    contents.forget(unstable)
+    differing = [[name for name in names if name not in unstable] for names in differing]
+    set_orders = peers.gather(hash("everstep"))
+    for rank, names in enumerate(differing):
+        if names:
+            raise DataChanged(
+                f"{state.data_name} differs between ranks: rank {rank} has another {few(names)} than rank 0. In build_datasets "
+                f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
+            )
+
+
+def _check_weights(replica: Replica, *, fresh: bool) -> None:
+    """Every rank must have built the same model. Of what a state brings, what was built does not matter."""
+    peers = replica.peers
+    if peers.alone:
+        return
+    mine = sketch_weights(replica.state.model, all_of_it=fresh)
+    theirs = peers.share(mine, 0)
+    names = [name for name in {**theirs, **mine} if name not in mine or name not in theirs or not alike(mine[name], theirs[name])]
+    set_orders = peers.gather((few([f"`{name}`" for name in names]), hash("everstep")))
+    for rank, (named, set_order) in enumerate(set_orders):
+        if named:
+            raise BadTask(
+                f"{told(replica.task, 'build_model')} built another model on rank {rank} than on rank 0: {named} "
+                f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model {DRAW_ALIKE}, and let all nodes "
+                f"read the same files{_set_order(set_order != set_orders[0][1])}"
+            )
+
+
+def _set_order(differs: bool) -> str:
+    """A likely cause, where interpreters list sets in another order."""
+    if not differs:
+        return ""
+    return (
+        ". Sets are listed in another order on that rank than on rank 0: have the operator set PYTHONHASHSEED=0 where nodes are "
+        "started, or sort them"
+    )
 
 
 def _event(replica: Replica, restored: Restored) -> dict[str, Any]:

@@ -12,6 +12,11 @@ Exit codes: 0 when all steps are done, 1 when training failed, 2 for a wrong req
 
 from __future__ import annotations
 
+from everstep.hash_seed import fix_hash_seed
+
+if __name__ == "__main__":
+    fix_hash_seed()  # before torch is imported: the program may begin again
+
 import argparse
 import logging
 import os

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from train_fn.contents import DRAW_ALIKE, Contents, few
 from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.event_tail import EventTail
@@ -48,6 +49,7 @@ class TrainState:
         *,
         steps_per_epoch: int,
         fingerprint: str,
+        contents: Contents | None = None,
         bookmarks: Bookmarks | None = None,
         data_source: str | None = None,
     ) -> None:
@@ -59,6 +61,8 @@ class TrainState:
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
+        self.contents = contents
+        """Sketches of a few samples; None where nothing is compared."""
         self.data_name = f"the training data of {data_source}" if data_source else "the training data"
         """In words; of a user's task with the method that made it, its file and line."""
         self.bookmarks = bookmarks
@@ -101,6 +105,7 @@ class TrainState:
             "closed_epochs": self.closed_epochs,
             "evaluated_step": self.evaluated_step,
             "fingerprint": self.fingerprint,
+            "contents": self.contents.dump() if self.contents else None,
             "ledger": self.ledger.state_dict(),
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
@@ -133,6 +138,7 @@ class TrainState:
                 f"{self.data_name} has another length since step {state['step']}, though it calls itself {self.fingerprint} as "
                 "before. Put the data back as it was, or start a new run"
             )
+        self._check_contents(state)
         self.complete = False
         self.model.load_state_dict(state["model"])
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
@@ -152,6 +158,20 @@ class TrainState:
         self.parent = state["parent"]
         self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
         self.complete = True
+
+    def _check_contents(self, state: dict[str, Any]) -> None:
+        """Raise DataChanged where samples are not what they were when the state was left; an older state does not say."""
+        if self.contents is None or not state.get("contents"):
+            return
+        changed = self.contents.differing(json.loads(state["contents"]))
+        unstable = self.contents.unstable(changed)
+        self.contents.forget(unstable)
+        changed = [name for name in changed if name not in unstable]
+        if changed:
+            raise DataChanged(
+                f"{self.data_name} changed since step {state['step']}: not the same: {few(changed)}. Put the data back as it was, "
+                f"or start a new run. If nothing was changed, each process builds other data: {DRAW_ALIKE}"
+            )
 
 
 class _Commit:

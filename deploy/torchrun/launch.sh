@@ -33,7 +33,8 @@ trap stop INT TERM
 
 for node in "${!hosts[@]}"; do
     # Without it ranks that are started again may read where those before them met, and look for them there.
-    command=(env "PYTHONUNBUFFERED=1" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    # Sets are listed in one order by all ranks.
+    command=(env "PYTHONUNBUFFERED=1" "PYTHONHASHSEED=0" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     [ -z "${IFACE:-}" ] || command+=("GLOO_SOCKET_IFNAME=$IFACE" "NCCL_SOCKET_IFNAME=$IFACE")
     command+=("$python" -m torch.distributed.run
         --nnodes "${#hosts[@]}" --node-rank "$node" --nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-3}"

@@ -67,6 +67,8 @@ _DEFAULTS = {
     # Train aborts cleanly on SIGINT only.
     "RAY_JOB_STOP_SIGNAL": "SIGINT",
     "RAY_JOB_STOP_WAIT_TIME_S": "10",
+    # Sets are listed in one order by all ranks and in all attempts: data and weights may be built from them.
+    "PYTHONHASHSEED": "0",
     # One machine, no network between: a silent node is a dead one.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",

@@ -103,6 +103,11 @@ def test_the_operators_timers_stay() -> None:
     assert environment({})["RAY_health_check_period_ms"] == "500"
 
 
+def test_all_ranks_list_sets_in_one_order_which_the_operator_may_choose() -> None:
+    assert environment({})["PYTHONHASHSEED"] == "0"
+    assert environment({"PYTHONHASHSEED": "12"})["PYTHONHASHSEED"] == "12"
+
+
 def test_ray_s_dashboard_tracks_trainings_and_shows_the_operators_grafana() -> None:
     theirs = {"RAY_GRAFANA_HOST": "http://grafana:3000", "RAY_PROMETHEUS_HOST": "http://prometheus:9090"}
     made = environment(theirs)

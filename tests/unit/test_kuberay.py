@@ -127,7 +127,9 @@ def test_what_pods_mount_exists() -> None:
 def test_ray_s_own_settings_are_those_of_the_compose_file() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-ray-environment"]
     other_there = re.compile("RAY_AUTH_TOKEN_PATH|RAY_.*TLS")  # pods' addresses can be in no certificate
-    settings = {name: value for name, value in compose.items() if name.startswith("RAY_") and not other_there.match(name)}
+    settings = {
+        name: value for name, value in compose.items() if name.startswith(("RAY_", "PYTHON")) and not other_there.match(name)
+    }
     assert settings
     for pod in list(pods())[:-1]:
         found = environment(pod)

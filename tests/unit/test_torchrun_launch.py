@@ -45,6 +45,7 @@ def test_every_host_runs_its_part_of_one_rendezvous(seen: Path) -> None:
     assert options[0]["--rdzv-id"] == options[1]["--rdzv-id"]
     for words, found in zip(commands, options, strict=True):
         assert (found["--nnodes"], found["--nproc-per-node"], found["--rdzv-endpoint"]) == ("2", "4", "one:29500")
+        assert "PYTHONHASHSEED=0" in words
         assert "NCCL_SOCKET_IFNAME=eth1" in words
         assert words[-5:] == ["-m", "train_fn.standalone", "a spec.yaml", "--set", "name=it's mine"]
 
