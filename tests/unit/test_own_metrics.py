@@ -13,6 +13,8 @@ from train_fn.errors import BadTask
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 from train_fn.torchvision_ops import declare_missing_ops
 
+pytestmark = pytest.mark.own_process
+
 declare_missing_ops()  # as before any code of a user's is imported: torchmetrics imports torchvision
 torchmetrics = importlib.import_module("torchmetrics")
 classification = importlib.import_module("torchmetrics.classification")

@@ -36,6 +36,8 @@ from train_fn.own_code import add_to_path, load_named
 from train_fn.rank_error import ErrorKind, RankError, describe_error
 from train_fn.tasks import own
 
+pytestmark = pytest.mark.own_process
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

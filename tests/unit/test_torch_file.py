@@ -13,6 +13,8 @@ import torch
 from train_fn import torch_file
 from train_fn.torch_file import FormFile, save, without_checksums
 
+pytestmark = pytest.mark.own_process
+
 SERIAL = ".data/serialization_id"
 DESCRIPTOR_LIKE = torch.tensor([0x08074B50, 0, 0, 0], dtype=torch.int32)
 """Sixteen bytes that look like the descriptor of a record of no bytes."""

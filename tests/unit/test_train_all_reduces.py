@@ -19,6 +19,8 @@ from train_fn.collectives import end_process_group
 from train_fn.loop import Attempt
 from train_fn.replica import wrap
 
+pytestmark = pytest.mark.own_process
+
 
 @pytest.fixture(autouse=True)
 def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

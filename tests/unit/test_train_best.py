@@ -23,6 +23,8 @@ from train_fn.loop import train
 from train_fn.replica import Replica
 from train_fn.saver import Saver
 
+pytestmark = pytest.mark.own_process
+
 EPOCH = 9
 """Steps: of 90 samples in global batches of 10."""
 SPEC = RunSpec.model_validate(

@@ -21,6 +21,8 @@ from train_fn.errors import StepFailed
 from train_fn.loop import train
 from train_fn.saver import Saver
 
+pytestmark = pytest.mark.own_process
+
 SPEC = RunSpec.model_validate(
     {
         "name": "buffers",

@@ -27,6 +27,8 @@ from train_fn.errors import DataMissing
 from train_fn.loader import KeyedDataset, Loader, num_loader_workers
 from train_fn.sampler import MicroBatch, Sampler
 
+pytestmark = pytest.mark.own_process
+
 CPU = torch.device("cpu")
 
 

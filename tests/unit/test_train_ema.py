@@ -10,6 +10,8 @@ from torch import nn
 
 from train_fn.ema import Ema
 
+pytestmark = pytest.mark.own_process
+
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)

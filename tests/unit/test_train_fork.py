@@ -25,6 +25,8 @@ from train_fn.errors import StepFailed
 from train_fn.loop import train
 from train_fn.saver import Saver
 
+pytestmark = pytest.mark.own_process
+
 STEPS_PER_EPOCH = 9
 """Of 90 samples in global batches of 10."""
 FORK_STEP = 12

@@ -19,6 +19,8 @@ from train_fn import node_dir, snapshot
 from train_fn.context import WorkerContext
 from train_fn.snapshot import leave_snapshot, snapshot_store
 
+pytestmark = pytest.mark.own_process
+
 SPEC = RunSpec.model_validate(
     {"name": "left", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from storage.run_dir import Stop
 from train_fn.collectives import Peers
 from train_fn.ledger import Count, Ledger, difference, sample_hashes
 from train_fn.step_totals import Carrier, StepTotals, expected
+
+pytestmark = pytest.mark.own_process
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 

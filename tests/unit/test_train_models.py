@@ -10,6 +10,8 @@ from train_fn.models.mini_resnet import MiniResNet
 from train_fn.tasks.image_classification import ImageClassification
 from train_fn.torchvision_ops import torchvision_models
 
+pytestmark = pytest.mark.own_process
+
 
 def make_task(model: dict[str, object], data: str = "digits") -> ImageClassification:
     spec = {"name": "image_classification", "model": model, "data": {"name": data}}

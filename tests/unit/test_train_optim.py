@@ -25,6 +25,8 @@ from train_fn import optim
 from train_fn.errors import BadTask
 from train_fn.optim import Packer, build_optimizer, drop_gradients, lr_factor, set_lr, unpacked
 
+pytestmark = pytest.mark.own_process
+
 
 def test_warm_up_rises_to_the_peak() -> None:
     spec = ConstantScheduleSpec(warmup_steps=4)

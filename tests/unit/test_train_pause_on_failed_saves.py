@@ -17,6 +17,8 @@ from tests.unit.one_rank import journal_of, one_rank
 from train_fn import loop, save_failures
 from train_fn.context import WorkerContext
 
+pytestmark = pytest.mark.own_process
+
 SPEC = {
     "name": "paused",
     "task": {"name": "image_classification", "model": {"name": "mini_resnet", "args": {"width": 4}}, "data": {"name": "digits"}},

@@ -11,6 +11,8 @@ from train_fn.errors import BadTask, DataMissing
 from train_fn.models.pretrained import load_weights
 from train_fn.torchvision_ops import torchvision_models
 
+pytestmark = pytest.mark.own_process
+
 
 def resnet(num_classes: int, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)

@@ -35,6 +35,8 @@ from train_fn.snapshot import SnapshotStore, leave_snapshot, publish_snapshot, s
 from train_fn.state import TrainState, digest
 from train_fn.tensor_tree import copy_to_cpu, size_bytes
 
+pytestmark = pytest.mark.own_process
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 

@@ -27,6 +27,8 @@ from train_fn.local_journal import open_local_journal
 from train_fn.loop import train
 from train_fn.saver import Saver
 
+pytestmark = pytest.mark.own_process
+
 STEPS_PER_ATTEMPT = 8
 NAMES = [f"step-{step:09d}.s001" for step in (4, 8)]
 

@@ -30,6 +30,8 @@ from train_fn.errors import CheckpointFailed
 from train_fn.saver import Saver
 from train_fn.state import TrainState
 
+pytestmark = pytest.mark.own_process
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from train_fn.loop import train
 from train_fn.saver import Saver
 from train_fn.state import digest
 
+pytestmark = pytest.mark.own_process
+
 STEPS = 45
 """Five epochs of 90 samples in global batches of 10."""
 SETTLED_EVERY_STEPS = 5

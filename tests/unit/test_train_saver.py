@@ -38,6 +38,8 @@ from train_fn.saver import WRITER_NICENESS, Saver
 from train_fn.state import Best, TrainState
 from train_fn.tensor_tree import size_bytes, take_apart
 
+pytestmark = pytest.mark.own_process
+
 
 def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
     spec = RunSpec.model_validate(

@@ -25,6 +25,8 @@ from train_fn.snapshot import Label, SnapshotStore
 from train_fn.state import Best, TrainState, digest
 from train_fn.tensor_tree import copy_to_cpu, put_together, size_bytes, take_apart
 
+pytestmark = pytest.mark.own_process
+
 
 def make_state(seed: int = 0, *, fingerprint: str = "data", num_steps: int = 0) -> TrainState:
     torch.manual_seed(seed)

@@ -18,6 +18,8 @@ from train_fn.sampler import MicroBatch
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import BOOKMARK_STEPS, Bookmarks, StreamSet, WholePass
 
+pytestmark = pytest.mark.own_process
+
 CPU = torch.device("cpu")
 
 

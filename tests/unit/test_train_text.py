@@ -16,6 +16,8 @@ from train_fn.errors import DataMissing
 from train_fn.models.gpt import Gpt
 from train_fn.tasks.language_modeling import LanguageModeling
 
+pytestmark = pytest.mark.own_process
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Helpers that tests share. Nothing in here is a test."""
