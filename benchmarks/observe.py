@@ -33,6 +33,7 @@ from everstep.runs import RunHandle
 from service.db.tables import metrics
 from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
+from tests.browser.log_in import session_cookie, session_of
 from tests.browser.story import story_token, tell
 from tests.service_process import ServiceProcess, wait_for
 from tests.unit.api_service import ApiService
@@ -100,7 +101,7 @@ async def _watch_page(service: ServiceProcess, run_id: str) -> list[tuple[int, f
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
         context = await browser.new_context(base_url=service.url)
-        await context.add_cookies([{"name": COOKIE, "value": service.token, "url": service.url}])
+        await context.add_cookies([await session_cookie(service.url, service.token)])
         page = await context.new_page()
         await page.goto(f"/runs/{run_id}")
         await page.locator("figure.chart").first.wait_for()
@@ -122,7 +123,7 @@ async def page_of_a_million(repeats: int) -> dict[str, Any]:
             run_id = (await tell(api)).running
             await asyncio.to_thread(fill, api, run_id)
             token = story_token(api)
-            async with httpx.AsyncClient(base_url=api.url, cookies={COOKIE: token}, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=api.url, cookies={COOKIE: await session_of(api.url, token)}, timeout=60) as http:
                 for _ in range(repeats):
                     for name, address in (("html_s", f"/runs/{run_id}"), ("curves_s", f"/runs/{run_id}/curves.json")):
                         began = time.perf_counter()
@@ -132,7 +133,7 @@ async def page_of_a_million(repeats: int) -> dict[str, Any]:
                 browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
                 for _ in range(repeats):
                     context = await browser.new_context(base_url=api.url)
-                    await context.add_cookies([{"name": COOKIE, "value": token, "url": api.url}])
+                    await context.add_cookies([await session_cookie(api.url, token)])
                     times["drawn_s"].append(await _drawn_s(await context.new_page(), f"/runs/{run_id}"))
                     await context.close()
                 await browser.close()

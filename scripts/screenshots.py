@@ -13,8 +13,8 @@ from pathlib import Path
 
 from playwright.async_api import async_playwright
 
-from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
+from tests.browser.log_in import session_cookie
 from tests.browser.story import Story, story_token, tell
 from tests.unit.api_service import ApiService
 
@@ -50,7 +50,7 @@ async def take(directory: Path, *, every: bool) -> None:
             browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
             for theme in ("light", "dark"):
                 context = await browser.new_context(base_url=api.url, viewport={"width": 1280, "height": 800}, color_scheme=theme)
-                await context.add_cookies([{"name": COOKIE, "value": story_token(api), "url": api.url}])
+                await context.add_cookies([await session_cookie(api.url, story_token(api))])
                 page = await context.new_page()
                 for name, address in pages(story).items():
                     if not every and README_SHOTS.get(name) != theme:

@@ -80,10 +80,11 @@ def create_app(context: ApiContext) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The event feed, and the notes of when tokens are used, as tasks."""
+    """Run the event feed, the confirmation of its followers, and the notes of when tokens are used, as tasks."""
     context: ApiContext = app.state.context
     tasks = [
         asyncio.create_task(context.feed.run(), name="event-feed"),
+        asyncio.create_task(context.followers.run(), name="followers"),
         asyncio.create_task(context.token_use.run(), name="token-use"),
     ]
     try:

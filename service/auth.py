@@ -38,6 +38,9 @@ class Principal:
     role: Role
     project: str | None
     """The one project that it reaches; None reaches all."""
+    sha256: str
+    """Of the secret that came with the request: a token, or a browser's session."""
+    by_session: bool = False
 
     def reaches(self, project: str) -> bool:
         return self.project is None or self.project == project
@@ -55,9 +58,6 @@ class Principal:
 @dataclass(frozen=True)
 class Claimant(Principal):
     """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says whether it still is."""
-
-    sha256: str
-    """Of the token's secret."""
 
     @property
     def claim(self) -> Claim:
@@ -81,7 +81,7 @@ async def principal(request: Request, context: Context, credentials: Credentials
     """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
     secret = _secret(credentials)
     found = None if secret is None else await context.database_look(context.tokens.find, secret)
-    return _admitted(request, context, found)
+    return admitted(request, context, found)
 
 
 def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
@@ -97,7 +97,17 @@ def _unauthorized() -> ProblemError:
     )
 
 
-def _admitted(request: Request, context: ApiContext, found: TokenRow | None) -> Principal:
+def admitted(request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None) -> Principal:
+    """Return whom a token that was found stands for, and note the call.
+
+    Args:
+        request: What is asked.
+        context: The service's.
+        found: The token; None is none that is valid.
+        session: SHA-256 of the browser's session that led to the token; None where the token itself came.
+
+    Raises 401 without a token, 429 for one that asks too often.
+    """
     if found is None:
         raise _unauthorized()
     wait_s = context.rate_limit.wait_s(found.id)
@@ -110,7 +120,7 @@ def _admitted(request: Request, context: ApiContext, found: TokenRow | None) -> 
         entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
         entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
         entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
-    return Principal(found.id, found.name, found.role, found.project)
+    return Principal(found.id, found.name, found.role, found.project, session or found.sha256, session is not None)
 
 
 Caller = Annotated[Principal, Depends(principal)]
@@ -123,10 +133,10 @@ async def claimant(request: Request, context: Context, credentials: Credentials)
     found = None if digest is None else context.known_tokens.get(digest)
     if found is None and secret is not None:
         found = await context.database_look(context.tokens.find, secret)
-    caller = _admitted(request, context, found)
+    caller = admitted(request, context, found)
     assert found is not None
     context.known_tokens.keep(found)
-    return Claimant(**vars(caller), sha256=found.sha256)
+    return Claimant(**vars(caller))
 
 
 CallerToConfirm = Annotated[Claimant, Depends(claimant)]
@@ -152,7 +162,7 @@ async def seen_run(run_id: RunPath, request: Request, context: Context, credenti
     token, found = (None, None)
     if secret is not None:
         token, found = await context.database_look(context.tokens.find_with_run, secret, run_id)
-    caller = _admitted(request, context, token)
+    caller = admitted(request, context, token)
     if found is None or not caller.reaches(found[0].project):
         raise not_found(f"run {run_id} does not exist")
     return found

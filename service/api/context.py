@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
+from service.api.followers import Followers
 from service.api.kept_answers import KeptAnswers
 from service.api.known_tokens import KnownTokens
 from service.api.log_views import LogViews
@@ -26,6 +27,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.series import SeriesStore
+from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
 from service.deployment_checks import DeploymentChecks
 from service.figures import RunFigures
@@ -101,6 +103,7 @@ class ApiContext:
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
         self.tokens = TokenStore(database, clock)
+        self.sessions = SessionStore(database, clock)
         self.projects = ProjectStore(database, clock)
         self.audit = AuditStore(database, clock)
         database.companion = self.audit.join
@@ -112,6 +115,7 @@ class ApiContext:
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
         self._writes = WriteQueue(database)
         self.feed = EventFeed(self)
+        self.followers = Followers(self)
         self.logs = LogViews(self)
         self.readiness = ReadinessCheck(self)
         self.token_use = TokenUse(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -96,7 +96,7 @@ class EventFeed:
             tail.head, tail.status = head, RunStatus(status)
             tail.wake()
 
-    async def follow(self, run_id: str, after: int) -> AsyncIterator[bytes]:
+    async def follow(self, run_id: str, after: int) -> AsyncGenerator[bytes]:
         """Frames of every event behind ``after``, then of new ones as they come, until the run has ended or is deleted."""
         tail = await self._attach(run_id)
         if tail is None:

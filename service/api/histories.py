@@ -14,7 +14,7 @@ from service.api.context import Context
 from service.api.last_lines import with_last_lines
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
-from service.auth import VisibleRun
+from service.auth import Caller, VisibleRun
 from service.projections import attempts, failures, samples, stragglers
 from service.projections.goodput import TimeLedger
 
@@ -34,6 +34,7 @@ async def get_events(
     request: Request,
     run: VisibleRun,
     context: Context,
+    caller: Caller,
     after: After = 0,
     limit: EventLimit = 200,
     cursor: Cursor = None,
@@ -45,7 +46,7 @@ async def get_events(
     honours `Last-Event-ID`, and ends after the event that ends the run.
     """
     if sse.wanted(request):
-        return sse.response(context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
+        return sse.response(context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
     found = await context.database_call(context.events.after, run.id, position(cursor, after), limit + 1)
     items = tuple(event_answer(row) for row in found[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)

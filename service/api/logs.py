@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -14,7 +14,7 @@ from service.api.context import ApiContext, Context
 from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
-from service.auth import VisibleRun
+from service.auth import Caller, VisibleRun
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
@@ -32,6 +32,7 @@ async def get_logs(
     request: Request,
     run: VisibleRun,
     context: Context,
+    caller: Caller,
     rank: Annotated[int | None, Query(ge=0, le=2**31, description="Lines of this rank only.")] = None,
     attempt: Annotated[
         int | None, Query(ge=0, le=2**31, description="Lines of this attempt only; the driver's are attempt 0.")
@@ -50,12 +51,12 @@ async def get_logs(
     view = context.logs.view(run.id, rank, attempt)
     if follow or sse.wanted(request):
         start = sse.resume_after(last_event_id, position(cursor, after))
-        return sse.response(_follow(context, run.id, view, start, until_ended=follow))
+        return sse.response(context, caller, _follow(context, run.id, view, start, until_ended=follow))
     lines = await view.read(position(cursor, after), limit)
     return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if view.holds_more(lines) else None)
 
 
-async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool) -> AsyncIterator[bytes]:
+async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool) -> AsyncGenerator[bytes]:
     """Frames of lines behind ``after``; new ones as they come, where asked for, until the run has ended or is deleted."""
     quiet_s = 0.0
     while not context.feed.closed:

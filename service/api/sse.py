@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated, Final
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Final
 
 from fastapi import Header, Request
 from fastapi.responses import StreamingResponse
 
 from service.problems import invalid_request
+
+if TYPE_CHECKING:
+    from service.api.context import ApiContext
+    from service.auth import Principal
 
 MEDIA_TYPE: Final = "text/event-stream"
 HEARTBEAT_S: Final = 5.0
@@ -38,5 +42,7 @@ def resume_after(last_event_id: str | None, after: int) -> int:
     return int(last_event_id)
 
 
-def response(frames: AsyncIterator[bytes]) -> StreamingResponse:
+def response(context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]) -> StreamingResponse:
+    """Answer with a stream, which ends when the caller's token or session does."""
+    frames = context.followers.confirmed(caller, frames)
     return StreamingResponse(frames, media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

@@ -171,6 +171,17 @@ tokens = Table(
     UniqueConstraint("sha256"),
 )
 
+sessions = Table(  # log-ins of browsers
+    "sessions",
+    metadata,
+    Column("sha256", String(64), primary_key=True),  # of the cookie
+    Column("token_id", String(32), ForeignKey("tokens.id", ondelete="CASCADE"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Index(None, "token_id", "created_at"),
+    Index(None, "expires_at"),
+)
+
 projects = Table(
     "projects",
     metadata,

@@ -6,11 +6,11 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, String, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, Select, String, bindparam, delete, insert, or_, select, update
 
 from service.db.audit import note_target
 from service.db.engine import Database
@@ -38,6 +38,12 @@ _STILL_HOLDS: Final = (
     )
     .scalar_subquery()
 )
+_STILL_VALID: Final = select(tokens.c.sha256).where(
+    tokens.c.sha256.in_(bindparam("digests", expanding=True)),
+    tokens.c.revoked_at.is_(None),
+    or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
+)
+_CHUNK: Final = 500
 CLAIM_HOLDS: Final = _STILL_HOLDS.is_not(None)
 """Whether a claim holds, as a column beside what is asked for it; its parameters are a claim's ``values``."""
 _HOLDS: Final = select(CLAIM_HOLDS)
@@ -71,6 +77,15 @@ def new_secret() -> str:
 def sha256_of(secret: str) -> str:
     """What is stored of a token. It has 256 random bits, so a fast hash cannot be searched."""
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def valid_digests(database: Database, query: Select[Any], digests: Iterable[str], now: float) -> set[str]:
+    """Return those of many SHA-256 that a query for ``digests`` finds valid at ``now``."""
+    wanted, found = list(digests), set[str]()
+    with database.look() as connection:
+        for start in range(0, len(wanted), _CHUNK):
+            found.update(connection.execute(query, {"digests": wanted[start : start + _CHUNK], "now": now}).scalars())
+    return found
 
 
 class TokenStore:
@@ -151,6 +166,10 @@ class TokenStore:
         with self._database.look() as connection:
             found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         return None if found is None else self._accepted(TokenRow(*found), digest)
+
+    def still_valid(self, digests: Iterable[str]) -> set[str]:
+        """Return those of these SHA-256 that belong to valid tokens."""
+        return valid_digests(self._database, _STILL_VALID, digests, self._clock())
 
     def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
         """The same, and a run, by one question to the database: nearly all requests about one run ask for no more."""

@@ -38,7 +38,7 @@ INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "HOSTNAME", "TMPDIR", "TEMP", "TMP"),
     *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"),
     *("PYTHON*", "MALLOC_*", "GLIBC_TUNABLES", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*"),
     *("TORCH*", "PYTORCH_*", "TRITON_*", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "HIP_*", "HSA_*", "ROCR_*"),

@@ -159,6 +159,8 @@ def become_worker(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    # The server's own handler writes to the worker's stderr as it was opened, past what takes secrets out of a rank's output.
+    logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
     tempfile.tempdir = None  # looked up before, in another environment
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)

@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 from service.api.context import Context
 from service.problems import ProblemError
 from service.web.rendering import PageRoute, page
-from service.web.session import CheckedForm, holder, local_path, log_in, log_out, read_form
+from service.web.session import CheckedForm, cookie_of, local_path, log_in, log_out_of_browser, read_form
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -28,20 +28,21 @@ async def get_log_in(request: Request, next: str | None = None) -> Response:
 @router.post("/login")
 async def post_log_in(request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]) -> Response:
     secret, target = form.get("token", "").strip(), local_path(form.get("next"))
+    response = RedirectResponse(target, 303)
     try:
-        await holder(request, context, secret)
+        await log_in(request, response, context, secret)
     except ProblemError as exc:
         if exc.status != 401:
             raise
         problem = "This token is not valid: unknown, expired or revoked." if secret else "Enter a token."
         return page(request, "login.html", None, 401, target=target, problem=problem)
-    response = RedirectResponse(target, 303)
-    log_in(request, response, secret)
     return response
 
 
 @router.post("/logout")
-async def post_log_out(_form: CheckedForm) -> Response:
+async def post_log_out(request: Request, context: Context, _form: CheckedForm) -> Response:
+    """Ends the session, wherever its cookie was copied to."""
+    await context.database_call(context.sessions.end, cookie_of(request))
     response = RedirectResponse("/login", 303)
-    log_out(response)
+    log_out_of_browser(request, response)
     return response

@@ -21,7 +21,7 @@ from service.auth import Principal
 from service.problems import ProblemError, as_problem
 from service.web import words
 from service.web.assets import asset_url
-from service.web.session import COOKIE, CSRF_FIELD, csrf_token
+from service.web.session import CSRF_FIELD, cookie_of, csrf_token
 
 logger = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ def page(request: Request, template: str, caller: Principal | None, /, status: i
     theme = request.cookies.get(THEME_COOKIE)
     text = _environment.get_template(template).render(
         caller=caller,
-        csrf=partial(csrf_token, request.cookies.get(COOKIE, "")),
+        csrf=partial(csrf_token, cookie_of(request)),
         theme=theme if theme in ("light", "dark") else "auto",
         now=datetime.fromtimestamp(context.clock(), UTC),
         path=request.url.path,

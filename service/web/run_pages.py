@@ -135,10 +135,11 @@ async def get_curves(
 async def get_stream(
     run: WebRun,
     context: Context,
+    caller: WebCaller,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: sse.LastEventId = None,
 ) -> StreamingResponse:
-    return sse.response(context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
+    return sse.response(context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
 
 
 @router.get("/checkpoints")

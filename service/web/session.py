@@ -1,8 +1,9 @@
 """Who looks at a page: the log-in cookie, and the proof that a form came from one of our pages.
 
-The cookie holds the user's own token, so that a token which is revoked or expires ends its log-ins at once, and a service that
-starts anew keeps them. Scripts cannot read it (HttpOnly), and other sites' forms and requests do not carry it (SameSite=Lax).
-Every form carries a salted MAC under that token besides, and must come from this origin where the browser tells.
+The cookie names a session in the database, so that it is worth nothing elsewhere, a service that starts anew keeps its log-ins, and
+they end with the token that they were made with. Scripts cannot read it (HttpOnly), other sites' forms and requests do not carry it
+(SameSite=Lax), and over TLS no other host or plain connection can set it (``__Host-``). Every form carries a salted MAC under the
+cookie besides, and must come from this origin where the browser tells.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Annotated, Final, cast
+from typing import Annotated, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request, Response
@@ -18,25 +19,35 @@ from fastapi.security import HTTPAuthorizationCredentials
 
 from service.api.context import ApiContext, Context
 from service.api.spec_body import MAX_BODY_BYTES
-from service.auth import Principal, controlled_run, principal, visible_run
+from service.auth import Principal, admitted, controlled_run, principal, visible_run
 from service.db.rows import RunRow
+from service.db.sessions import LASTS_S
+from service.db.tokens import sha256_of
 from service.problems import ProblemError
 
 COOKIE: Final = "everstep_session"
+"""Name of the cookie on a plain connection, as to this machine. It held a token once."""
+SECURE_COOKIE: Final = f"__Host-{COOKIE}"
 CSRF_FIELD: Final = "csrf"
-_LASTS_S: Final = 30 * 24 * 3600
 _SALT_BYTES: Final = 16
+
+
+def cookie_of(request: Request) -> str:
+    """Return the session's secret as the browser sent it; empty where it has none."""
+    return request.cookies.get(SECURE_COOKIE if _is_secure(request) else COOKIE, "")
+
+
+def _is_secure(request: Request) -> bool:
+    return request.url.scheme == "https"
 
 
 async def web_caller(request: Request, context: Context) -> Principal:
     """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in page."""
-    request.state.caller = await holder(request, context, request.cookies.get(COOKIE, ""))
-    return cast(Principal, request.state.caller)
-
-
-async def holder(request: Request, context: ApiContext, secret: str) -> Principal:
-    """Whom a token stands for, as the API finds it. Raises 401 where it is not valid."""
-    return await principal(request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=secret))
+    secret = cookie_of(request)
+    found = await context.database_look(context.sessions.find, secret) if secret else None
+    caller = admitted(request, context, found, sha256_of(secret))
+    request.state.caller = caller
+    return caller
 
 
 WebCaller = Annotated[Principal, Depends(web_caller)]
@@ -58,15 +69,22 @@ async def web_controlled_run(run: WebRun, caller: WebCaller) -> RunRow:
 ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
 
 
-def log_in(request: Request, response: Response, secret: str) -> None:
-    """Set the cookie; for secure connections only where this is one."""
-    response.set_cookie(
-        COOKIE, secret, max_age=_LASTS_S, path="/", secure=request.url.scheme == "https", httponly=True, samesite="lax"
-    )
+async def log_in(request: Request, response: Response, context: ApiContext, token: str) -> None:
+    """Begin a session of a token and set its cookie. Raises 401 where the token is not valid."""
+    caller = await principal(request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token))
+    secret = await context.database_call(context.sessions.begin, caller.token_id)
+    secure = _is_secure(request)
+    if secure:
+        response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
+    name = SECURE_COOKIE if secure else COOKIE
+    response.set_cookie(name, secret, max_age=int(LASTS_S), path="/", secure=secure, httponly=True, samesite="lax")
 
 
-def log_out(response: Response) -> None:
+def log_out_of_browser(request: Request, response: Response) -> None:
+    """Delete the cookie, and the one of older versions, which held a token."""
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
+    if _is_secure(request):
+        response.delete_cookie(SECURE_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
 
 
 def csrf_token(secret: str) -> str:
@@ -80,7 +98,7 @@ def _mac(secret: str, salt: str) -> str:
 
 
 def is_csrf_token(secret: str, token: str) -> bool:
-    """Whether ``token`` was made for a form of whoever is logged in with ``secret``."""
+    """Whether ``token`` was made for a form of whoever is logged in with the cookie ``secret``."""
     salt, _, mac = token.partition(".")
     return token.isascii() and hmac.compare_digest(mac, _mac(secret, salt))
 
@@ -112,7 +130,7 @@ def _check_origin(request: Request) -> None:
 async def checked_form(request: Request, _caller: WebCaller) -> dict[str, str]:
     """The fields of a form that one of our pages made for this log-in. Raises 403."""
     fields = await read_form(request)
-    if not is_csrf_token(request.cookies[COOKIE], fields.pop(CSRF_FIELD, "")):
+    if not is_csrf_token(cookie_of(request), fields.pop(CSRF_FIELD, "")):
         raise ProblemError(403, "stale_form", "This form was made for another log-in; nothing was done. Reload the page.")
     return fields
 

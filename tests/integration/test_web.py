@@ -20,8 +20,8 @@ from sqlalchemy import insert
 from everstep.events import EventKind
 from everstep.wire import RunStatus
 from service.db.tables import metrics
-from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
+from tests.browser.log_in import session_cookie
 from tests.browser.story import Story, tell
 from tests.digits_run import digits
 from tests.service_process import ServiceProcess
@@ -65,7 +65,7 @@ async def watching(url: str, token: str) -> AsyncIterator[BrowserContext]:
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
         found = await browser.new_context(base_url=url, viewport={"width": 1360, "height": 900})
-        await found.add_cookies([{"name": COOKIE, "value": token, "url": url}])
+        await found.add_cookies([await session_cookie(url, token)])
         found.on("console", note)
         found.on("weberror", lambda error: said.append(str(error.error)))
         yield found

@@ -14,7 +14,7 @@ import pytest
 
 from everstep.events import EventKind
 from everstep.wire import Attempt, Event, Failure, Goodput, Samples
-from service.api import sse
+from service.api import followers, sse
 from tests.unit.api_service import NOON, ApiService, Journal
 
 
@@ -164,6 +164,57 @@ async def test_a_silent_stream_has_a_heartbeat(api: ApiService, monkeypatch: pyt
     reading = asyncio.create_task(stream.read())
     await stream.wait_for(2, comments=3)
     reading.cancel()
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired"])
+@pytest.mark.parametrize("path", ["/v1/runs/{}/events", "/v1/runs/{}/logs?follow=true", "/runs/{}/stream"])
+async def test_a_stream_ends_with_its_token(api: ApiService, monkeypatch: pytest.MonkeyPatch, path: str, end: str) -> None:
+    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(followers, "CONFIRM_S", 0.05)
+    run_id, journal = await api.running()
+    token, other = api.token("viewer", "default", expires_at=NOON + 60), api.token("viewer", "default")
+    clients = [await api.client(each if path.startswith("/v1") else None) for each in (token, other)]
+    if not path.startswith("/v1"):
+        for client, each in zip(clients, (token, other), strict=True):
+            await client.post("/login", data={"token": each})
+    theirs, others = [Stream(client, path.format(run_id)) for client in clients]
+    reading = [asyncio.create_task(stream.read()) for stream in (theirs, others)]
+    for stream in (theirs, others):
+        await stream.wait_for(0, comments=3)
+    if end == "revoked":
+        found = api.context.tokens.find(token)
+        assert found is not None and api.context.tokens.revoke(found.id)  # as another replica would
+    else:
+        api.clock.now += 61
+    async with asyncio.timeout(30):
+        await reading[0]
+    before = list(theirs.ids)
+    api.apply(run_id, [journal.steps(2)])
+    await others.wait_for(0, comments=others.comments + 3)
+    assert theirs.ids == before and not reading[1].done()
+    reading[1].cancel()
+
+
+async def test_confirming_many_followers_costs_one_question(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(followers, "CONFIRM_S", 3600.0)
+    run_id, _ = await api.running()
+    streams = [Stream(api.http, f"/v1/runs/{run_id}/events") for _ in range(30)]
+    reading = [asyncio.create_task(stream.read()) for stream in streams]
+    await asyncio.gather(*(stream.wait_for(0, comments=1) for stream in streams))
+    asked: list[int] = []
+    still_valid = api.context.tokens.still_valid
+    monkeypatch.setattr(api.context.tokens, "still_valid", lambda wanted: asked.append(len(wanted)) or still_valid(wanted))
+    await api.context.followers.confirm()
+    assert asked == [1], "30 streams of one token are one to look for"
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    async with asyncio.timeout(30):
+        while api.context.followers.num_open:  # noqa: ASYNC110  the server notices by and by that they are gone
+            await asyncio.sleep(0.02)
+    await api.context.followers.confirm()
+    assert asked == [1], "with no stream open nothing is asked"
 
 
 async def test_a_deleted_run_ends_its_streams(api: ApiService) -> None:

@@ -20,7 +20,7 @@ from tests.service_process import wait_for
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
-import json, os, sys, time
+import json, logging, os, sys, time
 from pathlib import Path
 import ray
 from ray._raylet import JobID, PlacementGroupID
@@ -28,7 +28,7 @@ out = Path(sys.argv[1])
 out.with_suffix(".part").write_text(json.dumps({
     "pid": os.getpid(), "argv": sys.argv[2:], "name": __name__, "cwd": os.getcwd(), "a": os.environ.get("A"),
     "group": os.getpgrp(), "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-    "policy": os.sched_getscheduler(0), "imported": "torch" in sys.modules,
+    "log_handlers": len(logging.root.handlers), "policy": os.sched_getscheduler(0), "imported": "torch" in sys.modules,
     "ids": [PlacementGroupID.of(JobID.from_int(1)).hex(), ray.ActorClassID.from_random().hex(), ray.WorkerID.from_random().hex()],
 }))
 out.with_suffix(".part").rename(out)
@@ -95,6 +95,7 @@ def test_a_forked_worker_is_what_an_exec_would_have_made(address: str, tmp_path:
     assert said["a"] == "1", "the runtime environment's variables are set"
     assert said["group"] == os.getpgrp()
     assert said["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert said["log_handlers"] == 0, "the server's would write secrets to the worker's stderr that its own output masks"
     assert said["policy"] == os.SCHED_BATCH, "it gives way as its raylet does"
 
 
