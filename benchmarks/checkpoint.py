@@ -35,10 +35,11 @@ from everstep.spec import parse_spec
 from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
 from train_fn.boundary_copy import BoundaryCopies
+from train_fn.checkpoint_files import MODEL_FILE, STATE_FILE
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.replica import wrap
-from train_fn.saver import MODEL_FILE, STATE_FILE, Saver
+from train_fn.saver import Saver
 from train_fn.state import TrainState
 
 BYTES_PER_PARAMETER = 12

@@ -10,7 +10,7 @@ import torch
 
 from storage.manifest import Manifest
 from storage.run_dir import RunDir
-from train_fn.saver import EMA_FILE, MODEL_FILE, STATE_FILE
+from train_fn.checkpoint_files import EMA_FILE, MODEL_FILE, STATE_FILE
 
 _LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -40,8 +40,13 @@ from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.saves_told import committed_data
 from train_fn.tensorboard_files import TensorBoardFiles
 from train_fn.verdict import Evidence, decide, failure_data, judge
+
+if TYPE_CHECKING:
+    from train_fn.last_save import LastSave
+    from train_fn.ray_train.left_states import LeftStates
 
 EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
@@ -56,6 +61,8 @@ BEAT_S = 5.0
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
+SWEEP_S = 5.0
+"""Longest wait for nodes to remove what the run left in their memory, once its end is told."""
 LAST_POINTS_S = 15.0
 """Longest wait for the last points in the run's TensorBoard files, and in MLflow. The run's end is told by then, and the service
 lets a driver end by itself for 20 s."""
@@ -137,7 +144,10 @@ class Driver:
         if self._settings.warm_pool:
             threading.Thread(target=self._warm_first_group, args=(job,), name="warm-up", daemon=True).start()
         outcome = self._fit_until_decided(job, history)
-        self._finish(outcome)
+        saved, left = self._save_newest(spec, outcome)
+        self._finish(outcome, saved)
+        if left is not None:
+            left.remove(SWEEP_S)
         with suppress(RayError):  # it ends by itself, too
             ray.kill(actor)
 
@@ -225,7 +235,7 @@ class Driver:
         history = dataclasses.replace(history, failures=(*history.failures, past_failure(data)), attempt_open=False)
         if not decision.restart:
             given_up = Outcome(False, failed=decision.reason, message=decision.message, last_step=history.last_step)
-            return _Loss(history, given_up=given_up)
+            return _Loss(history, given_up=dataclasses.replace(given_up, attempts=history.last_attempt))
         time.sleep(decision.backoff_s)
         return _Loss(history, RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at))
 
@@ -233,10 +243,41 @@ class Driver:
         self._client.flush(FINAL_FLUSH_S)
         return read_history(self._run_dir)
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _save_newest(self, spec: RunSpec, outcome: Outcome) -> tuple[LastSave | None, LeftStates | None]:
+        """Commit the newest state where only nodes hold it. Changes nothing about the outcome, and raises nothing.
+
+        Returns how that went, None where there was nothing to save, and what is to be removed from the nodes at the run's end, None
+        where that must stay: the run is paused, or its newest state is nowhere else.
+        """
+        from train_fn.last_save import newest_durable
+        from train_fn.ray_train.left_states import LeftStates
+
+        succeeded = outcome.finished and outcome.stopped is None
+        if spec.runs_own_function or outcome.attempts <= int(succeeded):
+            return None, None
+        saved = None
+        try:
+            history = self._history_so_far()
+            left = LeftStates(self._run_dir, self._submission, history.nodes)
+            steps = [history.last_step, outcome.last_step, *(failure.step for failure in history.failures)]
+            furthest = max((step for step in steps if step is not None), default=0)
+            if outcome.failed is not None or (not succeeded and newest_durable(self._run_dir) < furthest):
+                saved = left.save_newest(spec, history.world_size)
+            if saved is not None:
+                logger.info("the last save: %s", saved.summary)
+            if saved is not None and saved.manifest is not None:
+                self._client.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(saved.manifest), attempt=history.last_attempt)
+        except Exception:
+            logger.exception("what the run left on its nodes could not be looked through, and stays there")
+            return None, None
+        is_over = succeeded or outcome.failed is not None or outcome.stopped == "cancel"
+        return saved, left if is_over and (saved is None or saved.manifest is not None) else None
+
+    def _finish(self, outcome: Outcome, saved: LastSave | None) -> None:
         """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become durable."""
         self._done.set()
-        name, reason = ending(outcome, overdue=self._stopping.overdue, by_itself=self._stopping.asked is None)
+        kept = saved.summary if saved is not None else None
+        name, reason = ending(outcome, overdue=self._stopping.overdue, by_itself=self._stopping.asked is None, kept=kept)
         self._client.emit(EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step})
         logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
         if not self._client.close(FINAL_FLUSH_S):

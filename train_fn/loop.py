@@ -16,7 +16,9 @@ from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
+from train_fn.forgotten import sweep_forgotten
 from train_fn.gpu_memory import memory_summary
+from train_fn.last_save import newest_durable
 from train_fn.ledger import difference
 from train_fn.loader import Loader
 from train_fn.optim import drop_gradients, lr_factor, set_lr
@@ -27,7 +29,7 @@ from train_fn.reporter import Reporter
 from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
-from train_fn.snapshot import leave_snapshot, snapshot_store, sweep_forgotten
+from train_fn.snapshot import leave_snapshot, snapshot_store
 from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepTotals
 from train_fn.stragglers import StragglerWatch
@@ -268,6 +270,17 @@ class Attempt:
         saver.close()
         self._loader.close()
         snapshot_store(self.ctx).remove_all()
+
+    def save_last(self) -> None:
+        """Commit the state of the last committed step, after an error of a rank that is alone. Raises nothing."""
+        if self._saver is None or self._replica is None or not self._replica.state.complete:
+            return
+        self._replica.volatile.put_back()
+        try:
+            if newest_durable(self.ctx.run_dir) < self._replica.state.step:
+                self._saver.save_now(patience_s=STOP_PATIENCE_S)
+        except Exception as exc:  # what broke the attempt says more
+            logger.warning("step %d could not be kept: %s", self._replica.state.step, exc)
 
     def leave(self, cause: BaseException) -> StepFailed:
         """Let the peers go, leave the state of the last committed step on this node, and describe what happened.

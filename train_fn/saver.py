@@ -18,20 +18,14 @@ from storage.run_dir import Stop
 from train_fn import head_clock
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
+from train_fn.checkpoint_files import manifest_facts, write_files
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
-from train_fn.safetensors_file import safetensors_name, write_safetensors
 from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
 from train_fn.torch_file import FormFile
 
-MODEL_FILE = "model.pt"
-"""The model's plain ``state_dict`` on the CPU."""
-EMA_FILE = "model_ema.pt"
-"""The same with averaged weights, where the run keeps them."""
-STATE_FILE = "train_state.pt"
-"""Everything else of TrainState."""
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
@@ -295,28 +289,12 @@ class Saver:
         return None
 
     def _commit(self, save: Save) -> Manifest:
-        ctx, state = self._ctx, dict(save.copy.state)
-        model, ema = state.pop("model"), state.pop("ema")
+        ctx, state = self._ctx, save.copy.state
+        safetensors = ctx.spec.checkpoint.safetensors
         with self._store.begin(save.copy.step, ctx.submission) as writer:
-            files = {MODEL_FILE: model, STATE_FILE: state}
-            if ema is not None:
-                files[EMA_FILE] = {**model, **ema}
-            for name, content in files.items():
-                with writer.write_file(name, self._moved) as file:
-                    self._forms[name].save(content, file)
-                if name != STATE_FILE and ctx.spec.checkpoint.safetensors:
-                    with writer.write_file(safetensors_name(name), self._moved) as file:
-                        write_safetensors(content, file)
-                self._moved()
+            write_files(writer, state, safetensors=safetensors, forms=self._forms, on_write=self._moved)
             self._tried = writer.name
-            return writer.commit(
-                epoch=save.copy.epoch,
-                attempt=ctx.attempt,
-                parent=state["parent"],
-                world_size=ctx.world_size,
-                sample_digest=state["ledger"]["chain"],
-                metrics=state["metrics"] if state["evaluated_step"] == state["step"] else {},  # else they are of other weights
-            )
+            return writer.commit(attempt=ctx.attempt, world_size=ctx.world_size, **manifest_facts(state))
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()

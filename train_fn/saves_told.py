@@ -12,6 +12,20 @@ from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext
 
 
+def committed_data(manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> dict[str, Any]:
+    """Return the data of the event that tells of a committed checkpoint."""
+    return {
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "name": manifest.name,
+        "size_bytes": manifest.size_bytes,
+        "digest": manifest.digest,
+        "metrics": manifest.metrics,
+        "stall_s": round(stall_s, 6),
+        "write_s": round(write_s, 6),
+    }
+
+
 class SavesTold:
     """Of rank 0, the one that saves. Called from the saver's threads."""
 
@@ -21,19 +35,7 @@ class SavesTold:
 
     def committed(self, manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> None:
         """A checkpoint is there. Seconds: how long training stood still for the copy, and how long it was written."""
-        self._ctx.journal.emit(
-            EventKind.CHECKPOINT_COMMITTED,
-            {
-                "step": manifest.step,
-                "epoch": manifest.epoch,
-                "name": manifest.name,
-                "size_bytes": manifest.size_bytes,
-                "digest": manifest.digest,
-                "metrics": manifest.metrics,
-                "stall_s": round(stall_s, 6),
-                "write_s": round(write_s, 6),
-            },
-        )
+        self._ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s))
 
     def deleted(self, names: Sequence[str]) -> None:
         for name in names:

@@ -33,9 +33,6 @@ OVERHEAD_BYTES = 4 << 20
 """Room for what is not tensors."""
 KEPT_FREE = 0.1
 """Share of shared memory that snapshots leave to others."""
-FORGOTTEN_S = 24 * 3600.0
-"""Snapshots of runs that did not touch them for so long are removed by whoever starts on the node."""
-
 TURN_S = 2.0
 """How long a rank at least waits for the others of its node to leave their states,"""
 _SLOWEST_BYTES_PER_S = 500e6
@@ -58,6 +55,8 @@ class Label:
     rank: int
     digest: str | None
     problem: str | None
+    storage: str | None = None
+    """URI of the storage that holds the run's directory, by which a later process tells whether the state still counts."""
 
     @property
     def origin(self) -> Origin:
@@ -94,13 +93,7 @@ class SnapshotStore:
 
     def labels(self) -> list[Label]:
         """Labels of this submission and those before it on this node, whose state is there or says why not."""
-        found = []
-        for path in sorted(self.directory.glob("*.json")) if self.directory.is_dir() else []:
-            with suppress(OSError, ValueError, TypeError):
-                label = Label(**json.loads(path.read_text()))
-                if label.submission <= self.submission and (label.problem or self._state_path(label).is_file()):
-                    found.append(label)
-        return found
+        return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
     def read(self, label: Label) -> dict[str, Any]:
         """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its label says."""
@@ -133,12 +126,13 @@ class SnapshotStore:
     def remove_all(self) -> None:
         """The run ended: remove its snapshots from this machine, also those of other nodes that shared it.
 
-        A submission that was replaced leaves those of its successor.
+        A submission that was replaced leaves those of its successor, and a run of this name in another storage keeps its own.
         """
         with suppress(OSError):  # another rank was faster, here and below
             for directory in self.directory.parent.iterdir():
                 with suppress(OSError):
-                    self._remove_own(directory)
+                    if _place_of(directory) == _place_of(self.directory):
+                        self._remove_own(directory)
             self.directory.parent.rmdir()
 
     def _remove_own(self, directory: Path) -> None:
@@ -147,6 +141,10 @@ class SnapshotStore:
             if int(path.name[1:].partition("-")[0]) <= self.submission:
                 path.unlink(missing_ok=True)
         directory.rmdir()
+
+    def size_bytes(self) -> int:
+        """Return what this submission's states, and those of older ones, take on this node."""
+        return sum(self._state_path(label).stat().st_size for label in self.labels() if not label.problem)
 
     def free_bytes(self) -> int:
         """What snapshots may still take of the node's shared memory."""
@@ -161,7 +159,22 @@ class SnapshotStore:
         return self._state_path(label).with_suffix(".json")
 
     def _state_path(self, label: Label) -> Path:
-        return self.directory / f"s{label.submission:03d}-a{label.attempt:03d}-{label.step:09d}-r{label.rank}.pt"
+        return self.directory / _file_name(label)
+
+
+def labels_in(directory: Path) -> list[Label]:
+    """Return the labels in a node's directory whose state is there or says why not."""
+    found = []
+    for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
+        with suppress(OSError, ValueError, TypeError):
+            label = Label(**json.loads(path.read_text()))
+            if label.problem or (directory / _file_name(label)).is_file():
+                found.append(label)
+    return found
+
+
+def _file_name(label: Label) -> str:
+    return f"s{label.submission:03d}-a{label.attempt:03d}-{label.step:09d}-r{label.rank}.pt"
 
 
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
@@ -175,6 +188,11 @@ def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotSt
     return SnapshotStore(snapshots_dir(run_dir.run_id) / f"{node_id}.{place}", submission)
 
 
+def _place_of(directory: Path) -> str:
+    """Which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
+    return directory.name.rpartition(".")[2]
+
+
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem.
 
@@ -182,7 +200,7 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """
     store, label = snapshot_store(ctx), _label(ctx, state)
     with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
-        problem = None if _is_there(store, label) else _write_if_it_fits(store, label, state)  # by another rank, or published
+        problem = None if _is_there(store, label) else _leave_if_it_fits(store, label, state)  # by another rank, or published
     if problem is None:
         store.remove_older(label, keep=0)
     else:
@@ -190,6 +208,15 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
         with suppress(OSError):
             store.write_label(replace(label, digest=None, problem=problem))
     return problem
+
+
+def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
+    """Write ``state``, in the place of the one before it where only that makes room. None, or the problem."""
+    problem = _write_if_it_fits(store, label, state)
+    if problem is None or shortage(store, state, store.size_bytes()) is not None:
+        return problem
+    store.remove_older(label, keep=0)
+    return _write_if_it_fits(store, label, state)
 
 
 def _is_there(store: SnapshotStore, wanted: Label) -> bool:
@@ -229,16 +256,16 @@ def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
 
 
-def shortage(store: SnapshotStore, state: dict[str, Any]) -> str | None:
-    """Why ``state`` does not fit into the node's shared memory; None where it does."""
-    needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes())
+def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) -> str | None:
+    """Why ``state`` does not fit into the node's shared memory, once so much more of it is free; None where it does."""
+    needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes() + freed_bytes)
     if needed <= free:
         return None
     return f"a snapshot of {needed} bytes does not fit the {free} bytes of shared memory left"
 
 
 def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
-    return Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None)
+    return Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None, ctx.run_dir.storage.uri)
 
 
 def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
@@ -251,12 +278,3 @@ def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any])
         except (OSError, RuntimeError) as exc:  # torch has no class of its own for a file that it could not write
             problem = f"the snapshot could not be written: {exc}"
     return problem
-
-
-def sweep_forgotten(ctx: WorkerContext) -> None:
-    """Remove what runs left here whose end this node did not see."""
-    for directory in shared_memory_root().iterdir():
-        with suppress(OSError):
-            touched = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-            if directory.name != ctx.run_dir.run_id and touched < time.time() - FORGOTTEN_S:
-                shutil.rmtree(directory, ignore_errors=True)

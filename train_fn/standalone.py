@@ -51,6 +51,7 @@ from train_fn.context import WorkerContext
 from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
 from train_fn.host_memory import keep_memory
+from train_fn.last_save import save_own
 from train_fn.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop import Attempt, train
 from train_fn.network_settings import interface_problem
@@ -58,6 +59,7 @@ from train_fn.own_code import work_on
 from train_fn.recovery.environment import NCCL_ENV
 from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.saves_told import committed_data
 from train_fn.snapshot import snapshot_store
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
@@ -218,6 +220,8 @@ def run_rank(
         _finish(journal, stop)
     except StepFailed as exc:
         logger.error("rank %d stopped at step %s (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
+        if place.rank == 0:
+            _save_last(ctx, say)
         return Ended(EXIT_FAILED, journal.step if exc.step is None else exc.step, journal.metrics, where)
     finally:
         journal.close(CLOSE_S)
@@ -232,8 +236,21 @@ def _train_in_the_open(ctx: WorkerContext) -> Stop | None:
     try:
         attempt.begin()
         return attempt.run()
+    except Exception:
+        attempt.save_last()
+        raise
     finally:
         snapshot_store(ctx).remove_all()
+
+
+def _save_last(ctx: WorkerContext, say: Say) -> None:
+    """Commit what rank 0 left on its node: whether torchrun starts these processes again is not known here."""
+    saved = save_own(ctx.run_dir, ctx.spec, snapshot_store(ctx), ctx.world_size)
+    if saved is None:
+        return
+    if saved.manifest is not None:
+        ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(saved.manifest))
+    say(f"stopped by an error; {saved.summary}")
 
 
 def _finish(journal: LocalJournal, stop: Stop | None) -> None:

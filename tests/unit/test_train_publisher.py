@@ -23,7 +23,7 @@ from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of
 from tests.unit.storage_places import quick_directory
 from tests.unit.test_train_saver import advance, make_context, make_state
-from train_fn import node_dir
+from train_fn import forgotten, node_dir
 from train_fn import publisher as publisher_module
 from train_fn import snapshot as snapshot_module
 from train_fn.boundary_copy import BoundaryCopies
@@ -307,11 +307,13 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_p
     for run_id in ("run_dead", "run_alive"):
         other = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir(run_id))
         assert publish_snapshot(other, state.state_dict()) is None
-    long_ago = time.time() - snapshot_module.FORGOTTEN_S - 60
+    long_ago = time.time() - forgotten.FORGOTTEN_S - 60
     dead = shared_memory / "run_dead"
     for path in (dead, *dead.iterdir()):
         os.utime(path, (long_ago, long_ago))
-    snapshot_module.sweep_forgotten(ctx)
+    sweeping = forgotten.sweep_forgotten(ctx)
+    assert sweeping is not None
+    sweeping.join(DEADLINE_S)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
 
 

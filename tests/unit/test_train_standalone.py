@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from train_fn import standalone
 from train_fn.collectives import end_process_group
 from train_fn.node_dir import shared_memory_root
 from train_fn.reporter import Reporter
+from train_fn.tasks.language_modeling import LanguageModeling
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +129,48 @@ def test_what_raises_keeps_its_frames(text: Path, tmp_path: Path, monkeypatch: p
     assert innermost.locals["where_it_broke"] == (4, 17)
     assert not dist.is_initialized()
     assert not (shared_memory_root() / "broken").exists()
+
+
+@pytest.mark.parametrize("in_the_open", [True, False])
+def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
+    in_the_open: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text, checkpoint={"every_steps": 1000})
+    assert standalone.run_local(spec, storage.uri, "whole").code == 0
+    whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
+    raising = threading.Event()
+    step_done, loss = Reporter.step_done, LanguageModeling.loss
+
+    def break_at_four(reporter: Reporter, values: dict[str, float | None], num_samples: int) -> float:
+        if reporter._state.step == 4:
+            raising.set()
+        return step_done(reporter, values, num_samples)
+
+    def broken(task: LanguageModeling, model: torch.nn.Module, batch: Any) -> Any:
+        if raising.is_set():
+            raise LookupError("broken")
+        return loss(task, model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "step_done", break_at_four)
+        patch.setattr(LanguageModeling, "loss", broken)
+        if in_the_open:
+            with pytest.raises(LookupError):
+                standalone.run_local(spec, storage.uri, "parts")
+        else:
+            said: list[str] = []
+            place = standalone.Place(0, 1, 0, 1, "here", "first")
+            standalone._join(spec, place, 60)
+            ended = standalone.run_rank(spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append)
+            end_process_group()
+            assert ended.code == standalone.EXIT_FAILED
+            assert said[-1] == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001"
+    assert [manifest.step for manifest in parts.checkpoints.list()] == [4]
+    told = [event.data["step"] for event in read_journal(parts, 1, None, 1000)[0] if event.kind is EventKind.CHECKPOINT_COMMITTED]
+    assert told == [4]
+    shutil.rmtree(shared_memory_root() / "parts", ignore_errors=True)  # it goes on from the checkpoint alone
+    assert standalone.run_local(spec, storage.uri, "parts").code == 0
+    assert equal(newest(whole), newest(parts))
 
 
 def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_path: Path) -> None:

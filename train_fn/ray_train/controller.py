@@ -177,6 +177,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             failed=given_up.reason if given_up and not paused else None,
             message=given_up.message if given_up else None,
             last_step=self._journal.last_step,
+            attempts=self._chronicle.attempt,
         )
 
     # -- the control loop --------------------------------------------------------------------------------------------------

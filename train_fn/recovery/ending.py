@@ -31,13 +31,17 @@ class Stopping:
         return "cancel" if self.overdue else self.asked
 
 
-def ending(outcome: Outcome, *, overdue: bool, by_itself: bool = False) -> tuple[str, dict[str, str] | None]:
+def ending(
+    outcome: Outcome, *, overdue: bool, by_itself: bool = False, kept: str | None = None
+) -> tuple[str, dict[str, str] | None]:
     """``outcome`` and ``reason`` of the ``finished`` event; ``by_itself`` where the ranks stopped although nobody asked.
 
-    Ranks that had done their last step when they heard of the deadline did not stop: such a run has succeeded.
+    Ranks that had done their last step when they heard of the deadline did not stop: such a run has succeeded. ``kept`` says what
+    the last save made of a failed run's newest state.
     """
     if outcome.failed is not None:
-        return "failed", {"code": outcome.failed.value, "message": outcome.message or ""}
+        message = outcome.message or ""
+        return "failed", {"code": outcome.failed.value, "message": f"{message}; {kept}" if kept else message}
     if outcome.stopped is None:
         return "succeeded", None
     if overdue:

@@ -38,6 +38,8 @@ class History:
     """Ranks of the last attempt."""
     workers: tuple[RankPlace, ...] = ()
     """Those ranks."""
+    nodes: frozenset[str] = frozenset()
+    """Ids of all nodes that ever ran ranks: where their snapshots may lie."""
     attempt_open: bool = False
     """Whether the last attempt began and has not ended."""
     drills: frozenset[str] = frozenset()
@@ -64,6 +66,7 @@ class History:
         elif event.kind is EventKind.ATTEMPT_STARTED:
             workers = (RankPlace(place["rank"], place["node_id"], place["pid"]) for place in event.data["workers"])
             changes |= {"attempt_open": True, "world_size": event.data["world_size"], "workers": tuple(workers)}
+            changes["nodes"] = self.nodes | {place["node_id"] for place in event.data["workers"]}
         elif event.kind is EventKind.ATTEMPT_ENDED:
             changes["attempt_open"] = False
         elif event.kind in (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED):

@@ -102,6 +102,8 @@ class Outcome:
     failed: ReasonCode | None = None
     message: str | None = None
     last_step: int | None = None
+    attempts: int = 0
+    """Of the run so far."""
 
     @property
     def decided(self) -> bool:
