@@ -13,6 +13,9 @@ from typing import Any
 
 from everstep.errors import FieldError
 
+MAX_DEPTH = 64
+"""Most levels of lists and mappings in a document."""
+
 _UNSAYABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -36,9 +39,38 @@ def may_need_it(line: bytes) -> bool:
     return b"\\ud" in line or b"\\u0000" in line
 
 
+def parse_json(data: bytes) -> Any:
+    """Return what JSON holds that others wrote. Raises ValueError, also for what is nested more than MAX_DEPTH levels deep.
+
+    Deeper values could be read here, and then fail whoever writes them into an answer or a database.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        value = None
+        too_deep = True
+    else:
+        too_deep = data.count(b"[") + data.count(b"{") > MAX_DEPTH and not is_shallow(value)
+    if too_deep:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def is_shallow(value: Any) -> bool:
+    """Return whether a JSON value is nested at most MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item for node in level if isinstance(node, dict | list) for item in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return True
+    return False
+
+
 def loads(line: bytes) -> Any:
-    """What a line of JSON holds, ``written_out``. Raises ValueError."""
-    value = json.loads(line)
+    """Return what a line of JSON holds, ``written_out``. Raises ValueError as ``parse_json``."""
+    value = parse_json(line)
     return written_out(value) if may_need_it(line) else value
 
 

@@ -8,18 +8,27 @@ one that finds that somebody else wrote stops with LogTakenOver instead of mixin
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageNotFound, mapped
+from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageError, StorageNotFound, mapped
 from storage.files import Files
 from storage.local_files import write_all
+from storage.regular_file import open_regular
 
 _BLOCK_BYTES = 1 << 20
 FIRST_SEGMENT = 1
+_SEGMENT = re.compile(r"([0-9]{6,9})\.jsonl")
+MAX_LINE_BYTES = 8 << 20
+"""Longest line of a log. A longer one is damage: no writer makes it."""
+_BATCH_BYTES = 32 << 20
+"""How much is read of a log at a time, about, whatever number of lines was asked for."""
+MAX_SEGMENT_BYTES = 64 << 20
+"""Largest segment of a log where files cannot grow."""
 
 
 @dataclass(frozen=True, order=True)
@@ -87,7 +96,10 @@ def open_log(files: Files, stem: str, *, durable: bool) -> LogWriter:
 
 
 def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[LogLine]:
-    """Up to ``limit`` complete lines after ``cursor``, oldest first; none where there is no such log (yet)."""
+    """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or where there is no such log (yet).
+
+    Raises CorruptFile for a line, or a segment, that is longer than any that was written.
+    """
     if limit <= 0:
         return []
     return _read_appended(files, stem, cursor, limit) if files.can_append else _read_segments(files, stem, cursor, limit)
@@ -101,8 +113,8 @@ def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
     if not files.can_append:
         return None
     try:
-        fd = os.open(files.path(f"{stem}.jsonl"), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        fd = open_regular(files.path(f"{stem}.jsonl"))
+    except (OSError, StorageError):
         return None
     try:
         found = os.fstat(fd)
@@ -123,19 +135,20 @@ def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
 
 def _end_of_file(files: Files, relpath: str, num_bytes: int) -> list[bytes]:
     with mapped("look at", files.path(relpath)):
-        start = max(0, Path(files.path(relpath)).stat().st_size - num_bytes)
-    parts = []
+        start = max(0, Path(files.path(relpath)).lstat().st_size - num_bytes)
+    parts, left_bytes = [], num_bytes + _BLOCK_BYTES  # it may grow meanwhile
     with files.open_read(relpath, start) as stream, mapped("read", files.path(relpath)):
-        while block := stream.read(_BLOCK_BYTES):
+        while left_bytes > 0 and (block := stream.read(min(_BLOCK_BYTES, left_bytes))):
             parts.append(block)
+            left_bytes -= len(block)
     return _split(b"".join(parts))[1 if start else 0 :]
 
 
 def _last_segments(files: Files, stem: str, num_bytes: int) -> list[bytes]:
     lines: list[bytes] = []
-    numbers = sorted(int(entry.name.split(".")[0]) for entry in files.list(stem) if entry.name.endswith(".jsonl"))
+    numbers = sorted(int(match[1]) for entry in files.list(stem) if (match := _SEGMENT.fullmatch(entry.name)))
     for number in reversed(numbers):
-        lines = _split(files.read(_segment(stem, number))) + lines
+        lines = _split(files.read(_segment(stem, number), MAX_SEGMENT_BYTES)) + lines
         if sum(map(len, lines)) >= num_bytes:
             break
     return lines
@@ -153,7 +166,7 @@ class AppendedLog:
         self._durable = durable
         files.make_dir(parent)
         with mapped("open", self._path):
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 self._size_bytes = _end_of_last_line(self._fd)
                 os.ftruncate(self._fd, self._size_bytes)
@@ -186,17 +199,16 @@ class AppendedLog:
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         with mapped("read", self._path):
-            start, data = self._size_bytes, b""
-            while start > 0:
-                block_start = max(0, start - _BLOCK_BYTES)
-                data = os.pread(self._fd, start - block_start, block_start) + data
-                start = block_start
-                # Where the block does not begin the file, its first line may be the end of a longer one.
+            start, data, step_bytes = self._size_bytes, b"", _BLOCK_BYTES
+            while True:
+                end, start = start, max(0, start - step_bytes)
+                data = _read_between(self._fd, start, end) + data
+                step_bytes = len(data)  # twice as far back each time, so that nothing is copied again and again
+                # Where this does not begin the file, its first line may be the end of a longer one.
                 lines = _split(data)[1 if start else 0 :]
                 marks = [index for index, line in enumerate(lines) if is_mark(line)]
-                if marks:
-                    return lines[marks[-1] :]
-            return _split(data)
+                if marks or not start:
+                    return lines[marks[-1] :] if marks else lines
 
     def cut(self, num_bytes: int) -> None:
         with mapped("cut", self._path):
@@ -213,6 +225,14 @@ class AppendedLog:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+
+def _read_between(fd: int, start: int, end: int) -> bytes:
+    blocks = []
+    while start < end and (block := os.pread(fd, min(_BLOCK_BYTES, end - start), start)):
+        blocks.append(block)
+        start += len(block)
+    return b"".join(blocks)
 
 
 def _end_of_last_line(fd: int) -> int:
@@ -254,7 +274,7 @@ class SegmentedLog:
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         lines: list[bytes] = []
         for number in range(self._next - 1, FIRST_SEGMENT - 1, -1):
-            lines = _split(self._files.read(_segment(self._stem, number))) + lines
+            lines = _split(self._files.read(_segment(self._stem, number), MAX_SEGMENT_BYTES)) + lines
             marks = [index for index, line in enumerate(lines) if is_mark(line)]
             if marks:
                 return lines[marks[-1] :]
@@ -309,22 +329,33 @@ def _read_appended(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
 
 def _lines_from(files: Files, relpath: str, cursor: LogCursor, limit: int) -> list[LogLine]:
     lines: list[LogLine] = []
-    offset, rest = cursor.offset_bytes, b""
+    offset, begun, begun_bytes = cursor.offset_bytes, list[bytes](), 0
     with files.open_read(relpath, offset) as stream, mapped("read", files.path(relpath)):
-        while len(lines) < limit and (block := stream.read(_BLOCK_BYTES)):
-            *complete, rest = (rest + block).split(b"\n")
-            for data in complete[: limit - len(lines)]:
+        while len(lines) < limit and offset - cursor.offset_bytes < _BATCH_BYTES and (block := stream.read(_BLOCK_BYTES)):
+            first, newline, rest = block.partition(b"\n")
+            begun.append(first)  # joined once, at the line's end: to add block to block would copy a long line again and again
+            begun_bytes += len(first)
+            if begun_bytes > MAX_LINE_BYTES:
+                if lines:
+                    break  # what comes before it first
+                where = f"line {cursor.num_lines + 1} of {files.path(relpath)}"
+                raise CorruptFile(f"{where} is longer than {MAX_LINE_BYTES} bytes: no log has such a line")
+            if not newline:
+                continue
+            *complete, last = rest.split(b"\n")
+            for data in [b"".join(begun), *complete][: limit - len(lines)]:
                 offset += len(data) + 1
                 lines.append(LogLine(data, LogCursor(0, offset, cursor.num_lines + len(lines) + 1)))
+            begun, begun_bytes = [last], len(last)
     return lines
 
 
 def _read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[LogLine]:
     lines: list[LogLine] = []
-    number, skip_bytes = max(cursor.segment, FIRST_SEGMENT), cursor.offset_bytes
-    while len(lines) < limit:
+    number, skip_bytes, num_bytes = max(cursor.segment, FIRST_SEGMENT), cursor.offset_bytes, 0
+    while len(lines) < limit and num_bytes < _BATCH_BYTES:
         try:
-            data = files.read(_segment(stem, number))
+            data = files.read(_segment(stem, number), MAX_SEGMENT_BYTES)
         except StorageNotFound:
             break
         if not data.endswith(b"\n"):
@@ -337,5 +368,5 @@ def _read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
             # After a segment's last line the next one is asked for, not this one again.
             place = (number + 1, 0) if offset == len(data) else (number, offset)
             lines.append(LogLine(line, LogCursor(*place, cursor.num_lines + len(lines) + 1)))
-        number, skip_bytes = number + 1, 0
+        number, skip_bytes, num_bytes = number + 1, 0, num_bytes + len(data)
     return lines

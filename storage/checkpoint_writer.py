@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from everstep import relative_names
 from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError
 from storage.files import Files, WriteStream
 from storage.manifest import MANIFEST, FileEntry, Manifest, new_hash
@@ -144,10 +145,9 @@ class CheckpointWriter:
 
         Raises InvalidStorage for a path that may not be, CheckpointReplaced.
         """
-        parts = PurePosixPath(relpath).parts
-        if not parts or "\\" in relpath or relpath.startswith("/") or ".." in parts or str(PurePosixPath(relpath)) != relpath:
-            raise InvalidStorage(f"{relpath!r} is not a plain path below a checkpoint's directory")
-        if parts[0].startswith(MANIFEST):
+        if fault := relative_names.fault_of(relpath):
+            raise InvalidStorage(f"{relpath!r} is not a plain path below a checkpoint's directory: it {fault}")
+        if relpath.startswith(MANIFEST):
             raise InvalidStorage(f"{relpath!r} is the manifest's own name; choose another")
         if relpath in self._entries:
             raise InvalidStorage(f"{relpath!r} was written to checkpoint {self.name} already")

@@ -23,7 +23,7 @@ from storage.errors import (
 from storage.files import Files
 from storage.holds import SeenHolds, held_checkpoints
 from storage.lineage import RestorePoint, in_lineage, restore_point
-from storage.manifest import MANIFEST, Manifest, best_of, parse_manifest
+from storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, best_of, parse_manifest
 from storage.run_dir import CheckpointName, RunDir
 from storage.verified_file import VerifiedFile
 
@@ -134,7 +134,7 @@ class CheckpointStore:
         """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its manifest is not valid."""
         path = f"{self._directory(name)}/{MANIFEST}"
         try:
-            manifest = parse_manifest(self._files.read(path))
+            manifest = parse_manifest(self._files.read(path, MAX_MANIFEST_BYTES))
         except StorageNotFound as exc:
             raise StorageNotFound(f"run {self._run_dir.run_id} has no committed checkpoint {name}") from exc
         except (CorruptFile, StorageUnreadable) as exc:
@@ -210,7 +210,7 @@ class CheckpointStore:
         sizes = {relpath: entry.size_bytes for relpath, entry in self.manifest(name).files.items() if entry.size_bytes}
         relpath = min(sizes, key=lambda each: sizes[each])
         path = f"{self._directory(name)}/{relpath}"
-        data = bytearray(self._files.read(path))
+        data = bytearray(self._files.read(path, sizes[relpath]))
         data[len(data) // 2] ^= 0xFF
         self._files.write(path, bytes(data))
         return relpath
@@ -371,7 +371,7 @@ class CheckpointStore:
         except StorageNotFound as exc:
             self.manifest(manifest.name)  # deleted while it was read: says so
             raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "no file") from exc
-        except StorageUnreadable as exc:
+        except (CorruptFile, StorageUnreadable) as exc:
             raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", str(exc)) from exc
 
     def _manifest_path(self, name: CheckpointName) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from everstep import relative_names
 from everstep.code_rules import MAX_ARCHIVE_BYTES, MAX_DEPTH, MAX_FILES, MAX_PATH_BYTES, MAX_UNPACKED_BYTES
 from storage.errors import InvalidArchive
 
@@ -121,11 +122,11 @@ def _plain_path(name: str) -> str:
     """``name`` without leading ``./``. Raises InvalidArchive for one that leads elsewhere, or that systems read differently."""
     parts = [part for part in name.split("/") if part != "."]
     path = "/".join(parts)
-    if not parts or "" in parts or ".." in parts or "\\" in name or name[1:2] == ":" or not name.isprintable():
+    if relative_names.fault_of(path) or name[1:2] == ":" or not name.isprintable():
         raise InvalidArchive(
             f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes or control characters"
         )
-    if len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES or any(len(part.encode()) > 255 for part in parts):
+    if len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES:
         raise InvalidArchive(f"the archive holds a path that is too long or too deep: {path[:80]!r}…")
     return path
 

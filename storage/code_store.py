@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from everstep.code_rules import DIGEST_PATTERN, collisions, modules
+from everstep.code_rules import DIGEST_PATTERN, MAX_ARCHIVE_BYTES, collisions, modules
 from storage.code_archive import read_members
 from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageNotFound
 from storage.filesystem import Storage
@@ -46,7 +46,7 @@ class CodeStore:
     def read(self, digest: str) -> bytes:
         """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not those that were stored."""
         path = _path(digest)
-        data = self._files.read(path)
+        data = self._files.read(path, MAX_ARCHIVE_BYTES)
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if found != digest:
             raise CorruptFile(f"{self._files.path(path)} holds {found}; upload the code again, which puts it right")

@@ -10,6 +10,9 @@ StorageError
 ├── StorageUnavailable     the filesystem did not answer, or answered with something else
 ├── LogTakenOver           another process writes the same log
 ├── CorruptFile            complete, but not what was written
+│   ├── NotRegularFile     a FIFO, a directory or a device where a file is expected
+│   │   └── LinkedFile     a link, which also counts as StorageDenied
+│   └── FileTooLarge       more bytes than such a file can have
 ├── CheckpointExists       committed checkpoints are never overwritten
 ├── CheckpointReplaced     another writer began the same checkpoint
 └── CorruptCheckpoint      a file of a committed checkpoint is missing or differs
@@ -79,6 +82,19 @@ class LogTakenOver(StorageError):
 
 class CorruptFile(StorageError):
     pass
+
+
+class NotRegularFile(CorruptFile):
+    pass
+
+
+class LinkedFile(NotRegularFile, StorageDenied):
+    """Damage to a reader that can do without the file, and no permission to one that cannot."""
+
+
+class FileTooLarge(CorruptFile):
+    def __init__(self, path: str, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"{path} has {size_bytes} bytes or more, over the limit of {limit_bytes}; remove what was put there")
 
 
 class CheckpointExists(StorageError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from storage.errors import StorageNotFound, mapped
+from storage.regular_file import open_regular
 from storage.run_dir import RunDir
 
 PART_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class GrowingEventFile:
         local = Path(self._files.path(self._path))
         self._there_bytes = 0
         with suppress(StorageNotFound), mapped("look at", str(local)):
-            self._there_bytes = local.stat().st_size
+            self._there_bytes = local.lstat().st_size
         self._local = local
         self._end_bytes = 0
         self._waiting = bytearray()
@@ -68,7 +69,7 @@ class GrowingEventFile:
             return
         self._files.make_dir(str(Path(self._path).parent))
         with mapped("write", str(self._local)):
-            fd = os.open(self._local, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_regular(self._local, os.O_WRONLY | os.O_CREAT)
             try:
                 view, at = memoryview(self._waiting), self._end_bytes - len(self._waiting)
                 while view:

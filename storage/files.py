@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from storage.regular_file import READ_LIMIT_BYTES
+
 
 @dataclass(frozen=True, order=True)
 class Entry:
@@ -43,11 +45,11 @@ class Files(Protocol):
     def exists(self, relpath: str) -> bool:
         """Whether there is such a file. Never lists."""
 
-    def read(self, relpath: str) -> bytes:
-        """The whole file. Raises StorageNotFound. Never lists."""
+    def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
+        """Return the whole file. Raises StorageNotFound, NotRegularFile, FileTooLarge. Never lists, never waits for a writer."""
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
-        """Stream a file from a byte on. Raises StorageNotFound."""
+        """Stream a file from a byte on. Raises StorageNotFound, NotRegularFile."""
 
     def list(self, relpath: str) -> list[Entry]:
         """Names directly below a directory, sorted; none where there is no such directory."""

@@ -7,12 +7,14 @@ import secrets
 import time
 from contextlib import suppress
 
-from storage.errors import StorageError, StorageNotFound
+from everstep import plain_text
+from storage.errors import CorruptFile, StorageError, StorageNotFound
 from storage.run_dir import CheckpointName, RunDir
 
 HOLD_S = 300.0
 """A hold that was not renewed for so long counts no more: its holder died."""
 _RENEW_S = 60.0
+_MAX_BYTES = 4096
 
 SeenHolds = dict[str, tuple[bytes, float]]
 """By file name: what a hold held, and since when by this process's monotonic clock."""
@@ -63,9 +65,11 @@ def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
         if CheckpointName.parse(name) is None:
             continue  # a hold that is just being written
         try:
-            content = run_dir.files.read(path)
+            content = run_dir.files.read(path, _MAX_BYTES)
         except StorageNotFound:
             continue  # released since it was listed
+        except CorruptFile:
+            content = b""  # a FIFO or the like, which holds nothing
         known, since = before.get(entry.name, (content, now))
         if known != content:
             since = now
@@ -79,7 +83,7 @@ def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
 
 def _is_hold(content: bytes) -> bool:
     try:
-        float(json.loads(content)["until"])
+        float(plain_text.parse_json(content)["until"])
     except (ValueError, KeyError, TypeError):
         return False
     return True

@@ -11,13 +11,16 @@ from typing import Any
 
 from everstep import plain_text
 from everstep.events import EventKind
-from storage.append_log import LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
+from storage.append_log import MAX_LINE_BYTES, LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
 from storage.errors import CorruptFile, StorageError
 from storage.run_dir import RunDir
 
 _MARK_PREFIX = b'{"mark":'
 _KIND_BYTES = 120
 """Of a line's beginning, in which its kind stands."""
+_LONG_TEXT_CHARS = 10_000
+_BATCH_BYTES = 32 << 20
+"""How much is read of a journal at a time, whatever number of events was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,7 @@ def _recover(log: LogWriter) -> tuple[_Written, int]:
     lines = log.tail(_is_mark)
     for index, line in enumerate(lines):
         try:
-            parsed = json.loads(line)
+            parsed = plain_text.parse_json(line)
             if _is_mark(line):
                 state = _Written(parsed["mark"]["n"], dict(parsed["mark"]["sources"]))
                 continue
@@ -163,6 +166,8 @@ def read_journal(
 ) -> tuple[list[JournalEvent], str]:
     """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
+    They are fewer than ``limit`` at the journal's end, and where events are long: ask again until none is left.
+
     Never returns a line that is still being written. A journal that does not exist (yet) has no events.
 
     Args:
@@ -176,8 +181,8 @@ def read_journal(
     files, stem = run_dir.files, run_dir.journal_stem(submission)
     events: list[JournalEvent] = []
     wanted = None if kinds is None else [b'"kind":"%s"' % kind.value.encode() for kind in kinds]
-    retried = False
-    while len(events) < limit:
+    retried, num_bytes = False, 0
+    while len(events) < limit and num_bytes < _BATCH_BYTES:
         try:
             lines = read_log(files, stem, position, limit - len(events))
             if not lines:
@@ -187,6 +192,7 @@ def read_journal(
                 position = line.end
                 if event is not None:
                     events.append(event)
+                    num_bytes += len(line.data)
         except CorruptFile:
             if events:
                 break  # what comes before it first
@@ -203,18 +209,34 @@ def _is_mark(line: bytes) -> bool:
 
 
 def _encode(event: JournalEvent) -> bytes:
-    return _dump(
-        {
-            "n": event.n,
-            "at": event.at,
-            "kind": event.kind.value,
-            "submission": event.submission,
-            "attempt": event.attempt,
-            "source": event.source,
-            "source_n": event.source_n,
-            "data": event.data,
-        }
-    )
+    """Return the event's line. Of one that no reader would take, long texts are cut."""
+    fields = {
+        "n": event.n,
+        "at": event.at,
+        "kind": event.kind.value,
+        "submission": event.submission,
+        "attempt": event.attempt,
+        "source": event.source,
+        "source_n": event.source_n,
+        "data": event.data,
+    }
+    line = _dump(fields)
+    if len(line) > MAX_LINE_BYTES:
+        line = _dump({**fields, "data": _cut(event.data)})
+    if len(line) > MAX_LINE_BYTES:
+        line = _dump({**fields, "data": {"left_out_bytes": len(line)}})
+    return line
+
+
+def _cut(value: Any) -> Any:
+    """Return the same with every text cut to what a person would read."""
+    if isinstance(value, str):
+        return value if len(value) <= _LONG_TEXT_CHARS else f"{value[:_LONG_TEXT_CHARS]}… ({len(value)} characters)"
+    if isinstance(value, dict):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(item) for item in value]
+    return value
 
 
 def _dump(value: dict[str, Any]) -> bytes:

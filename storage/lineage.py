@@ -72,7 +72,7 @@ def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
                     told.add(name)
                 elif name is not None:
                     told.discard(name)
-            if len(events) < _LARGE_BATCH:
+            if not events:
                 break
     return told
 

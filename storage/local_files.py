@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import secrets
 import shutil
 import stat
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from storage.errors import StorageDenied, StorageNotFound, mapped
+from storage.errors import CorruptFile, StorageError, StorageNotFound, mapped
 from storage.files import Entry, ReadStream
+from storage.regular_file import READ_LIMIT_BYTES, linked, open_regular, read_whole
 
 _WRITE_BACK_BYTES = 8 << 20
+_MAX_ENTRIES = 100_000
+"""Most names in a directory of a run."""
 
 
 def sync_path(path: str | Path) -> None:
     """fsync a file or a directory by name."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -98,51 +103,72 @@ class LocalFiles:
         path = self.path(relpath)
         try:
             with mapped("look at", path):
-                return stat.S_ISREG(os.stat(path).st_mode)  # os.path hides EACCES and EIO
+                return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)  # os.path hides EACCES and EIO
         except StorageNotFound:
             return False
 
-    def read(self, relpath: str) -> bytes:
+    def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
         path = self.path(relpath)
-        with mapped("read", path), open(path, "rb") as file:
+        with mapped("read", path), open(path, "rb", buffering=0, opener=open_regular) as file:
             self._refuse_outside(file.fileno(), relpath)
-            return file.read()
+            return read_whole(file, path, os.fstat(file.fileno()).st_size, limit_bytes)
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
         path = self.path(relpath)
         with mapped("read", path):
-            file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+            file: BinaryIO = open(path, "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - the caller closes it
             try:
                 self._refuse_outside(file.fileno(), relpath)
-            except StorageDenied:
+            except StorageError:
                 file.close()
                 raise
             file.seek(offset)
             return cast(ReadStream, file)
 
     def _refuse_outside(self, fd: int, relpath: str) -> None:
-        """A run's code writes beside us, and may leave a link where a file is expected: whoever reads with more rights than it, as
-        the service does, must not be led out of the storage. Asked of the open file, which nobody can exchange any more.
+        """Refuse a file or directory that a link in its path led to, out of the storage or into another run's directory.
 
-        Raises StorageDenied.
+        A run's code writes beside us, and readers such as the service have more rights than it. Asked of what is open, which
+        nobody can exchange any more. Raises LinkedFile.
         """
         if sys.platform != "linux":
             return
-        top = relpath.partition("/")[0]
+        top, _, rest = relpath.partition("/")
+        if not rest:
+            return  # the root and what lies there are the operator's
         place = self._places.get(top)
         if place is None:
             place = self._places[top] = os.path.realpath(self.path(top))
+        own, _, deeper = rest.partition("/")
+        if deeper:
+            place = f"{place}/{own}"
         found = os.readlink(f"/proc/self/fd/{fd}")
         if found != place and not found.startswith(f"{place}/"):
-            raise StorageDenied(f"{self.path(relpath)} leads out of the storage, to {found}: a link was put there; remove it")
+            raise linked(self.path(relpath), found)
 
     def list(self, relpath: str) -> list[Entry]:
         path = self.path(relpath)
         try:
-            with mapped("list", path), os.scandir(path) as entries:
-                return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
+            with mapped("list", path):
+                return self._entries(path, relpath)
         except StorageNotFound:
             return []
+
+    def _entries(self, path: str, relpath: str) -> builtins.list[Entry]:
+        """Raises LinkedFile, CorruptFile for a directory with more names than any of a run has, OSError."""
+        in_run = "/" in relpath
+        if in_run and os.path.islink(path):
+            raise linked(path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._refuse_outside(fd, relpath)
+            with os.scandir(fd) as entries:
+                found = [Entry(entry.name, entry.is_dir()) for entry in islice(entries, _MAX_ENTRIES + 1 if in_run else None)]
+        finally:
+            os.close(fd)
+        if in_run and len(found) > _MAX_ENTRIES:
+            raise CorruptFile(f"{path} holds more than {_MAX_ENTRIES} names, which no run needs; remove what was put there")
+        return sorted(found)
 
     def write(self, relpath: str, data: bytes) -> None:
         path = self.path(relpath)
@@ -151,7 +177,7 @@ class LocalFiles:
         temporary = f"{directory}/.{name}.{secrets.token_hex(6)}.tmp"
         with mapped("write", path):
             try:
-                self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL)
+                self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL, relpath)
                 os.replace(temporary, path)
             except BaseException:
                 with suppress(FileNotFoundError):
@@ -206,7 +232,7 @@ class LocalFiles:
         temporary, path = self.path(marker), self.path(relpath)
         try:
             with mapped("commit", path):
-                self._write_synced(temporary, data, os.O_TRUNC)
+                self._write_synced(temporary, data, os.O_TRUNC, marker)
                 os.replace(temporary, path)
                 sync_path(os.path.dirname(path))
         except StorageNotFound:
@@ -229,10 +255,10 @@ class LocalFiles:
                 with suppress(FileNotFoundError):  # somebody else deletes something in it, which would end this in the middle
                     shutil.rmtree(path)
 
-    @staticmethod
-    def _write_synced(path: str, data: bytes, flags: int) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
+    def _write_synced(self, path: str, data: bytes, flags: int, relpath: str) -> None:
+        fd = open_regular(path, os.O_WRONLY | flags)
         try:
+            self._refuse_outside(fd, relpath)
             write_all(fd, data)
             os.fsync(fd)
         finally:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 import blake3 as blake3_module
 from pydantic import (
+    AfterValidator,
     AwareDatetime,
     BaseModel,
     ConfigDict,
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from everstep import plain_text, relative_names
 from everstep.metric_names import lookup
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
@@ -26,6 +28,19 @@ from storage.run_dir import CheckpointName
 SCHEMA_VERSION = 2
 """1 had files' SHA-256."""
 MANIFEST = "manifest.json"
+
+MAX_MANIFEST_BYTES = 8 << 20
+"""Room for tens of thousands of files."""
+
+
+def check_file_name(name: str) -> str:
+    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for one that may not be."""
+    if fault := relative_names.fault_of(name):
+        raise ValueError(f"the file name {name[:200]!r} {fault}")
+    if name == MANIFEST:
+        raise ValueError(f"the file name {name!r} is the manifest's own: use another name")
+    return name
+
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -97,7 +112,7 @@ class Manifest(_Frozen):
     metrics: dict[str, FiniteFloat]
     """Of the evaluation of this very state; none where it was not evaluated."""
     created_at: AwareDatetime
-    files: dict[str, FileEntry]
+    files: dict[Annotated[str, AfterValidator(check_file_name)], FileEntry]
     """By path relative to the checkpoint's directory."""
 
     @property
@@ -131,7 +146,7 @@ def best_of(manifests: Iterable[Manifest], metric: str, mode: Literal["min", "ma
 def parse_manifest(data: bytes) -> Manifest:
     """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
     try:
-        raw = json.loads(data)
+        raw = plain_text.parse_json(data)
         version = raw.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise CorruptFile(f"schema version {version} is of a newer Everstep; this one reads up to {SCHEMA_VERSION}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from everstep import plain_text
 from storage.errors import CorruptFile, StorageNotFound
 from storage.filesystem import Storage
 
@@ -66,7 +67,7 @@ def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
     """
     data = read_marks_file(storage)
     try:
-        nodes = json.loads(data)["nodes"]
+        nodes = plain_text.parse_json(data)["nodes"]
         return {node_id: _mark(node_id, fields) for node_id, fields in nodes.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CorruptFile(f"{storage.files.path(PATH)} does not say which nodes are marked: {data[:80]!r}") from exc

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, parse_qs
 
 from storage.errors import InvalidStorage, StorageNotFound, mapped
 from storage.files import Entry, ReadStream
+from storage.regular_file import READ_LIMIT_BYTES, read_whole
 
 _CONNECT_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 30.0
@@ -109,10 +110,10 @@ class ObjectFiles:
             return False
         return True
 
-    def read(self, relpath: str) -> bytes:
+    def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
         path = self.path(relpath)
         with mapped("read", path), self._fs.open_input_file(path) as stream:
-            return bytes(stream.read())
+            return read_whole(stream, path, int(stream.size()), limit_bytes)
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
         path = self.path(relpath)

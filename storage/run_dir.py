@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from everstep import plain_text
 from everstep.drills import DrillKind
 from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
 from storage.files import Files
@@ -32,6 +33,7 @@ _RUNS = "runs"
 _DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
+_MAX_CONTROL_BYTES = 1 << 20
 DRIVER_ATTEMPT = 0
 DRIVER_PROBE = "driver"
 STOPS: tuple[Stop, ...] = ("cancel", "pause")
@@ -250,7 +252,7 @@ class RunDir:
 
     def read_probe(self, submission: int, name: str) -> bytes:
         """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not see it."""
-        return self.files.read(self._probe_path(submission, name))
+        return self.files.read(self._probe_path(submission, name), _PROBE_BYTES)
 
     def write_workers_limit(self, limit: int | None) -> None:
         """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is no limit."""
@@ -304,7 +306,7 @@ class RunDir:
         """
         path = self._path(f"control/{name}")
         try:
-            return read(json.loads(self.files.read(path)))
+            return read(plain_text.parse_json(self.files.read(path, _MAX_CONTROL_BYTES)))
         except StorageNotFound:
             return None
         except (ValueError, KeyError, TypeError) as exc:

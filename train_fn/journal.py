@@ -115,7 +115,7 @@ class JournalActor:
             events, cursor = read_journal(run_dir, self._submission, cursor, READ_BATCH)
             for event in events:
                 self._note(event)
-            if len(events) < READ_BATCH:
+            if not events:
                 return
 
     def _line(self, source: str, event: SourceEvent) -> JournalEvent:

@@ -98,5 +98,5 @@ class JournalFollower(ABC):
             events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS)
             self.take(submission, events)
             self._cursor = cursor
-            if len(events) < _BATCH_EVENTS:
+            if not events:
                 return

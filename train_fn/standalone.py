@@ -165,7 +165,7 @@ def _launched_by(run_dir: RunDir, submission: int) -> str | None:
         for event in events:
             if event.kind is EventKind.ATTEMPT_STARTED:
                 launch = event.data.get("launch")
-        if len(events) < READ_BATCH:
+        if not events:
             return launch
 
 

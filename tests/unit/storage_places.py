@@ -16,6 +16,7 @@ from storage.files import Entry
 from storage.filesystem import Storage
 from storage.journal import JournalEvent, JournalWriter
 from storage.manifest import Manifest
+from storage.regular_file import READ_LIMIT_BYTES, read_whole
 from storage.run_dir import RunDir
 
 BUCKET = "everstep-test"
@@ -40,10 +41,11 @@ class MemoryObjects:
     def exists(self, relpath: str) -> bool:
         return relpath in self.objects
 
-    def read(self, relpath: str) -> bytes:
+    def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
         if relpath not in self.objects:
             raise StorageNotFound(relpath)
-        return self.objects[relpath]
+        data = self.objects[relpath]
+        return read_whole(io.BytesIO(data), relpath, len(data), limit_bytes)
 
     def open_read(self, relpath: str, offset: int = 0) -> io.BytesIO:
         return io.BytesIO(self.read(relpath)[offset:])

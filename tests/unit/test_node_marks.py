@@ -14,6 +14,7 @@ from service.marks_file import MarksFile
 from storage.errors import CorruptFile, StorageUnavailable
 from storage.filesystem import Storage
 from storage.node_marks import NO_MARKS, PATH, NodeMark, encode_marks, read_marks_file, read_node_marks, write_marks_file
+from storage.regular_file import READ_LIMIT_BYTES
 from tests.unit.api_service import NOON, ManualClock
 from tests.unit.storage_places import MemoryObjects
 from train_fn.recovery import marks as reading
@@ -154,12 +155,12 @@ class _Gate(MemoryObjects):
         self.answers = threading.Event()
         self.answers.set()
 
-    def read(self, relpath: str) -> bytes:
+    def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
         self.num_reads += 1
         assert self.answers.wait(60)
         if self.broken:
             raise StorageUnavailable("away")
-        return super().read(relpath)
+        return super().read(relpath, limit_bytes)
 
 
 @pytest.fixture

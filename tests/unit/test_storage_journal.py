@@ -236,7 +236,7 @@ def test_opening_a_journal_of_many_segments_reads_the_last_one(monkeypatch: pyte
             writer.append([event(n)])
     reads: list[str] = []
     real_read = files.read
-    monkeypatch.setattr(files, "read", lambda relpath: reads.append(relpath) or real_read(relpath))
+    monkeypatch.setattr(files, "read", lambda relpath, *limit: reads.append(relpath) or real_read(relpath, *limit))
     with JournalWriter(run_dir, 1) as writer:
         assert (writer.last_n, writer.last_source_n("driver")) == (299, 299)
     assert reads == ["runs/run_memory/events/s001/000299.jsonl"]

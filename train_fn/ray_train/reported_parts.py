@@ -13,7 +13,8 @@ from typing import Any
 
 from pyarrow.fs import LocalFileSystem
 
-from storage.errors import StorageNotFound
+from everstep import plain_text, relative_names
+from storage.errors import CorruptFile, StorageNotFound
 from storage.run_dir import RunDir
 
 PARTS_METRIC = "everstep_parts"
@@ -51,12 +52,15 @@ def what_is_missing(run_dir: RunDir, directory: str) -> str | None:
     """What a reported checkpoint lacks; None where all that its manifest names is there, or nobody wrote one."""
     files = run_dir.files
     try:
-        manifest = json.loads(files.read(f"{directory}/{MANIFEST}"))
+        manifest = plain_text.parse_json(files.read(f"{directory}/{MANIFEST}"))
+        parts = dict(manifest["files"])
+        if odd := next((path for path in parts if relative_names.fault_of(path)), None):
+            raise ValueError(f"it names {odd[:200]!r}")
     except StorageNotFound:
         return None if files.list(directory) else ALL
-    except ValueError as exc:
+    except (CorruptFile, ValueError, KeyError, TypeError, AttributeError) as exc:
         return f"a manifest that can be read ({exc})"
-    for path, known in manifest["files"].items():
+    for path, known in parts.items():
         if not _has_size(run_dir, f"{directory}/{path}", known["size_bytes"]):
             return f"{path} of rank {known['rank']}"
     return None

@@ -95,6 +95,6 @@ def read_history(run_dir: RunDir) -> History:
             events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
             for event in events:
                 history = history.with_event(event)
-            if len(events) < READ_BATCH:
+            if not events:
                 break
     return history

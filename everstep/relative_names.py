@@ -1,0 +1,29 @@
+"""Relative names of files: one rule for manifests, archives of code and downloads, whoever wrote them."""
+
+from __future__ import annotations
+
+_MAX_PATH_BYTES = 1024
+_MAX_PART_BYTES = 255
+
+
+def fault_of(name: str) -> str | None:
+    """Return what is wrong with a file's relative name, with ``/`` between its parts; None for a plain one.
+
+    >>> fault_of("ranks/model-0.pt")
+    >>> fault_of("../../other/spec.json")
+    "leads out of its directory: use a relative name without '.' and '..'"
+    """
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts:
+        return "leads out of its directory: use a relative name without '.' and '..'"
+    if "" in parts or "." in parts:
+        return "is not a plain relative name: use one without '.', '//' and a '/' at its end"
+    if "\\" in name or "\0" in name:
+        return "holds a backslash or a NUL: use a name without"
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:
+        return "is not text that UTF-8 can hold: use another name"
+    if max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(sizes) - 1 > _MAX_PATH_BYTES:
+        return f"is longer than {_MAX_PATH_BYTES} bytes, or a part of it than {_MAX_PART_BYTES}: use a shorter name"
+    return None
