@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from everstep.spec import TrainSpec
 from train_fn.errors import BadTask
 from train_fn.own_code import place_of
+from train_fn.tasks.batch_objects import refuse_batches
 from train_fn.tasks.protocol import Sum, Task
 
 _NAMES_SHOWN = 5
@@ -79,6 +80,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _check_dataset(source: str, dataset: Any) -> None:
+    refuse_batches(source, dataset, iterable=is_iterable(dataset))
     if is_iterable(dataset):
         _check_iterable(source, dataset)
         return
