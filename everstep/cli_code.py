@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def with_code(
             raise UsageError("give a SPEC.yaml, or --code DIRECTORY with --task MODULE:CLASS")
         return raw, None
     data = pack(path)
-    spec = dict(raw or {})
+    spec = copy.copy(raw) if raw else {}
     code = dict(spec.get("code") or {})
     code["archive"] = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if task or train_fn:

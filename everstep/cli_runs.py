@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -15,7 +15,7 @@ from everstep.cli_watch import watch as watch_run
 from everstep.errors import UsageError
 from everstep.overrides import apply_overrides
 from everstep.runs import RunHandle, Which
-from everstep.spec import parse_spec
+from everstep.spec import RunSpec, parse_spec
 from everstep.spec_file import read_spec
 from everstep.wire import Checkpoint
 
@@ -47,11 +47,13 @@ def submit(
 ) -> None:
     """Submit a run; exit code 2 for a spec with faults, each of which is named."""
     raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
-    parsed = parse_spec(apply_overrides(raw, overrides or []))
+    raw = apply_overrides(raw, overrides or [])
+    parsed = parse_spec(raw)
     client = terminal().client()
     if archive is not None:
         client.code.upload_packed(archive)
     run = client.runs.create(parsed, idempotency_key)
+    _note_best_mode(raw, parsed)
     if watch:
         _watch_to_the_end(run)
     elif terminal().as_json:
@@ -59,6 +61,17 @@ def submit(
     else:
         terminal().line(run.id)
         terminal().note(f"{run.name} is {run.status}; `everstep watch {run.id}` shows it")
+
+
+def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
+    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its end."""
+    checkpoint = spec.checkpoint
+    if checkpoint.best_metric is not None and (raw.get("checkpoint") or {}).get("best_mode") is None:
+        size = "smallest" if checkpoint.best_mode == "min" else "largest"
+        terminal().note(
+            f"the best checkpoint is that of the {size} {checkpoint.best_metric} (checkpoint.best_mode {checkpoint.best_mode}, "
+            "inferred from its name)"
+        )
 
 
 @command

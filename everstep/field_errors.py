@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def field_errors(model: type[BaseModel], raw: Any, error: ValidationError) -> tu
     messages: dict[tuple[str | int, ...], list[str]] = {}
     for fault in error.errors(include_url=False):
         loc, siblings = _locate(model, raw, fault)
-        messages.setdefault(loc, []).append(_words(fault, loc, siblings))
+        messages.setdefault(loc, []).append(_words(fault, loc, siblings, raw))
     return tuple(FieldError(loc, "; or ".join(dict.fromkeys(words))) for loc, words in messages.items())
 
 
@@ -84,10 +85,16 @@ def _item_of(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
 
 
-def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str]) -> str:
+def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any) -> str:
     """The message, with the way out where pydantic's own does not say it."""
     context = fault.get("ctx", {})
     match fault["type"]:
+        case "string_type" if isinstance(fault["input"], bool | int | float):
+            written = _as_written(fault["input"], loc, raw)
+            what = "key" if fault["loc"][-1] == "[key]" else "value"
+            return f'must be text, but the {what} {written} is {_kind(fault["input"])}; quote it: "{written}"'
+        case "string_type" if fault["input"] is None:
+            return 'must be text, but is empty; write "" for no text, or leave it out'
         case "extra_forbidden":
             near = difflib.get_close_matches(str(loc[-1]), siblings, n=1)
             guess = f"did you mean {near[0]!r}? " if near else ""
@@ -102,3 +109,13 @@ def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str])
             return "must be a mapping of fields to values"
         case _:
             return re.sub(r"^(Value error, |Input )", "", fault["msg"])
+
+
+def _as_written(value: float, loc: tuple[str | int, ...], raw: Any) -> str:
+    """How a person wrote a number or boolean: in the file, where that is known, else as JSON has it."""
+    written: dict[tuple[str | int, ...], str] = getattr(raw, "written", {})
+    return written.get(loc) or json.dumps(value)
+
+
+def _kind(value: float) -> str:
+    return "a boolean" if isinstance(value, bool) else "a number"

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Literal
 
 PREFIX = "val_"
+_SMALLER_IS_BETTER = re.compile(
+    r"(loss|perplexity|error|error_rate|mse|mae|nll|bits_per_\w+)$|(^|[^a-z])(err|ppl|wer|cer|eer|ter|mape|smape|fid|ece|brier)$"
+)
+
+
+def mode_of(metric: str | None) -> Literal["min", "max"]:
+    """Return which values of a metric are the best ones, by its name: ``min`` for what ends in loss, error and their kin.
+
+    >>> mode_of("val_loss"), mode_of("wer"), mode_of("accuracy"), mode_of("power")
+    ('min', 'min', 'max', 'max')
+    """
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric or "").lower()
+    negated = name.removeprefix(PREFIX).startswith(("neg_", "negative_"))  # as scikit-learn calls those that are to grow
+    return "min" if _SMALLER_IS_BETTER.search(name) and not negated else "max"
 
 
 def validation_name(name: str) -> str:

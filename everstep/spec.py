@@ -25,10 +25,13 @@ from everstep.catalog import (
 from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
 from everstep.errors import FieldError, InvalidSpec
 from everstep.field_errors import field_errors
+from everstep.metric_names import mode_of
 
 Seconds = PositiveFiniteFloat
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
 """Of a resource; Ray counts them in ten-thousandths."""
+_RAYS_OWN = {"cpu": "CPU", "gpu": "GPU", "memory": "memory", "object_store_memory": "object_store_memory"}
+"""Resources that every node of Ray has, by their names in lower case."""
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 STORAGE_CREDENTIALS = frozenset(
@@ -149,6 +152,10 @@ class ScalingSpec(Frozen):
         return value
 
 
+def _default_is_inferred(schema: dict[str, Any]) -> None:
+    del schema["default"]
+
+
 class CheckpointSpec(Frozen):
     every_steps: PositiveInt | Literal["auto"] | None = 50
     """Optimizer steps between two checkpoints; None saves by time only, and always at the end. ``auto`` saves as often as loses
@@ -165,8 +172,9 @@ class CheckpointSpec(Frozen):
     """Newest checkpoints that are kept; the best one is kept besides."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Validation metric that names the best checkpoint, for example ``accuracy``; None keeps only the latest."""
-    best_mode: Literal["min", "max"] = "max"
-    """Whether the best is the smallest or the largest value."""
+    best_mode: Literal["min", "max"] = Field(default=None, validate_default=True, json_schema_extra=_default_is_inferred)
+    """Whether the best is the smallest or the largest value. Left out, it follows from the metric's name: ``min`` where that ends
+    in loss, error, perplexity or the like (mse, mae, nll, wer, cer), else ``max``."""
     safetensors: bool = False
     """Write the weights as ``model.safetensors`` too, beside ``model.pt``."""
     max_failed_saves: PositiveInt = 5
@@ -175,6 +183,11 @@ class CheckpointSpec(Frozen):
     on_failed_saves: Literal["continue", "pause"] = "continue"
     """What a run does that is ``storage_unavailable``: train on without new checkpoints, or pause. A paused run holds no
     resources; when it is resumed it goes on from its newest checkpoint, and the steps since are done again."""
+
+    @field_validator("best_mode", mode="before")
+    @classmethod
+    def _by_the_metrics_name(cls, value: Any, info: ValidationInfo) -> Any:
+        return mode_of(info.data.get("best_metric")) if value is None else value
 
 
 class RecoverySpec(Frozen):
@@ -426,6 +439,12 @@ def _amount_faults(raw: Any) -> list[FieldError]:
         node = node.get(part) if isinstance(node, dict) else None
     amounts = {name: amount for name, amount in node.items() if isinstance(amount, int | float)} if isinstance(node, dict) else {}
     return [
+        FieldError(
+            (*path, str(name)), f"is no resource of Ray's, which tells upper from lower case; did you mean {_RAYS_OWN[near]}?"
+        )
+        for name in (node if isinstance(node, dict) else ())
+        if (near := str(name).casefold().removesuffix("s")) in _RAYS_OWN and name != _RAYS_OWN[near]
+    ] + [
         FieldError(
             (*path, str(name)), f"must be at least {_LEAST_AMOUNT:g}, the least that Ray counts, and at most {_MOST_AMOUNT:g}"
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -16,14 +18,37 @@ MAX_SPEC_BYTES = 4 << 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number, as in JSON, and a key may stand once."""
+    """Safe YAML with the scalars of YAML 1.2, as JSON has them, and keys that stand once.
+
+    In YAML 1.1 ``on``, ``yes`` and ``no`` are booleans, ``010`` is 8, ``12:30`` is 750, 1e-3 is text, and a date is no text.
+    """
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - as its base has it
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d+|\d+\.\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?\d+(_\d+)*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (r"[-+]?(\.\d+|\d+(_\d+)*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "merge": (r"<<", "<"),
+}
+for _name, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), list(_first))
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+class WrittenSpec(dict[str, Any]):
+    """A spec from a file. ``written`` has how a person wrote the numbers and booleans of its inner mappings: 1.10 is not 1.1."""
+
+    written: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
 
 def _mapping_without_doubles(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -47,7 +72,17 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 def parse_yaml(text: str, source: str) -> Any:
     """The value that ``text`` says. Raises UsageError with the line."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            value = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+        if node is None or not isinstance(value, dict):
+            return value
+        spec = WrittenSpec(value)
+        spec.written = dict(_written(node))
+        return spec
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -58,6 +93,14 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UsageError(f"{source}, line {line}: {exc.reason}") from exc
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise UsageError(f"{source}: {exc}") from exc
+
+
+def _written(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and text of every scalar in a mapping of a mapping's that YAML takes for something else than text."""
+    for key, inner in node.value if isinstance(node, yaml.MappingNode) else ():
+        for name, value in inner.value if isinstance(inner, yaml.MappingNode) else ():
+            if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:str":
+                yield (str(key.value), str(name.value)), value.value
 
 
 def read_spec(path: str) -> dict[str, Any]:

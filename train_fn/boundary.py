@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
     """Refuse at once what could only fail at the first evaluation. Raises BadTask."""
-    held_out = replica.val_set
-    if ctx.spec.checkpoint.best_metric is not None and (held_out is None or (not is_iterable(held_out) and len(held_out) == 0)):
+    held_out, checkpoint = replica.val_set, ctx.spec.checkpoint
+    if checkpoint.best_metric is not None:
+        logger.info("the best checkpoint is that of the %simum of %s", checkpoint.best_mode, checkpoint.best_metric)
+    if checkpoint.best_metric is not None and (held_out is None or (not is_iterable(held_out) and len(held_out) == 0)):
         raise BadTask("checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it to null")
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from everstep.errors import FieldError, InvalidSpec
+from everstep.metric_names import mode_of
 from service.api.context import Context
 from service.api.runs import submitted
 from service.api.spec_body import check_depth, content_sha256
@@ -32,6 +33,9 @@ async def get_fork(
     """The spec to change; with ``step`` the new run begins from that checkpoint of this one."""
     caller.require("submitter")
     spec = {**run.spec, "name": _forked_name(run.name)}
+    checkpoint = spec["checkpoint"]
+    if checkpoint["best_mode"] == mode_of(checkpoint["best_metric"]):  # of another metric it may be the other one
+        spec["checkpoint"] = {name: value for name, value in checkpoint.items() if name != "best_mode"}
     if step:
         spec["resume_from"] = {"run_id": run.id, "step": int(step) if step.isdigit() else step}
     text = json.dumps(spec, indent=2, ensure_ascii=False)

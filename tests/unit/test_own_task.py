@@ -66,7 +66,8 @@ def context(storage: Storage, source: str | bytes, entry: str = "task:Line", sub
     archive = source if isinstance(source, bytes) else tar_gz({"task.py": source})
     stored = CodeStore(storage).put(archive)
     train_spec = {"global_batch_size": 16, "micro_batch_size": 8, "loader": {"num_workers": 0}, **fields.pop("train", {})}
-    spec = {"name": "own", "code": {"archive": stored.digest, "task": entry, **fields}, "train": train_spec}
+    rest = {name: fields.pop(name) for name in ("checkpoint", "optimizer") if name in fields}
+    spec = {"name": "own", "code": {"archive": stored.digest, "task": entry, **fields}, "train": train_spec, **rest}
     return one_rank(RunSpec.model_validate(spec), storage.run_dir("run_own"), submission=submission, attempt=submission)
 
 
@@ -351,6 +352,21 @@ def test_what_is_built_draws_what_a_plain_seed_gives_every_attempt_alike(storage
             assert train(context(storage, source, submission=submission, train={"max_steps": submission})) is None
         drawn.append([line for line in out.getvalue().splitlines() if line.startswith("drew")])
     assert drawn[0] == drawn[1] and len(drawn[0]) == 1
+
+
+def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> None:
+    """The rate is far too large: each epoch ends worse than the one before it, and the first one's checkpoint is kept."""
+    ctx = context(
+        storage,
+        TASK,
+        optimizer={"name": "sgd", "lr": 5.0},
+        train={"epochs": 3},
+        checkpoint={"best_metric": "loss", "keep_latest": 1, "every_steps": 1},
+    )
+    assert train(ctx) is None
+    losses = {data["step"]: data["metrics"]["val_loss"] for data in journal_of(ctx).of_kind(EventKind.EVALUATED)}
+    assert losses[3] < losses[6] < losses[9]
+    assert {manifest.step for manifest in ctx.run_dir.checkpoints.list()} == {3, 9}
 
 
 def test_a_length_that_changes_under_one_fingerprint_is_refused(storage: Storage) -> None:

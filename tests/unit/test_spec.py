@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from everstep import InvalidSpec, RunSpec, UsageError
+from everstep.cli_code import with_code
 from everstep.overrides import apply_overrides
 from everstep.spec import auto_micro_batch_size, parse_spec
 from everstep.spec_file import parse_yaml, read_spec
@@ -273,6 +275,69 @@ def test_every_example_is_a_spec(path: Path) -> None:
 
 def test_yaml_says_numbers_as_people_write_them() -> None:
     assert parse_yaml("[1e-3, 1E5, -2e+3, 1.5, .5, 7, 1.e2, 1e]", "x") == [0.001, 100000.0, -2000.0, 1.5, 0.5, 7, 100.0, "1e"]
+
+
+def test_yaml_says_words_and_dates_as_json_would() -> None:
+    """What YAML 1.1 takes for booleans, octal numbers, minutes and dates is text, or the number that it looks like."""
+    read = parse_yaml("on: [FAILED]\nyes: [no, off, y, n, Yes, ON]\nt: [true, True, FALSE, null, ~, ]\n", "x")
+    assert read == {"on": ["FAILED"], "yes": ["no", "off", "y", "n", "Yes", "ON"], "t": [True, True, False, None, None]}
+    numbers = parse_yaml("[010, 0x1f, 0o17, 1_000, 12:30, 2024-01-01, +3, -4, .inf, 1_0.5]", "x")
+    assert numbers == [10, 31, 15, 1000, "12:30", "2024-01-01", 3, -4, math.inf, 10.5]
+    assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: 2}", "x") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+
+
+def test_a_webhook_s_statuses_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps(spec())[:-1] + ", notify: {url: 'https://example.org', on: [FAILED]}}")
+    assert parse_spec(read_spec(str(path))).notify.on == ["FAILED"]  # type: ignore[union-attr]
+
+
+def test_what_is_to_be_quoted_is_said_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("name: 2024\ntags: {v: 1.10, w: 0x1f, 7: a, on: yes, none: }\nenv: {DEBUG: 1, TRACE: True}\n")
+    told = faults(apply_overrides(with_code(read_spec(str(path)), None, None, None)[0], ["train.epochs=2"]))
+    assert told["tags.v"] == 'must be text, but the value 1.10 is a number; quote it: "1.10"'
+    assert told["tags.w"].endswith('quote it: "0x1f"')
+    assert told["tags.7"] == 'must be text, but the key 7 is a number; quote it: "7"'
+    assert told["tags.none"] == 'must be text, but is empty; write "" for no text, or leave it out'
+    assert told["env.DEBUG"].endswith('the value 1 is a number; quote it: "1"')
+    assert told["env.TRACE"].endswith('the value True is a boolean; quote it: "True"')
+    assert told["name"].endswith('quote it: "2024"') and "tags.on" not in told
+    as_json = faults({"name": "a", "tags": {"v": 1.1, "w": True}})
+    assert as_json["tags.v"].endswith('quote it: "1.1"') and as_json["tags.w"].endswith('quote it: "true"')
+
+
+def test_resources_are_told_in_ray_s_letters() -> None:
+    told = faults(spec(scaling={"resources_per_worker": {"cpu": 2, "gpus": 1, "CPU": 1, "Memory": 5, "tpu": 1, "cpu_of_mine": 1}}))
+    assert {name.rpartition(".")[2] for name in told} == {"cpu", "gpus", "Memory"}
+    assert told["scaling.resources_per_worker.cpu"].endswith("did you mean CPU?")
+    assert told["scaling.resources_per_worker.gpus"].endswith("did you mean GPU?")
+    old = RunSpec.model_validate(spec(scaling={"resources_per_worker": {"cpu": 2}}))
+    assert old.scaling.resources_per_worker == {"cpu": 2}, "a run that was once taken with it is read"
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *(
+            (name, "min")
+            for name in ("loss", "val_loss", "valLoss", "train/loss", "log_loss", "perplexity", "ppl", "val_error", "error_rate")
+        ),
+        *((name, "min") for name in ("mae", "rmse", "val_mse", "nll", "wer", "CER", "val_wer", "mape", "bits_per_token")),
+        *(
+            (name, "max")
+            for name in ("accuracy", "f1", "power", "cancer", "auc", "lossless", "name", "map", "top5_accuracy", "answer")
+        ),
+        *((name, "max") for name in ("neg_log_loss", "val_neg_mean_squared_error", None)),
+    ],
+)
+def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(metric: str | None, mode: str) -> None:
+    read = parse_spec(spec(checkpoint={"best_metric": metric}))
+    assert read.checkpoint.best_mode == read.model_dump(mode="json")["checkpoint"]["best_mode"] == mode
+    for explicit in ("min", "max"):
+        checkpoint = parse_spec(spec(checkpoint={"best_metric": metric, "best_mode": explicit})).checkpoint
+        assert checkpoint.best_mode == explicit
+        assert RunSpec.model_validate(spec(checkpoint=checkpoint.model_dump())).checkpoint == checkpoint, "as it was resolved"
 
 
 @pytest.mark.parametrize(

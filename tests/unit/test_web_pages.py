@@ -192,6 +192,7 @@ async def test_a_fork_is_submitted_once_and_its_faults_are_shown(api: ApiService
     html = await browser.page(path)
     resolved = json.loads(unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", html, re.DOTALL)[1]))  # type: ignore[index]
     assert resolved["name"] == "digits-fork" and resolved["tags"] == {"a": "b"}
+    assert "best_mode" not in resolved["checkpoint"], "it follows from a best_metric that may be changed"
     wrong = resolved | {"train": {"epochs": 0}, "nonsense": HOSTILE}
     for text, words in ((json.dumps(wrong), "train.epochs"), ("{", "is not JSON"), ("[" * 5000, "spec")):
         answer = await browser.send(path, path, spec=text)
