@@ -7,6 +7,7 @@ TrainError
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── SecretMissing      a secret of the spec is not on this node
+├── StepNotWhole       the totals of a step, or a state's ledger, are not those of whole steps; nothing was committed
 ├── PeersGone          what all ranks do together did not come about
 ├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
@@ -78,6 +79,19 @@ class SecretMissing(TrainError):
             "else take it out of the spec's secrets"
         )
         self.name = name
+
+
+class StepNotWhole(TrainError):
+    """A step that not all ranks took part in, or that lacks samples. ``step`` counts the steps done before it."""
+
+    kind = ErrorKind.EXCHANGE
+
+    def __init__(self, step: int, problem: str) -> None:
+        super().__init__(
+            f"step {step + 1} is not whole and was not taken: {problem}. The run goes on from the last whole step; if this comes "
+            "back, report it with the run's events"
+        )
+        self.step = step
 
 
 class PeersGone(TrainError):

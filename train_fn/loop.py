@@ -15,7 +15,7 @@ from train_fn.boundary import close_boundary, evaluation_is_due, renew_best, req
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, forget_frames
+from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, StepNotWhole, forget_frames
 from train_fn.forgotten import sweep_forgotten
 from train_fn.gpu_memory import memory_summary
 from train_fn.last_save import newest_durable
@@ -136,7 +136,7 @@ class Attempt:
             state.bookmarks.exchange(state.step, replica.peers.gather)
         step_s = reporter.step_done(values, totals.facts.num_samples)
         if self._stragglers is not None:
-            self._stragglers.note(state.step - 1, totals.own_s(), step_s)
+            self._stragglers.note(state.step - 1, totals.own_s, step_s)
         self._report_checkpoint(totals.facts.checkpoint_step)
         stop = totals.facts.stop if state.step < replica.total_steps else None
         is_best = stop is None and self._close_boundary()
@@ -151,7 +151,7 @@ class Attempt:
         num_samples, share, hashes, expected = replica.plans.of(state.step)
         scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
         replica.volatile.keep()
-        replica.carrier.begin(expected)
+        replica.carrier.begin(state.step, expected)
         num_passes = replica.num_passes(len(share))
         for position in range(num_passes):
             batch, number, differs = None, 0, None
@@ -174,6 +174,7 @@ class Attempt:
                     stop, committed, save = self._saver.words(self._reported_checkpoint)
                     replica.volatile.start()
                     replica.carrier.backward(loss, ctx.journal.stop_requested or stop, committed, save=save, own_s=self._own_s)
+                    replica.finish_exchange()
                 else:
                     loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
@@ -194,6 +195,9 @@ class Attempt:
     def _commit(self, replica: Replica, totals: StepTotals) -> dict[str, float | None]:
         """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
         spec, state = self.ctx.spec, replica.state
+        fault = totals.fault(state.step, replica.plans.of(state.step).num_samples)
+        if fault is not None:
+            raise StepNotWhole(state.step, fault)
         if totals.facts.num_nonfinite:
             raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, told(replica.task, "loss"))
         if not 0 < totals.weight < math.inf:

@@ -53,6 +53,8 @@ class ErrorKind(StrEnum):
     """The run's storage could not be read or written."""
     NODE = "node"
     """The rank's node cannot train: found out before its ranks began."""
+    EXCHANGE = "exchange"
+    """The ranks' exchange came back without being complete; the step was refused."""
     LOADER_LOST = "loader_lost"
     """A loader process of the rank was killed."""
     HANG = "hang"
@@ -151,6 +153,8 @@ def classify(exc: BaseException) -> ErrorKind:
 def _classify_words(type_name: str, message: str) -> ErrorKind:
     if type_name in {"MemoryError", "OutOfMemoryError"}:
         return ErrorKind.OUT_OF_MEMORY
+    if type_name == "StepNotWhole":
+        return ErrorKind.EXCHANGE
     if type_name in _STORAGE_TYPES:
         return ErrorKind.STORAGE
     if type_name in _COLLECTIVE_TYPES or (type_name == "RuntimeError" and _COLLECTIVE_WORDS.search(message)):

@@ -47,6 +47,7 @@ from train_fn.tasks.checks import (
 )
 from train_fn.tasks.protocol import Sum, Task
 from train_fn.volatile_buffers import Place, VolatileBuffers, is_alike, places_of
+from train_fn.whole_exchange import fill_gradients, finish_exchange
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,11 @@ class Replica:
         """Those that a step moves."""
         self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
         """Those that get gradients which a user's optimizer has no use for."""
+        embeddings = [module for module in self.state.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        sparse = {id(module.weight) for module in embeddings if module.sparse}
+        self._dense = [parameter for parameter in self.parameters if id(parameter) not in sparse]
+        self._exchanged = [parameter for parameter in self.step_module.parameters() if parameter.requires_grad]
+        """In the order in which DDP numbers them."""
         self._nothing: Any = None
         self._draws = True
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
@@ -190,6 +196,13 @@ class Replica:
         if last or not isinstance(self.wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
+
+    def finish_exchange(self) -> None:
+        """Make the step's gradients whole: also of parameters that its last micro-batch, or none, used. After the last backward."""
+        if isinstance(self.wrapped, DistributedDataParallel):
+            finish_exchange(self.wrapped, self._exchanged, self.state.step)
+        else:
+            fill_gradients(self._dense)
 
     def bucket_sizes(self) -> list[int]:
         """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without peers."""

@@ -1,8 +1,9 @@
 """What all ranks need to know of a step, carried by the all-reduce of its gradients: no collective is added for it.
 
 The numbers of a rank are the gradient of a parameter that nothing else uses (``Carrier``). DDP adds them up with the first bucket
-that backward fills, so that a backward that returns is the step's gate: whoever comes out of it knows that every rank got as far as
-this step's last backward, and all ranks that do hold the same numbers, so that they agree to stop, to refuse the step, to report.
+that backward fills. A step is taken only if its totals are whole: every rank spoke, of this step, and all samples of the global
+batch are accounted for (``StepTotals.fault``). All ranks hold the same numbers, so that they agree to stop, to refuse the step, to
+report.
 
 DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and whole ones byte by byte, since
 the sums of bytes are small enough to come out exact.
@@ -37,15 +38,15 @@ _NUM_FRACTIONS = 3
 """Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too large. They come first."""
 _HASH = struct.Struct(f"<{_FIELDS[-1]}")
 _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size + _HASH.size
-"""All but the ranks' own times."""
+"""All but those that each rank has a place of its own for: the step, and its own time."""
 _FLOAT_BYTES = 4
 _LAYOUT = f"={_NUM_FRACTIONS}f{_FLOAT_BYTES * _WHOLE.size}s{_FLOAT_BYTES * _HASH.size}s"
 """The numbers as float32; those of whole numbers' bytes, which are worked out before, as they are in memory."""
 _SENT = struct.Struct(_LAYOUT)
 _ENDS = list(itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS[:-1])), initial=0))
 _REMEMBERED = 16
-_NONFINITE_AT = 1
-"""Of these the number that is finite whatever the ranks tell: overwritten before every backward, so that sums are new ones."""
+_STEP_MARKS = 1 << 12
+"""Steps are told apart modulo this: a float32 holds the mark exactly, also as many times as large as there are ranks."""
 
 
 class Expected(NamedTuple):
@@ -94,14 +95,31 @@ class StepTotals(NamedTuple):
     facts: Facts
     hash_sums: bytes
     """Of the bytes of the ranks' hashes."""
-    own_sums: bytes
-    """Of the ranks' own times."""
+    step_marks: tuple[float, ...]
+    """Of each rank, ``step_mark`` of the step that it spoke of; 0 where it did not speak."""
+    own_s: tuple[float, ...]
+    """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
     nonfinite_ranks: float
     """Their sum, each one more than it is."""
 
-    def own_s(self) -> tuple[float, ...]:
-        """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
-        return struct.unpack(f"={len(self.own_sums) // _FLOAT_BYTES}f", self.own_sums)
+    def fault(self, step: int, num_samples: int) -> str | None:
+        """Return why these totals are not those of a whole step; None if they are.
+
+        Args:
+            step: steps done before it.
+            num_samples: of its global batch.
+        """
+        mark = step_mark(step)
+        apart = [rank for rank, found in enumerate(self.step_marks) if not mark - 0.5 < found < mark + 0.5]
+        if apart:
+            silent = [rank for rank in apart if self.step_marks[rank] == 0]
+            said = f"rank {apart[0]} " + ("sent nothing" if silent else f"sent {self.step_marks[apart[0]]:g}, not {mark}")
+            return f"{len(self.step_marks) - len(apart)} of {len(self.step_marks)} ranks took part in it; {said}"
+        facts = self.facts
+        found = facts.num_samples - facts.num_unexpected + facts.num_missing
+        if found != num_samples:
+            return f"the ranks accounted for {found} samples, but the global batch has {num_samples}"
+        return None
 
     @property
     def nonfinite_rank(self) -> int | None:
@@ -124,18 +142,16 @@ class Carrier:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + peers.world_size, device=peers.device))
-        self._told = torch.zeros(_NUM_NUMBERS + peers.world_size)
-        """Written anew at every step, of which the other ranks' own times stay zero."""
-        self._written: memoryview[float] = memoryview(self._told.numpy()).cast("B").cast("f")  # type: ignore[arg-type]
-        self._received = struct.Struct(f"{_LAYOUT}{_FLOAT_BYTES * peers.world_size}s")
-        self._sums: memoryview[float] | None = None
-        """The gradient's memory, where DDP adds up at every step."""
-        self.begin()
+        self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + 2 * peers.world_size, device=peers.device))
+        self._written = np.zeros(_NUM_NUMBERS + 2 * peers.world_size, np.float32)
+        """Of which the places of other ranks stay zero."""
+        self._told = torch.from_numpy(self._written)
+        self._received = struct.Struct(f"{_LAYOUT}{2 * peers.world_size}f")
+        self.begin(0)
 
-    def begin(self, expected: Expected = _NOTHING) -> None:
-        """A step begins, of which this rank's loader is to yield what is ``expected``."""
-        self._expected = expected
+    def begin(self, step: int, expected: Expected = _NOTHING) -> None:
+        """Begin the step before which ``step`` were done. This rank's loader is to yield what is ``expected``."""
+        self._step, self._expected = step, expected
         self._loss, self._weight = 0.0, 0.0
         self._of_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         """Losses and weights that the device alone knows."""
@@ -164,7 +180,7 @@ class Carrier:
         torch.autograd.backward((loss, self.numbers), (None, self.gradient(stop, checkpoint_step, save, own_s)))
 
     def gradient(self, stop: Stop | None = None, checkpoint_step: int = 0, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
-        """What ``backward`` tells, in one tensor, which the next call overwrites. On CUDA nothing here waits for the device."""
+        """Return what ``backward`` sends, in a tensor which the next call overwrites. On CUDA nothing here waits for the device."""
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
@@ -172,10 +188,9 @@ class Carrier:
         counted = (samples.num_samples, samples.num_unexpected, samples.num_missing)
         fields = _told_fields((whole, nonfinite, *counted, checkpoint_step, stop == "cancel", stop == "pause", save), world_size)
         fractions = (world_size * loss, world_size * nonfinite * (rank + 1), world_size * (weight - whole))
-        _SENT.pack_into(self._written, 0, *fractions, fields, told_hash)
-        self._written[_NUM_NUMBERS + rank] = world_size * own_s
-        if self._sums is not None:
-            self._sums[_NONFINITE_AT] = math.nan
+        _SENT.pack_into(self._written.data, 0, *fractions, fields, told_hash)
+        self._written[_NUM_NUMBERS + rank] = world_size * step_mark(self._step)
+        self._written[_NUM_NUMBERS + world_size + rank] = world_size * own_s
         if not self._of_device:
             return self._told
         of_losses = self._of_losses_on_device()
@@ -183,21 +198,19 @@ class Carrier:
         return torch.cat([of_losses * world_size, rest])
 
     def take(self) -> StepTotals:
-        """The totals over all ranks, once backward has returned; the device has finished it then, too."""
-        sums = self._sums
-        if sums is None or sums[_NONFINITE_AT] != sums[_NONFINITE_AT]:  # DDP's sums are not there, or not there any more
-            assert self.numbers.grad is not None
-            sums = memoryview(self.numbers.grad.cpu().numpy()).cast("B").cast("f")  # type: ignore[arg-type]
-            self._sums = sums if self._peers.on_cpu else None
-        self.numbers.grad = None
+        """Return the totals over all ranks, once backward has returned; the device has finished it then, too."""
+        sums, self.numbers.grad = self.numbers.grad, None
+        assert sums is not None
+        copied = (sums if self._peers.on_cpu else sums.cpu()).numpy().tobytes()
         self._peers.require_whole()
-        return self.totals_of(sums)
+        return self.totals_of(copied)
 
-    def totals_of(self, sums: memoryview[float]) -> StepTotals:
-        """What the sums of all ranks' numbers say: ``_NUM_NUMBERS + world_size`` float32."""
-        loss, nonfinite_ranks, fraction, fields, hash_sums, own_sums = self._received.unpack_from(sums)
-        facts = _facts_of(fields)
-        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, own_sums, nonfinite_ranks)
+    def totals_of(self, sums: bytes) -> StepTotals:
+        """Return what the sums of all ranks' numbers say: as many float32 as ``numbers`` has."""
+        loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
+        facts, world_size = _facts_of(fields), self._peers.world_size
+        marks, own_s = tuple(of_ranks[:world_size]), tuple(of_ranks[world_size:])
+        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, marks, own_s, nonfinite_ranks)
 
     def _of_losses_on_device(self) -> torch.Tensor:
         """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""
@@ -217,6 +230,11 @@ class Carrier:
 
 def expected(samples: Count, world_size: int) -> Expected:
     return Expected(samples, told_hashes([samples.sample_hash], world_size)[0])
+
+
+def step_mark(step: int) -> int:
+    """Return what a rank sends of the step before which ``step`` were done: never 0, which is what a silent rank adds."""
+    return step % _STEP_MARKS + 1
 
 
 def told_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
@@ -249,7 +267,7 @@ def _numbers_of(sums: bytes, ends: Sequence[int]) -> list[int]:
         sums: float32.
         ends: where in these the fields begin and end.
     """
-    sums_of_bytes = np.rint(np.frombuffer(sums, np.float32)).tolist()
+    sums_of_bytes = np.rint(np.nan_to_num(np.frombuffer(sums, np.float32))).tolist()
     return [
         sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end])) & MASK64
         for begin, end in itertools.pairwise(ends)

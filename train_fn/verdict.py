@@ -31,6 +31,7 @@ _VERDICT_OF_KIND = {
     ErrorKind.NODE: Verdict.NODE_LOST,
     ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
     ErrorKind.HANG: Verdict.HANG,
+    ErrorKind.EXCHANGE: Verdict.UNKNOWN,
 }
 
 

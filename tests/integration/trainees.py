@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from train_fn import replica, stragglers
 from train_fn.context import WorkerContext
+from train_fn.sampler import Sampler
 
 NUM_SAMPLES = 90
 
@@ -226,3 +228,59 @@ class SlowSecondRank(Regression):
 def slow_second_rank() -> None:
     stragglers.WINDOW_S = 0.5
     replica.build_task = lambda spec: SlowSecondRank()
+
+
+FIRST_KIND = (26, 61, 65, 84, 101, 173, 190, 240)
+NUM_KINDS = 3
+
+
+def kinds_of_samples(num_samples: int = 320) -> torch.Tensor:
+    """Two kinds by turns, but for a few of the first; two samples have the third, one of them in the run's first micro-batch."""
+    kinds = torch.arange(num_samples) % 2
+    kinds[list(FIRST_KIND)] = 0
+    first = Sampler(num_samples, 32, 8, 0).global_batch(0, 0)
+    kinds[[int(first[0]), 200]] = 2
+    return kinds
+
+
+class TrunkAndHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(NUM_KINDS))
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> list[torch.Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return [self.heads[int(kind)](hidden[kinds == kind]).square().sum() for kind in kinds.unique()]
+
+
+class HeadsByKind:
+    """A loss that uses a head only where a sample of its kind is in the micro-batch."""
+
+    def build_model(self) -> nn.Module:
+        return TrunkAndHeads()
+
+    def build_datasets(self) -> dict[str, Any]:
+        kinds = kinds_of_samples()
+        x = torch.from_numpy(np.random.default_rng(1).normal(size=(len(kinds), 4)).astype(np.float32))
+        return {"train": TensorDataset(x, kinds), "val": TensorDataset(x, kinds)}
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return torch.stack(model(*batch)).sum(), len(batch[0])
+
+
+def heads_by_kind() -> None:
+    replica.build_task = lambda spec: HeadsByKind()
+
+
+class CheckpointedHeads(HeadsByKind):
+    """The trunk runs once more in the backward, and by a backward of its own."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        x, kinds = batch
+        losses = checkpoint(lambda x: torch.stack(model(x, kinds)).sum(), x.requires_grad_(), use_reentrant=True)
+        return losses, len(x)
+
+
+def checkpointed_heads() -> None:
+    replica.build_task = lambda spec: CheckpointedHeads()

@@ -118,7 +118,7 @@ def test_every_rank_s_time_travels_with_the_totals() -> None:
     carrier = Carrier(peers)
     carrier.add(torch.tensor(1.0), 1)
     told = carrier.gradient(own_s=0.25)
-    assert carrier.totals_of((told / 3).numpy().data).own_s() == (0.0, 0.25, 0.0)
+    assert carrier.totals_of((told / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
     carrier = Carrier(ALONE)
     for number, (num_missing, sample_hash) in enumerate(steps):
         counted = Count(50 - num_missing, 0, num_missing, sample_hash)
-        carrier.begin()
+        carrier.begin(number)
         carrier.add(torch.tensor(float(number)), 50, counted)
         found = carried(carrier, checkpoint_step=number)
         assert (found.counted(), found.loss_sum, found.weight, found.facts.checkpoint_step) == (counted, number, 50, number)
@@ -162,7 +162,7 @@ def test_what_is_told_is_what_was_yielded_not_what_was_expected(planned: list[in
     (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
     (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
     carrier = Carrier(ALONE)
-    carrier.begin(expected(Count(len(planned), 0, 0, planned_hash), 1))
+    carrier.begin(3, expected(Count(len(planned), 0, 0, planned_hash), 1))
     carrier.add(torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash))
     counted = carried(carrier).counted()
     assert (counted.num_samples, counted.sample_hash) == (len(yielded), yielded_hash)

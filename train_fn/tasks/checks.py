@@ -164,7 +164,8 @@ def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
         shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
         raise BadTask(
             f"{len(unused)} of {len(trained)} parameters have no part in the loss of {told(task, 'loss')}: {shown}. Ranks add up "
-            "gradients of all parameters: leave these out of the model, or set requires_grad=False on them"
+            "gradients of all parameters: leave these out of the model, or set requires_grad=False on them; if later batches use "
+            "them, add 0.0 * parameter.sum() to the loss"
         )
 
 
