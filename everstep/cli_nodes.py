@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from everstep import cli_words as words
-from everstep.cli_terminal import JsonOption, UrlOption, command, printable, terminal
+from everstep.cli_terminal import JsonOption, UrlOption, command, terminal
+from everstep.plain_text import printable
 from everstep.wire import Node
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, or as much of it as is unique.")]

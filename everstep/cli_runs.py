@@ -10,10 +10,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from everstep import cli_words as words
 from everstep.cli_code import with_code
-from everstep.cli_terminal import Exit, JsonOption, Terminal, UrlOption, command, exit_code_of_status, printable, terminal
+from everstep.cli_terminal import Exit, JsonOption, Terminal, UrlOption, command, exit_code_of_status, terminal
 from everstep.cli_watch import watch as watch_run
 from everstep.errors import UsageError
 from everstep.overrides import apply_overrides
+from everstep.plain_text import printable
 from everstep.runs import RunHandle, Which
 from everstep.spec import RunSpec, parse_spec
 from everstep.spec_file import read_spec

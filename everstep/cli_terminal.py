@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +20,11 @@ from rich.text import Text
 
 from everstep.client import Client
 from everstep.errors import AuthError, Conflict, EverstepError, InvalidSpec, NotFound, RateLimited, Unavailable, UsageError
+from everstep.plain_text import json_line, printable, printable_lines
 from everstep.wire import RunStatus
 
 P = ParamSpec("P")
 CLI_TRIES = 4
-_CONTROL = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {9: "    "}
 
 
 class Exit(IntEnum):
@@ -94,7 +93,7 @@ class Terminal:
 
     def json(self, value: Any) -> None:
         """One value on one line."""
-        sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
+        sys.stdout.write(json_line(_plain(value)) + "\n")
         sys.stdout.flush()
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
@@ -116,7 +115,7 @@ class Terminal:
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
         """Names and values below each other; None is left out."""
-        shown = [(name, str(value)) for name, value in pairs if value is not None]
+        shown = [(printable(name), str(value)) for name, value in pairs if value is not None]
         width = max((len(name) for name, _ in shown), default=0)
         for name, value in shown:
             self.out.print(Text.assemble((name.ljust(width), "bold"), "  ", printable(value)))
@@ -124,20 +123,10 @@ class Terminal:
     def fail(self, message: str, code: Exit, details: dict[str, Any] | None = None) -> typer.Exit:
         """Say what went wrong on standard error; the exception to raise."""
         if self.as_json:
-            sys.stderr.write(json.dumps({"error": {"message": message, **(details or {})}}) + "\n")
+            sys.stderr.write(json_line({"error": {"message": message, **(details or {})}}) + "\n")
         else:
-            lines = printable_lines(message)
-            self.err.print(Text.assemble(("error: ", "bold red"), "\n".join(lines)))
+            self.err.print(Text.assemble(("error: ", "bold red"), printable_lines(message)))
         return typer.Exit(code)
-
-
-def printable(text: str) -> str:
-    """One line without control characters: names and log lines come from others, and must not steer the terminal."""
-    return text.translate(_CONTROL)
-
-
-def printable_lines(text: str) -> list[str]:
-    return [printable(line) for line in text.split("\n")]
 
 
 def _plain(value: Any) -> Any:

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from everstep import cli_words as words
-from everstep.cli_terminal import Terminal, printable
+from everstep.cli_terminal import Terminal
 from everstep.events import EventKind
+from everstep.plain_text import printable
 from everstep.runs import RunHandle
 from everstep.wire import Event, RunStatus
 

@@ -3,6 +3,7 @@ column of PostgreSQL nor an environment variable can hold.
 
 Both come from outside: Python makes such halves of file names that are not UTF-8, and they end up in messages and log lines. What
 users ask for is refused (``faults``); what has happened is told all the same, with these characters written out (``written_out``).
+What goes to a terminal loses more (``printable``, ``json_line``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,27 @@ MAX_DEPTH = 64
 """Most levels of lists and mappings in a document."""
 
 _UNSAYABLE = re.compile("[\x00\ud800-\udfff]")
+_STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1, which terminals obey
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # turn the order of what follows around, or end a line
+    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # are not seen
+    "\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Return one line without characters that steer a terminal or hide what is written: names and log lines come from others."""
+    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text.replace("\t", "    "))
+
+
+def printable_lines(text: str) -> str:
+    """Return the same for a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def json_line(value: Any) -> str:
+    """Return a value as one line of JSON that is safe on a terminal: such characters are escaped, and so nothing is lost."""
+    return _STEERING.sub(lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False))
 
 
 def is_sayable(text: str) -> bool:

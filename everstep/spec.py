@@ -26,6 +26,7 @@ from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTE
 from everstep.errors import FieldError, InvalidSpec
 from everstep.field_errors import field_errors
 from everstep.metric_names import mode_of
+from everstep.reserved_env import reserved_reason
 
 Seconds = PositiveFiniteFloat
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
@@ -34,33 +35,7 @@ _RAYS_OWN = {"cpu": "CPU", "gpu": "GPU", "memory": "memory", "object_store_memor
 """Resources that every node of Ray has, by their names in lower case."""
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
-STORAGE_CREDENTIALS = frozenset(
-    {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"}
-)
-REFUSED_ENV_PREFIXES = ("RAY_", "EVERSTEP_", "LD_", "DYLD_", "PYTHON", "PIP_", "GLIBC_", "TORCHELASTIC_")
-"""What belongs to the service, to Ray, the loader, Python, and to the operator: PIP_* says where packages come from."""
-REFUSED_ENV_NAMES = frozenset(
-    {
-        *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        *("CUDA_VISIBLE_DEVICES", "GCONV_PATH", "BASH_ENV"),
-    }
-)
-"""What Ray and torch tell a rank of its place, and what makes other programs run other code."""
 MAX_WORKERS = 16_384
-
-
-def _belongs_to_user(name: str) -> str:
-    if name.upper().startswith(REFUSED_ENV_PREFIXES):
-        raise PydanticCustomError("env_refused", "may not be set: RAY_*, EVERSTEP_*, LD_*, PYTHON* and PIP_* belong to the service")
-    if name.upper() in STORAGE_CREDENTIALS:
-        raise PydanticCustomError(
-            "credentials_refused",
-            "may not be set: a spec is shown to others, and ranks write checkpoints with their node's credentials; "
-            "the operator gives them to the nodes",
-        )
-    if name.upper() in REFUSED_ENV_NAMES:
-        raise PydanticCustomError("env_refused", "may not be set: a rank's place and devices are the service's to say")
-    return name
 
 
 def _max_reaches_min(value: float, info: ValidationInfo) -> float:
@@ -77,7 +52,7 @@ def _max_reaches_min(value: float, info: ValidationInfo) -> float:
     return value
 
 
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_belongs_to_user)]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
@@ -420,7 +395,7 @@ def parse_spec(raw: Any) -> RunSpec:
 
     What a run was once taken with is read by ``RunSpec`` itself, which refuses nothing that it did not refuse then.
     """
-    faults = (*plain_text.faults(raw), *_amount_faults(raw))
+    faults = (*plain_text.faults(raw), *_amount_faults(raw), *_env_faults(raw))
     try:
         spec = RunSpec.model_validate(raw)
     except ValidationError as exc:
@@ -430,6 +405,15 @@ def parse_spec(raw: Any) -> RunSpec:
     if faults:
         raise InvalidSpec(faults)
     return spec
+
+
+def _env_faults(raw: Any) -> list[FieldError]:
+    found = []
+    for field in ("env", "secrets"):
+        variables = raw.get(field) if isinstance(raw, dict) else None
+        names = [name for name in variables if isinstance(name, str)] if isinstance(variables, dict) else []
+        found += [FieldError((field, name), reason) for name in names if (reason := reserved_reason(name)) is not None]
+    return found
 
 
 def _amount_faults(raw: Any) -> list[FieldError]:

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from sqlalchemy.engine import URL
 
+from everstep.plain_text import printable, printable_lines
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError, checked_url
 from service.db.runs import RunStore
@@ -280,14 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             done = restore(settings, directory)
     except (BackupError, SettingsError, HomeError, StorageError, DatabaseError, OSError) as exc:
         words = f"everstep {'backup' if given.what == 'create' else 'restore'}: {exc}"
-        print(json.dumps({"error": {"message": str(exc)}}) if given.json else words, file=sys.stderr)
+        print(json.dumps({"error": {"message": str(exc)}}) if given.json else printable_lines(words), file=sys.stderr)
         return 1
     if given.json:
         print(json.dumps({**asdict(done), "directory": str(done.directory)}))
         return 0
     print(f"{done.directory}: {done.num_runs} runs, {done.num_checkpoints} checkpoints, {done.size_bytes / 1e6:.1f} MB")
     for name in done.missing:
-        print(f"  not there: {name}, which retention took away meanwhile")
+        print(f"  not there: {printable(name)}, which retention took away meanwhile")
     return 0
 
 

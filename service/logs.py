@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
+from typing import TextIO
 
 import structlog
+
+from everstep.plain_text import printable_lines
 
 
 def configure_logging() -> None:
@@ -25,7 +29,7 @@ def configure_logging() -> None:
         renderer = structlog.processors.JSONRenderer()
     else:
         # Plain tracebacks: pictures of them with every frame's variables take a core a second each, and show secrets.
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -36,7 +40,7 @@ def configure_logging() -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _as_printable, renderer],
         )
     )
     root = logging.getLogger()
@@ -45,3 +49,14 @@ def configure_logging() -> None:
     # A line for every request to Ray would bury everything else.
     for noisy in ("httpx", "httpcore", "uvicorn.error", "alembic"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def _as_printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Keep paths and messages, which anybody may choose, from steering the operator's terminal."""
+    return {name: printable_lines(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(printable_lines(text.getvalue()))

@@ -20,6 +20,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from everstep.plain_text import printable_lines
 from service.api.context import ApiContext
 from service.api_server import ApiServer, base_url, check_tls, listening
 from service.app import create_app
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # uvicorn takes this loop by itself only where it makes the loop.
                 uvloop.run(serve(settings, listener, storage, database, supervisor))
     except cannot_start as exc:
-        print(f"everstep serve: {exc}", file=sys.stderr)
+        print(f"everstep serve: {printable_lines(str(exc))}", file=sys.stderr)
         return EXIT_CANNOT_START
     except KeyboardInterrupt:
         log.info("stopped before the service was up")

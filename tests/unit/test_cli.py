@@ -273,6 +273,19 @@ async def test_logs_are_printed_without_control_characters(api: ApiService) -> N
     assert (await everstep("logs", run_id, "--rank", "3")).stdout == ""
 
 
+async def test_json_and_words_hold_nothing_that_steers_a_terminal(api: ApiService) -> None:
+    evil = "a\x9b2Jb\x85c\u202ed\u2066e\u2028f"
+    run_id = await finish(api, tags={"evil": evil})
+    with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
+        writer.write([LogRecord(NOON, "INFO", evil)])
+    for arguments in (["logs", run_id], ["show", run_id], ["runs"], ["watch", run_id]):
+        for extra in ([], ["--json"]):
+            result = await everstep(*arguments, *extra)
+            assert result.exit_code == 0 and not set(result.stdout + result.stderr) & set("\x9b\x85\u202e\u2066\u2028"), arguments
+    assert json.loads((await everstep("logs", run_id, "--json")).stdout)["message"] == evil
+    assert json.loads((await everstep("show", run_id, "--json")).stdout)["tags"] == {"evil": evil}
+
+
 async def test_metrics_and_samples(api: ApiService) -> None:
     run_id, journal = await api.running()
     epoch = {"epoch": 0, "samples": 10, "used_once": 10, "duplicates": 0, "missing": 0, "digest": "ab" * 32, "seconds": 1.0}

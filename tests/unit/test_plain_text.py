@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.plain_text import faults, is_sayable, may_need_it, written_out
+from everstep.plain_text import faults, is_sayable, json_line, may_need_it, printable, printable_lines, written_out
 
 TEXT = st.text(st.characters(codec=None) | st.sampled_from("\x00\ud800\udfff\\u"))
 DOCUMENT = st.recursive(
@@ -45,3 +45,24 @@ def test_each_fault_is_named_by_its_place() -> None:
     found = faults({"env": {"A": "x\x00", "B\ud800": "y"}, "tags": ["fine", "\udce9"], "name": "fine"})
     assert [fault.loc for fault in found] == [("env", "B\\ud800"), ("env", "A"), ("tags", 1)]
     assert "\\x00" in found[1].msg and all("leave it out" in fault.msg for fault in found)
+
+
+STEERING = [
+    *map(chr, (*range(32), *range(127, 160))),
+    *"\u061c\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\ufeff\ud800\U000e0041",
+]
+
+
+@given(DOCUMENT)
+def test_a_line_of_json_steers_no_terminal_and_loses_nothing(document: Any) -> None:
+    line = json_line(document)
+    assert not set(line) & set(STEERING)
+    assert json.loads(line) == json.loads(json.dumps(document))
+
+
+def test_every_steering_character_is_escaped_in_json_and_replaced_in_words() -> None:
+    for character in STEERING:
+        assert json_line({character: character}) == json.dumps({character: character})
+        assert printable(f"a{character}b") == ("a    b" if character == "\t" else "a\ufffdb")
+    assert json_line("é 漢 👩‍💻 שלום") == '"é 漢 👩‍💻 שלום"' and printable("é 漢 👩‍💻 שלום") == "é 漢 👩‍💻 שלום"
+    assert printable_lines("a\nb\x9b") == "a\nb\ufffd"

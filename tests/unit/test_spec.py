@@ -451,3 +451,30 @@ def test_a_fault_inside_a_list_is_named_with_its_place() -> None:
     faults = {".".join(map(str, fault.loc)): fault.msg for fault in caught.value.errors}
     assert faults.keys() == {"optimizer.groups.1.lr_scale", "optimizer.groups.1.lr_scal"}
     assert "did you mean 'lr_scale'?" in faults["optimizer.groups.1.lr_scal"]
+
+
+@pytest.mark.parametrize("field", ["env", "secrets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AWS_ACCESS_KEY_ID", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_ROLE_ARN", "AWS_ENDPOINT_URL"),
+        *(
+            "AWS_ENDPOINT_URL_S3",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "AWS_CA_BUNDLE",
+            "aws_profile",
+        ),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "CLOUD_STORAGE_EMULATOR_ENDPOINT", "BOTO_CONFIG"),
+        *("HOME", "XDG_CONFIG_HOME", "HIP_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_leads_ranks_to_another_storage_or_place_may_not_be_set(name: str, field: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_spec(spec(**{field: {name: "x", "NCCL_DEBUG": "WARN"}}))
+    [fault] = caught.value.errors
+    assert fault.loc == (field, name) and "may not be set: " in fault.msg
+
+
+def test_a_run_that_was_taken_with_such_a_variable_can_still_be_read() -> None:
+    assert RunSpec.model_validate(spec(env={"AWS_ENDPOINT_URL": "http://here"})).env == {"AWS_ENDPOINT_URL": "http://here"}
