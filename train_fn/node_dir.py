@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 _LISTING = ".everstep-files.json"
@@ -38,13 +42,51 @@ def own_temporary_dir() -> Path:
 
 
 def _own_dir(parent: Path) -> Path:
-    """``parent/everstep-UID``, readable by nobody else. Raises PermissionError when somebody else made it first."""
+    """Return ``parent/everstep-UID``, a directory that nobody else can read, and make it where it is missing.
+
+    Anybody may make something of that name first. Then it is the first of this user's ``everstep-UID-*``, names that nobody can
+    foresee. Raises PermissionError, which names what to do, where there can be no such directory.
+    """
     path = parent / f"everstep-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if _is_own(path):
+            return path
+        if not (others := _own_dirs(path)):
+            logger.warning("%s is another user's; this user's directory gets another name beside it", path)
+            tempfile.mkdtemp(prefix=f"{path.name}-", dir=parent)
+            others = _own_dirs(path)
+    except OSError as exc:
+        if exc.filename is None:
+            raise
+        problem = exc.strerror or type(exc).__name__
+        raise PermissionError(
+            f"{exc.filename}: {problem}; set TMPDIR to a directory in which user {os.getuid()} may write"
+        ) from exc
+    return others[0]
+
+
+def _own_dirs(path: Path) -> list[Path]:
+    """This user's directories whose names begin as ``path`` does, by name: all processes choose the same one."""
+    found = []
+    for each in path.parent.glob(f"{path.name}-*"):
+        with suppress(FileNotFoundError):  # another user took its own away
+            if _is_own(each):
+                found.append(each)
+    return sorted(found)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a directory, not a link, is this user's. Raises PermissionError where it is, but cannot be trusted."""
     found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} belongs to another user or is open to others; remove it")
-    return path
+    if found.st_uid != os.getuid():
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} is not a directory that only user {os.getuid()} can read (mode {found.st_mode:o}); remove it"
+        )
+    return True
 
 
 @contextmanager
