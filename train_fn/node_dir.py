@@ -61,9 +61,8 @@ def _own_dir(parent: Path) -> Path:
         if exc.filename is None:
             raise
         problem = exc.strerror or type(exc).__name__
-        raise PermissionError(
-            f"{exc.filename}: {problem}; set TMPDIR to a directory in which user {os.getuid()} may write"
-        ) from exc
+        way_out = f"let user {os.getuid()} write there, or set TMPDIR to a directory in which user {os.getuid()} may write"
+        raise PermissionError(f"{exc.filename}: {problem}; {way_out}") from exc
     return others[0]
 
 
