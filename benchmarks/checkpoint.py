@@ -251,10 +251,10 @@ def disk_figures(options: Options) -> dict[str, Any]:
     path = Path(options.directory) / "plain.bin"
 
     def commit(step: int) -> None:
-        with store.begin(step, 1) as writer:
+        with store.begin(step, 1, 1) as writer:
             with writer.write_file(MODEL_FILE) as file:
                 file.write(data)
-            writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+            writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
 
     plain_s, writer_s = [], []
     for step in range(1, options.repeats + 2):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from everstep import relative_names
-from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError
+from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError, StorageNotFound, StorageUnreadable
 from storage.files import Files, WriteStream
 from storage.manifest import MANIFEST, FileEntry, Manifest, new_hash
+from storage.process_nonce import process_nonce
 from storage.run_dir import CheckpointName, RunDir
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _BESIDE_BYTES = 1 << 20
 """Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
 _BUFFER_BYTES = 1 << 20
+BEGUN, TRASH = ".begun-", ".trash-"
+"""How names of directories begin that are being written, or were set aside; the checkpoint's name and a random part follow."""
 
 
 class _HashedStream(io.RawIOBase):
@@ -123,14 +126,22 @@ class CheckpointWriter:
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._run_dir = run_dir
         self._name = name
-        self._directory = run_dir.checkpoints_path(str(name))
-        # The marker says whose directory this is. Who begins the same checkpoint again removes it with the directory.
-        self._marker = f"{self._directory}/{MANIFEST}.{secrets.token_hex(6)}.tmp"
+        # A directory of its own, which becomes the checkpoint's by the commit: nobody else ever writes there.
+        self._directory = run_dir.checkpoints_path(f"{BEGUN}{name}-{secrets.token_hex(6)}")
+        self._marker = f"{self._directory}/{MANIFEST}.tmp"
         self._entries: dict[str, FileEntry | None] = {}
         self._hasher = ThreadPoolExecutor(1, "checkpoint-digest")
         self._ended = False
-        self._files.make_dir(run_dir.checkpoints_path())
-        self._files.touch(self._marker)  # fences the living; commit makes the directory durable
+        self._begin()
+
+    def _begin(self) -> None:
+        self._files.make_dir(self._run_dir.checkpoints_path())
+        with self._as_replaced():
+            self._files.touch(self._marker)  # fences the living; commit makes the directory durable
+
+    def _may_go_on(self) -> bool:
+        """Whether nobody has begun the same checkpoint again."""
+        return self._files.exists(self._marker)
 
     @property
     def name(self) -> str:
@@ -151,20 +162,21 @@ class CheckpointWriter:
             raise InvalidStorage(f"{relpath!r} is the manifest's own name; choose another")
         if relpath in self._entries:
             raise InvalidStorage(f"{relpath!r} was written to checkpoint {self.name} already")
-        if not self._files.exists(self._marker):
+        if not self._may_go_on():
             raise CheckpointReplaced(self.name)
         self._entries[relpath] = None
 
         def closed_whole(entry: FileEntry) -> None:
             self._entries[relpath] = entry
 
-        return CheckpointFile(self._files.create(f"{self._directory}/{relpath}"), closed_whole, self._hasher, on_write)
+        with self._as_replaced():
+            stream = self._files.create(f"{self._directory}/{relpath}")
+        return CheckpointFile(stream, closed_whole, self._hasher, on_write)
 
     def commit(
         self,
         *,
         epoch: int,
-        attempt: int,
         parent: str | None,
         world_size: int,
         sample_digest: str | None,
@@ -189,7 +201,8 @@ class CheckpointWriter:
             step=self._name.step,
             epoch=epoch,
             submission=self._name.submission,
-            attempt=attempt,
+            attempt=self._name.attempt,
+            writer=process_nonce(),
             parent=parent,
             world_size=world_size,
             sample_digest=sample_digest,
@@ -198,23 +211,31 @@ class CheckpointWriter:
             files=entries,
         )
         # The files' bytes are durable since they were closed; now their names, innermost directories first.
-        for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
-            self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
-        self._files.sync_dir(self._run_dir.checkpoints_path())
-        if not self._files.promote(self._marker, f"{self._directory}/{MANIFEST}", manifest.to_bytes()):
+        with self._as_replaced():
+            for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
+                self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
+        target = f"{self._run_dir.checkpoints_path(self.name)}/{MANIFEST}"
+        if not self._may_go_on() or not self._files.promote(self._marker, target, manifest.to_bytes()):
             raise CheckpointReplaced(self.name)
         self._ended = True
         return manifest
 
     def abort(self) -> None:
         """Remove what was written, unless it was committed or another writer took over."""
-        if self._ended:
-            return
-        self._ended = True
-        if self._files.exists(self._marker):
-            # The manifest first: where the answer to its write was lost, it may be there.
-            self._files.delete_file(f"{self._directory}/{MANIFEST}")
-            self._files.delete_dir(self._directory)
+        if not self._ended:
+            self._ended = True
+            self._clear_away()
+
+    def _clear_away(self) -> None:
+        self._files.delete_dir(self._directory)
+
+    @contextmanager
+    def _as_replaced(self) -> Iterator[None]:
+        """Whoever begins the same checkpoint takes this writer's directory away."""
+        try:
+            yield
+        except StorageNotFound as exc:
+            raise CheckpointReplaced(self.name) from exc
 
     def __enter__(self) -> Self:
         return self
@@ -232,6 +253,50 @@ class CheckpointWriter:
         return self._run_dir.files
 
 
+class ObjectCheckpointWriter(CheckpointWriter):
+    """The same where nothing can be renamed, and a put overwrites what another has put: all that is written lies at its place from
+    the beginning, and the place belongs to the first process that begins there, for as long as its marker is there."""
+
+    def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
+        self._owner = f"{process_nonce()} {secrets.token_hex(6)}".encode()
+        super().__init__(run_dir, name)
+
+    def _begin(self) -> None:
+        self._directory = self._run_dir.checkpoints_path(self.name)
+        self._marker = f"{self._directory}/{MANIFEST}.tmp"
+        if self._files.create_new(self._marker, self._owner):
+            return
+        if _content(self._files, self._marker).partition(b" ")[0] != process_nonce().encode():
+            raise CheckpointReplaced(self.name)
+        self._files.write(self._marker, self._owner)  # an earlier save of this process's, which is void from now on
+
+    def _may_go_on(self) -> bool:
+        return _content(self._files, self._marker) == self._owner
+
+    def clear_leavings(self, *, is_corrupt: bool) -> None:
+        """Remove what lies there."""
+        if is_corrupt:
+            self._files.delete_file(f"{self._directory}/{MANIFEST}")
+        for entry in self._files.list(self._directory):
+            if entry.is_dir:
+                self._files.delete_dir(f"{self._directory}/{entry.name}")
+            elif entry.name not in (MANIFEST, PurePosixPath(self._marker).name):
+                self._files.delete_file(f"{self._directory}/{entry.name}")
+
+    def _clear_away(self) -> None:
+        if not self._may_go_on():
+            return
+        # The manifest first: where the answer to its put was lost, it may be there. The marker last: then others may begin.
+        for relpath in (MANIFEST, *self._entries):
+            self._files.delete_file(f"{self._directory}/{relpath}")
+        self._files.delete_file(self._marker)
+
+    def release(self) -> None:
+        """Leave what lies there to whoever comes next."""
+        self._ended = True
+        self._files.delete_file(self._marker)
+
+
 def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]) -> CheckpointWriter:
     """Clear away what an earlier writer left under this name, and begin.
 
@@ -240,19 +305,64 @@ def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[
 
     Raises:
         CheckpointExists: it is.
+        CheckpointReplaced: on an object store, another process has begun it.
     """
     files, directory = run_dir.files, run_dir.checkpoints_path(str(name))
-    if files.exists(f"{directory}/{MANIFEST}"):
-        if is_sound():
+    manifest = f"{directory}/{MANIFEST}"
+    if not files.can_append:
+        writer = ObjectCheckpointWriter(run_dir, name)
+        is_there = files.exists(manifest)
+        if is_there and is_sound():
+            writer.release()
             raise CheckpointExists(str(name))
-        files.delete_file(f"{directory}/{MANIFEST}")
-    # Renamed before it is deleted: a writer that was slow, not dead, may have committed since we looked.
-    aside = run_dir.checkpoints_path(f".trash-{name}-{secrets.token_hex(6)}")
+        writer.clear_leavings(is_corrupt=is_there)
+        return writer
+    for entry in files.list(run_dir.checkpoints_path()):  # who was slow, not dead, cannot commit any more
+        if entry.name.startswith(f"{BEGUN}{name}-"):
+            _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
+    judged = _content(files, manifest)
+    if judged and is_sound():
+        raise CheckpointExists(str(name))
+    # Renamed before it is deleted, and judged by what was renamed: another writer may have committed since we looked.
+    aside = _aside(run_dir, name)
     if files.set_aside(directory, aside):
-        if files.exists(f"{aside}/{MANIFEST}"):
-            files.set_aside(aside, directory)
+        if _content(files, f"{aside}/{MANIFEST}") != judged:
+            put_back(run_dir, aside, str(name))
             raise CheckpointExists(str(name))
+        files.delete_file(f"{aside}/{MANIFEST}")
         files.delete_dir(aside)
-    else:
-        files.delete_dir(directory)
     return CheckpointWriter(run_dir, name)
+
+
+def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
+    """Bring a committed checkpoint that was set aside back to its place, where there is none now. Whether it is one: then it must
+    not be removed, also where its place is taken by somebody else."""
+    files = run_dir.files
+    if CheckpointName.parse(name) is None or not files.exists(f"{aside}/{MANIFEST}"):
+        return False
+    directory = run_dir.checkpoints_path(name)
+    if files.exists(f"{directory}/{MANIFEST}"):
+        return False
+    with suppress(StorageError):
+        files.set_aside(aside, directory)
+    return True
+
+
+def _clear(run_dir: RunDir, name: CheckpointName, begun: str) -> None:
+    """End another writer, and remove what it wrote."""
+    aside = _aside(run_dir, name)
+    if run_dir.files.set_aside(begun, aside):
+        run_dir.files.delete_file(f"{aside}/{MANIFEST}")  # it was about to commit
+        run_dir.files.delete_dir(aside)
+
+
+def _aside(run_dir: RunDir, name: CheckpointName) -> str:
+    return run_dir.checkpoints_path(f"{TRASH}{name}-{secrets.token_hex(6)}")
+
+
+def _content(files: Files, relpath: str) -> bytes:
+    """A file's bytes; none where there is no such file, or the medium cannot give them back."""
+    try:
+        return files.read(relpath)
+    except (StorageNotFound, StorageUnreadable):
+        return b""

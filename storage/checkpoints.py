@@ -11,7 +11,7 @@ from functools import partial
 from typing import IO, Literal, TypeVar, cast
 
 from storage.archive import Archive, file_blocks
-from storage.checkpoint_writer import CheckpointWriter, begin_checkpoint
+from storage.checkpoint_writer import BEGUN, TRASH, CheckpointWriter, begin_checkpoint, put_back
 from storage.errors import (
     CorruptCheckpoint,
     CorruptFile,
@@ -22,13 +22,12 @@ from storage.errors import (
 )
 from storage.files import Files
 from storage.holds import SeenHolds, held_checkpoints
-from storage.lineage import RestorePoint, in_lineage, restore_point
+from storage.lineage import RestorePoints, in_lineage
 from storage.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, best_of, parse_manifest
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import CheckpointName, Origin, RunDir
 from storage.verified_file import VerifiedFile
 
 T = TypeVar("T")
-_TRASH = ".trash-"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class CheckpointStore:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._restore_points: dict[int, RestorePoint] = {}
+        self._points = RestorePoints(run_dir)
         self._rejected: set[str] = set()
         """Checkpoints that this object found to be corrupt."""
         self._known: dict[CheckpointName, Manifest] = {}
@@ -54,13 +53,13 @@ class CheckpointStore:
     def __reduce__(self) -> tuple[object, ...]:
         return CheckpointStore, (self._run_dir,)
 
-    def begin(self, step: int, submission: int) -> CheckpointWriter:
-        """Start writing ``step-STEP.sSUBMISSION``. What an earlier writer left unfinished or corrupt there is replaced.
+    def begin(self, step: int, submission: int, attempt: int) -> CheckpointWriter:
+        """Start writing ``step-STEP.sSUBMISSION.aATTEMPT``. What an earlier writer left unfinished or corrupt there is replaced.
 
         Raises:
-            CheckpointExists: it is committed and verifies.
+            CheckpointExists: it is committed and verifies. By whom its manifest tells.
         """
-        name = CheckpointName(step, submission)
+        name = CheckpointName(step, submission, attempt)
 
         def is_sound() -> bool:
             try:
@@ -74,11 +73,11 @@ class CheckpointStore:
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
-        """Every checkpoint with a valid manifest, oldest first (step, then submission); its files are not read."""
+        """Every checkpoint with a valid manifest, oldest first (step, submission, attempt); its files are not read."""
         return self._manifests(_named(self._entries()))
 
     def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
-        """Those of ``list`` that count: without what a newer submission did not restore from. Oldest first.
+        """Those of ``list`` that count: without what a newer attempt did not restore from. Oldest first.
 
         Args:
             before_submission: look only at what submissions older than this one wrote and chose; None looks at all.
@@ -219,7 +218,7 @@ class CheckpointStore:
         self,
         keep_latest: int,
         best: str | None,
-        submission: int | None = None,
+        origin: Origin | None = None,
         written: Manifest | None = None,
         best_by: tuple[str, Literal["min", "max"]] | None = None,
     ) -> builtins.list[str]:
@@ -231,19 +230,23 @@ class CheckpointStore:
         process that saves, between saves.
 
         Args:
-            submission: who asks; where a newer one has a journal, nothing is deleted.
+            origin: submission and attempt of who asks. Where a newer submission has a journal, nothing is deleted; nor is ever what
+                a newer attempt wrote.
             written: what the caller has just committed, and need not be read back.
             best_by: metric and mode by which the best of those that are there is kept as well: ``best`` itself may never have been
                 committed, where its rank died with it.
         """
-        submissions = self._run_dir.submissions()
-        if submission is not None and any(newer > submission for newer in submissions):
+        if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
             return []
         if written is not None:
-            self._known[CheckpointName(written.step, written.submission)] = written
+            self._known[_name_of(written)] = written
         entries = self._entries()
         committed = self._read_committed(entries)
-        lineage = [manifest for name in self._in_lineage(committed, submissions) if (manifest := committed[name])]
+        if origin is not None:
+            committed = {name: manifest for name, manifest in committed.items() if name.origin <= origin}
+        # Who has begun knows where all before it began: their journals are read once in an attempt, not with every save.
+        points = self._points.found if origin in self._points.found else self._points.update()
+        lineage = [manifest for name in in_lineage(committed, points) if (manifest := committed[name])]
         if not lineage:
             return []
         told = self._run_dir.kept()
@@ -258,7 +261,7 @@ class CheckpointStore:
         kept |= {manifest.name for manifest in lineage if manifest.step in told.steps}
         kept |= held_checkpoints(self._run_dir, self._holds)
         kept |= {each.name for each in lineage if each.name in corrupt and _commit_order(each) >= _commit_order(latest[0])}
-        newest = CheckpointName(lineage[-1].step, lineage[-1].submission)
+        newest = _name_of(lineage[-1])
         counted = {manifest.name for manifest in lineage}
         doomed = [name for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))]
         deleted = [str(name) for name in doomed if self._delete_unless_held(name, committed[name])]
@@ -278,9 +281,9 @@ class CheckpointStore:
         """
         entries = self._entries()
         rest = entries - {str(name) for name in self._committed(entries)}
-        orphans = sorted(name for name in rest if name.startswith(_TRASH) or CheckpointName.parse(name))
+        orphans = sorted(name for name in rest if name.startswith(TRASH) or _unfinished(name))
         for name in orphans:
-            self._files.delete_dir(self._run_dir.checkpoints_path(name))
+            self._clear(name)
         return orphans
 
     def _delete_unless_held(self, name: CheckpointName, manifest: Manifest | None) -> bool:
@@ -296,28 +299,29 @@ class CheckpointStore:
     def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
         """Remove those of these directories that never became checkpoints and never will."""
         for each in names:
-            name = CheckpointName.parse(each)
-            if each.startswith(_TRASH) or (name and self._is_past(name, newest)):
-                self._files.delete_dir(self._run_dir.checkpoints_path(each))
+            name = _unfinished(each)
+            if each.startswith(TRASH) or (name and self._is_past(name, newest)):
+                self._clear(each)
+
+    def _clear(self, entry: str) -> None:
+        """Remove a directory that is no checkpoint. What was set aside and is one after all is put back: who had set it aside died
+        before it could."""
+        path = self._run_dir.checkpoints_path(entry)
+        if entry.startswith(TRASH) and put_back(self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]):
+            return
+        self._files.delete_dir(path)
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
-        """Whether nobody who counts can still be writing it: the newest submission's steps only rise."""
-        return name.submission < newest.submission or (name.submission == newest.submission and name.step < newest.step)
+        """Whether nobody who counts can still be writing it: the newest attempt's steps only rise."""
+        return (name.origin, name.step) < (newest.origin, newest.step)
 
     def _lineage_names(self, before_submission: int | None, told: Collection[CheckpointName] = ()) -> builtins.list[CheckpointName]:
-        names, submissions = {*self._committed(self._entries()), *told}, self._run_dir.submissions()
+        names, points = {*self._committed(self._entries()), *told}, self._points.update()
         if before_submission is not None:
             names = {name for name in names if name.submission < before_submission}
-            submissions = [submission for submission in submissions if submission < before_submission]
-        return self._in_lineage(names, submissions)
-
-    def _in_lineage(self, names: Iterable[CheckpointName], submissions: Collection[int]) -> builtins.list[CheckpointName]:
-        """Those of ``names`` that count, by what these submissions restored from; oldest first."""
-        for submission in submissions:
-            if submission not in self._restore_points and (point := restore_point(self._run_dir, submission)):
-                self._restore_points[submission] = point  # the first one stays the first
-        return in_lineage(names, {number: point for number, point in self._restore_points.items() if number in submissions})
+            points = {origin: point for origin, point in points.items() if origin[0] < before_submission}
+        return in_lineage(names, points)
 
     def _entries(self) -> set[str]:
         """Names of what lies beside each other where checkpoints do."""
@@ -379,12 +383,23 @@ class CheckpointStore:
 
     def _directory(self, name: str) -> str:
         if CheckpointName.parse(name) is None:
-            raise InvalidStorage(f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2)}")
+            raise InvalidStorage(f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2, 3)}")
         return self._run_dir.checkpoints_path(name)
 
     @property
     def _files(self) -> Files:
         return self._run_dir.files
+
+
+def _name_of(manifest: Manifest) -> CheckpointName:
+    name = CheckpointName.parse(manifest.name)
+    assert name is not None
+    return name
+
+
+def _unfinished(entry: str) -> CheckpointName | None:
+    """Which checkpoint was begun in a directory that is none; None for one in which none was."""
+    return CheckpointName.parse(entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry)
 
 
 def _named(entries: Iterable[str]) -> list[CheckpointName]:

@@ -98,7 +98,7 @@ class FileTooLarge(CorruptFile):
 
 
 class CheckpointExists(StorageError):
-    """``name`` is committed and verifies; what was to be saved is there already."""
+    """``name`` is committed and verifies. Who wrote it its manifest tells; only that process may take it for its own save."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"checkpoint {name} is committed already; committed checkpoints are never overwritten")
@@ -106,7 +106,7 @@ class CheckpointExists(StorageError):
 
 
 class CheckpointReplaced(StorageError):
-    """A later writer of the same submission began the same checkpoint; this one must not commit."""
+    """A later writer of the same attempt began the same checkpoint; this one must not commit."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"checkpoint {name} was begun again by another writer; this one is void")

@@ -57,6 +57,12 @@ class Files(Protocol):
     def write(self, relpath: str, data: bytes) -> None:
         """Create or replace a small file at once: readers see the old one or the new one. Durable on return."""
 
+    def create_new(self, relpath: str, data: bytes) -> bool:
+        """Create a small file, unless there is one: False, and nothing has happened. Of several that try at once one succeeds.
+
+        A try whose answer was lost counts as successful where the file holds just ``data``. Durable on return.
+        """
+
     def create(self, relpath: str) -> WriteStream:
         """Begin a new file, which must not exist yet where the filesystem can tell."""
 
@@ -73,7 +79,10 @@ class Files(Protocol):
         """Rename a directory at once; False where nothing is there or renames are not a thing."""
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        """Write ``data`` as ``relpath`` at once, provided that ``marker`` still exists, which it uses up; else False."""
+        """Write ``data`` as ``relpath``, which must not exist, provided that ``marker`` still exists, which it uses up; else False.
+
+        Where directories can be renamed, and the two lie in different ones, that of ``marker`` becomes the other, with all in it.
+        """
 
     def delete_file(self, relpath: str) -> None:
         """Durably; nothing happens where there is no such file."""

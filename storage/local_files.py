@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from storage.regular_file import READ_LIMIT_BYTES, linked, open_regular, read_wh
 _WRITE_BACK_BYTES = 8 << 20
 _MAX_ENTRIES = 100_000
 """Most names in a directory of a run."""
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def sync_path(path: str | Path) -> None:
@@ -185,6 +187,36 @@ class LocalFiles:
                 raise
             sync_path(directory)
 
+    def create_new(self, relpath: str, data: bytes) -> bool:
+        path = self.path(relpath)
+        self.make_dir(os.path.dirname(relpath))
+        directory, name = os.path.split(path)
+        temporary = f"{directory}/.{name}.{secrets.token_hex(6)}.tmp"
+        with mapped("create", path):
+            self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL, relpath)
+            try:
+                os.link(temporary, path)  # unlike a rename it fails where there is a file, and readers never see half of one
+            except FileExistsError:
+                return self.read(relpath) == data
+            except OSError as exc:
+                if exc.errno not in _NO_LINKS:
+                    raise
+                return self._create_in_place(relpath, data)
+            finally:
+                os.unlink(temporary)
+            sync_path(directory)
+        return True
+
+    def _create_in_place(self, relpath: str, data: bytes) -> bool:
+        """As ``create_new``, on a filesystem without hard links: a reader may see half of the file for a moment."""
+        path = self.path(relpath)
+        try:
+            self._write_synced(path, data, os.O_CREAT | os.O_EXCL, relpath)
+        except FileExistsError:
+            return False
+        sync_path(os.path.dirname(path))
+        return True
+
     def create(self, relpath: str) -> _SyncedFile:
         self.make_dir(os.path.dirname(relpath))
         return _SyncedFile(self.path(relpath))
@@ -228,13 +260,21 @@ class LocalFiles:
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
         # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever removed it in the
-        # meantime makes one of the two fail, so a writer that was replaced cannot commit.
-        temporary, path = self.path(marker), self.path(relpath)
+        # meantime makes one of the two fail, so a writer that was replaced cannot commit. To rename a directory over one that
+        # is not empty fails: of several writers one commits.
+        (begun, _), (directory, name) = os.path.split(self.path(marker)), os.path.split(self.path(relpath))
         try:
-            with mapped("commit", path):
-                self._write_synced(temporary, data, os.O_TRUNC, marker)
-                os.replace(temporary, path)
-                sync_path(os.path.dirname(path))
+            with mapped("commit", f"{directory}/{name}"):
+                self._write_synced(self.path(marker), data, os.O_TRUNC, marker)
+                os.replace(self.path(marker), f"{begun}/{name}")
+                sync_path(begun)
+                try:
+                    os.rename(begun, directory)
+                except OSError as exc:
+                    if exc.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        return False
+                    raise
+                sync_path(os.path.dirname(directory))
         except StorageNotFound:
             return False
         return True

@@ -25,8 +25,9 @@ from everstep.metric_names import lookup
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
 
-SCHEMA_VERSION = 2
-"""1 had files' SHA-256."""
+SCHEMA_VERSION = 3
+"""1 had files' SHA-256; 1 and 2 had neither ``writer`` nor the attempt in the checkpoint's name."""
+_ATTEMPT_IN_NAME = 3
 MANIFEST = "manifest.json"
 
 MAX_MANIFEST_BYTES = 8 << 20
@@ -104,6 +105,8 @@ class Manifest(_Frozen):
     """Epoch in progress, from 0."""
     submission: Annotated[int, Field(ge=1)]
     attempt: Annotated[int, Field(ge=0)]
+    writer: str | None = None
+    """The process that wrote it (``process_nonce``)."""
     parent: str | None
     """Checkpoint that the state descends from; None where it began afresh."""
     world_size: Annotated[int, Field(ge=1)]
@@ -118,7 +121,12 @@ class Manifest(_Frozen):
     @property
     def name(self) -> str:
         """The checkpoint's directory below ``checkpoints/``."""
-        return str(CheckpointName(self.step, self.submission))
+        return str(CheckpointName(self.step, self.submission, self.attempt if self.schema_version >= _ATTEMPT_IN_NAME else 0))
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Manifests of older versions have no writer, and their digest was taken without."""
+        return {name: value for name, value in handler(self).items() if name != "writer" or value is not None}
 
     @property
     def size_bytes(self) -> int:

@@ -135,6 +135,12 @@ class ObjectFiles:
         stream.write(data)
         stream.close()
 
+    def create_new(self, relpath: str, data: bytes) -> bool:
+        if self.exists(relpath):
+            return self.read(relpath) == data
+        self.write(relpath, data)
+        return True
+
     def create(self, relpath: str) -> _ObjectUpload:
         path = self.path(relpath)
         with mapped("write", path):
@@ -153,9 +159,8 @@ class ObjectFiles:
         return False
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        if not self.exists(marker):
+        if not self.exists(marker) or not self.create_new(relpath, data):
             return False
-        self.write(relpath, data)
         self.delete_file(marker)
         return True
 

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stop = Literal["cancel", "pause"]
+Origin = tuple[int, int]
+"""Submission and attempt: later ones compare as greater."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SUBMISSION = re.compile(r"s([0-9]{3,})(\.jsonl)?")
 _ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 _RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
-_CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})")
+_CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})(?:\.a([0-9]{3,}))?")
 _RUNS = "runs"
 _DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -57,18 +59,27 @@ class RankLog:
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """``step-000000150.s002``: what a directory's name says, whether or not there is a checkpoint in it. Ordered by step."""
+    """``step-000000150.s002.a003``: what a directory's name says, whether or not there is a checkpoint in it. Ordered by step."""
 
     step: int
     submission: int
+    attempt: int = 0
+    """Who writes it; 0 in the names of older versions (``step-000000150.s002``), which say only the submission."""
 
     def __str__(self) -> str:
-        return f"step-{self.step:09d}.s{self.submission:03d}"
+        attempt = f".a{self.attempt:03d}" if self.attempt else ""
+        return f"step-{self.step:09d}.s{self.submission:03d}{attempt}"
+
+    @property
+    def origin(self) -> Origin:
+        return self.submission, self.attempt
 
     @staticmethod
     def parse(name: str) -> CheckpointName | None:
+        """None where it is not such a name, or is one that nobody would write."""
         match = _CHECKPOINT.fullmatch(name)
-        return CheckpointName(int(match[1]), int(match[2])) if match else None
+        found = CheckpointName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+        return found if str(found) == name else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from everstep.events import EventKind
 from everstep.metric_names import lookup
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from storage.manifest import best_of
-from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.evaluate import evaluate
@@ -86,7 +85,7 @@ def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
         return False
     kept = replica.peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
     if kept != best and best.step == replica.state.step:
-        replica.state.best = replace(best, checkpoint=str(CheckpointName(best.step, ctx.submission)))
+        replica.state.best = replace(best, checkpoint=str(ctx.checkpoint_name(best.step)))
         return True
     replica.state.best = kept
     return False
@@ -121,5 +120,5 @@ def _is_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) ->
     sign = 1 if checkpoint.best_mode == "max" else -1
     if value != value or (state.best is not None and sign * value <= sign * state.best.value):
         return False
-    state.best = Best(name, value, state.step, str(CheckpointName(state.step, ctx.submission)))
+    state.best = Best(name, value, state.step, str(ctx.checkpoint_name(state.step)))
     return True

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.run_dir import ProfileOrder, RunDir, Stop
+from storage.run_dir import CheckpointName, ProfileOrder, RunDir, Stop
 
 
 class JournalClient(Protocol):
@@ -50,3 +50,7 @@ class WorkerContext:
     """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and metrics; all ranks at one step."""
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
     """The newest profile that was asked for, as far as this rank has heard; never blocks."""
+
+    def checkpoint_name(self, step: int) -> CheckpointName:
+        """Of the checkpoint of a step that this attempt writes."""
+        return CheckpointName(step, self.submission, self.attempt)

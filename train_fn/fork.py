@@ -11,7 +11,7 @@ import torch
 from everstep.spec import ResumeFrom, RunSpec
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.manifest import Manifest, best_of
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
@@ -179,5 +179,5 @@ def _best(state: Mapping[str, Any], ctx: WorkerContext) -> dict[str, Any] | None
     metric = wanted if wanted in metrics else f"val_{wanted}"
     if wanted is None or metric not in metrics or state["evaluated_step"] != state["step"]:
         return None
-    checkpoint = str(CheckpointName(state["step"], ctx.submission))
+    checkpoint = str(ctx.checkpoint_name(state["step"]))
     return {"metric": metric, "value": metrics[metric], "step": state["step"], "checkpoint": checkpoint}

@@ -96,11 +96,11 @@ def commit_snapshot(run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label:
 
 
 def commit_state(run_dir: RunDir, spec: RunSpec, submission: int, attempt: int, world_size: int, state: dict[str, Any]) -> Manifest:
-    """Commit a whole state on the CPU as a checkpoint; one that is there already stands. Raises StorageError."""
+    """Commit a whole state on the CPU as a checkpoint; one that its attempt has committed meanwhile stands. Raises StorageError."""
     checkpoints = run_dir.checkpoints
     try:
-        with checkpoints.begin(state["step"], submission) as writer:
+        with checkpoints.begin(state["step"], submission, attempt) as writer:
             write_files(writer, state, safetensors=spec.checkpoint.safetensors, forms=defaultdict(FormFile))
-            return writer.commit(attempt=attempt, world_size=world_size, **manifest_facts(state))
+            return writer.commit(world_size=world_size, **manifest_facts(state))
     except CheckpointExists as exc:
         return checkpoints.manifest(exc.name)

@@ -10,7 +10,7 @@ import traceback
 import torch
 
 from everstep.events import EventKind
-from storage.run_dir import CheckpointName, Stop
+from storage.run_dir import Stop
 from train_fn.boundary import close_boundary, evaluation_is_due, renew_best, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
@@ -87,6 +87,9 @@ class Attempt:
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
+        if restored.source == "checkpoint":
+            state.parent = restored.checkpoint
+            self._saver.begun_from_checkpoint()
         # From the first save on a fork needs nothing of its origin. One that is about to be evaluated has it thereafter.
         self._is_unsaved_fork = restored.origin is not None
         if self._is_unsaved_fork and not evaluation_is_due(ctx, replica):
@@ -247,7 +250,7 @@ class Attempt:
             return
         self._reported_checkpoint = step
         state = self._replica.state
-        state.parent = str(CheckpointName(step, self.ctx.submission))
+        state.parent = str(self.ctx.checkpoint_name(step))
         self.ctx.report_checkpoint(state.parent, dict(state.metrics))
 
     def _finish(self, is_best: bool, stop: Stop | None) -> None:

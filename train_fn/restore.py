@@ -173,9 +173,8 @@ def _step_of(restored: Restored) -> int:
 
 
 def _newest_step(ctx: WorkerContext) -> int:
-    """Steps in the newest checkpoint that is listed, verified or not; -1 for none."""
-    lineage = ctx.run_dir.checkpoints.lineage()
-    return lineage[-1].step if lineage else -1
+    """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for none."""
+    return max((manifest.step for manifest in ctx.run_dir.checkpoints.list()), default=-1)
 
 
 def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from storage.errors import CheckpointExists, StorageError
 from storage.manifest import Manifest
+from storage.process_nonce import process_nonce
 from storage.run_dir import Stop
 from train_fn import head_clock
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
@@ -73,6 +75,8 @@ class Saver:
         self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
+        self._begun_from: tuple[int, int, int] | None = None
+        self._is_begin_told = False
         self._told_at = float("-inf")
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
@@ -184,6 +188,10 @@ class Saver:
             self._told_at = now
         return newest
 
+    def begun_from_checkpoint(self) -> None:
+        """The present state was just read from a checkpoint of the run's lineage: it needs no other, unless it is the best one."""
+        self._begun_from = _place(self._state.step, vars(self._state))
+
     def close(self) -> None:
         """Take no more; a save under way is left to its thread, which dies with the process."""
         with self._lock:
@@ -226,7 +234,9 @@ class Saver:
             return True
 
     def _is_committed(self) -> bool:
-        return self._committed is not None and self._committed.step == self._state.step
+        if self._committed is not None and self._committed.step == self._state.step:
+            return True
+        return self._is_begin_told and _place(self._state.step, vars(self._state)) == self._begun_from
 
     def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
         """Called with the lock held: count a save that no longer moves as failed; what is to be told then."""
@@ -276,9 +286,12 @@ class Saver:
         try:
             try:
                 self._told.catch_up()
+                if not save.is_best and _place(save.copy.step, save.copy.state) == self._begun_from:
+                    self._note_committed(None)
+                    return None
                 manifest, is_new = self._commit(save), True
-            except CheckpointExists as exc:  # by an earlier attempt, or by a try whose answer was lost; it was just read back whole
-                manifest, is_new = self._store.manifest(exc.name), exc.name == self._tried
+            except CheckpointExists as exc:  # by a try whose answer was lost; it was just read back whole
+                manifest, is_new = self._own(exc), exc.name == self._tried
         except Exception as exc:
             self._note_failed(save, exc)
             return exc
@@ -291,10 +304,18 @@ class Saver:
     def _commit(self, save: Save) -> Manifest:
         ctx, state = self._ctx, save.copy.state
         safetensors = ctx.spec.checkpoint.safetensors
-        with self._store.begin(save.copy.step, ctx.submission) as writer:
+        with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
             write_files(writer, state, safetensors=safetensors, forms=self._forms, on_write=self._moved)
             self._tried = writer.name
-            return writer.commit(attempt=ctx.attempt, world_size=ctx.world_size, **manifest_facts(state))
+            return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
+
+    def _own(self, exists: CheckpointExists) -> Manifest:
+        """The committed checkpoint in a save's way, where this process wrote it. Raises CheckpointExists where another did, whose
+        weights need not be these."""
+        manifest = self._store.manifest(exists.name)
+        if manifest.writer != process_nonce():
+            raise exists
+        return manifest
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
@@ -302,8 +323,9 @@ class Saver:
     def _retain(self, save: Save, written: Manifest) -> None:
         spec = self._ctx.spec.checkpoint
         best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
+        origin = (self._ctx.submission, self._ctx.attempt)
         try:
-            deleted = self._store.retain(spec.keep_latest, save.best, self._ctx.submission, written, best_by)
+            deleted = self._store.retain(spec.keep_latest, save.best, origin, written, best_by)
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return
@@ -324,10 +346,15 @@ class Saver:
             standing = self._standing()
         self._told.failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
 
-    def _note_committed(self, manifest: Manifest) -> None:
+    def _note_committed(self, manifest: Manifest | None) -> None:
+        """``None`` stands for the checkpoint that the attempt began from."""
         with self._lock:
             self._failures.succeeded()
-            self._error, self._committed = None, manifest
+            self._error = None
+            if manifest is None:
+                self._is_begin_told = True
+            else:
+                self._committed = manifest
 
     def _tell_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
         self._told.committed(manifest, save.copy.stall_s, write_s)
@@ -349,3 +376,8 @@ class Saver:
                 return ObservedFailures()
         at, past = self._past
         return replace(past, trained_s=past.trained_s + now - at)
+
+
+def _place(step: int, state: Mapping[str, Any]) -> tuple[int, int, int]:
+    """What tells states of one attempt apart: one that was evaluated since is another, and is to be saved."""
+    return step, state["evaluated_step"], state["closed_epochs"]

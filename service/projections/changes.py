@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from everstep.events import BEGINNINGS, EventKind
+from everstep.events import EventKind
 from everstep.metric_names import lookup, validation_name
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from service.db.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
+from service.projections.checkpoints import stands
 from service.states import is_legal
 
 NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})
@@ -69,19 +70,14 @@ def _restored(run: RunRow, event: EventRow) -> Changes:
 
 
 def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str, Any]]:
-    """Checkpoints that a restore lets stand: sound, and for those of older submissions not beyond where it went on."""
-    fresh, step = restored.data.get("source") in BEGINNINGS, int(restored.data["step"])
+    """Checkpoints that a restore lets stand: sound, and for those of older attempts not beyond where it went on."""
     rejected = {item["name"] for item in restored.data.get("rejected") or ()}
-    return [
-        item
-        for item in found
-        if item["name"] not in rejected and (item["submission"] == restored.submission or (not fresh and item["step"] <= step))
-    ]
+    return [item for item in found if item["name"] not in rejected and stands(item, restored)]
 
 
 def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Columns that tell which checkpoints there are."""
-    latest = max(found, key=lambda item: (item["step"], item["submission"]), default=None)
+    latest = max(found, key=lambda item: (item["step"], item["submission"], item["name"]), default=None)
     return {"recent_checkpoints": found[-_RECENT_CHECKPOINTS:], "latest_checkpoint": latest}
 
 

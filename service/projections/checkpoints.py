@@ -10,6 +10,8 @@ from everstep.events import BEGINNINGS, EventKind
 from everstep.metric_names import lookup
 from everstep.wire import Checkpoint
 from service.db.rows import CheckpointCheck, EventRow
+from storage.lineage import is_newer
+from storage.run_dir import CheckpointName, Origin
 
 KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED, EventKind.EVALUATED})
 
@@ -17,7 +19,7 @@ KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_D
 def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck]) -> list[Checkpoint]:
     """Every checkpoint that was committed in the lineage, deleted ones too, oldest first.
 
-    What an older submission wrote beyond the step that a newer one went on from is not in the lineage and left out.
+    What an older attempt wrote beyond the step that a newer one went on from is not in the lineage and left out.
 
     Args:
         events: History of the kinds in KINDS.
@@ -25,7 +27,6 @@ def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck
     """
     found: dict[str, dict[str, Any]] = {}
     evaluated: dict[int, dict[str, float | None]] = {}
-    restored: set[int] = set()
     for event in events:
         data = event.data
         if event.kind == EventKind.EVALUATED:
@@ -39,23 +40,28 @@ def checkpoints(events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck
             for rejected in data.get("rejected") or ():
                 if rejected["name"] in found:
                     found[rejected["name"]] |= {"state": "corrupt", "verified_at": event.at, "problem": rejected.get("problem")}
-            if event.submission not in restored:
-                restored.add(event.submission)
-                found = _lineage(found, event)
+            found = {name: item for name, item in found.items() if stands(item, event)}
     return [
         _checkpoint(data, data.get("metrics") or evaluated.get(data["step"]) or {}, checks.get(name))
         for name, data in found.items()
     ]
 
 
-def _lineage(found: dict[str, dict[str, Any]], restored: EventRow) -> dict[str, dict[str, Any]]:
-    """What the first restore of a submission lets stand of older ones."""
-    fresh, step = restored.data.get("source") in BEGINNINGS, restored.data["step"]
-    return {
-        name: data
-        for name, data in found.items()
-        if data["submission"] >= restored.submission or (not fresh and data["step"] <= step)
-    }
+def stands(item: Mapping[str, Any], restored: EventRow) -> bool:
+    """Whether a restore lets a checkpoint stand: it is not of an older attempt, or not beyond where this one went on from."""
+    fresh, step = restored.data.get("source") in BEGINNINGS, int(restored.data["step"])
+    name = CheckpointName(item["step"], item["submission"], _attempt_of(item["name"]))
+    return not is_newer((restored.submission, restored.attempt), name) or (not fresh and item["step"] <= step)
+
+
+def _attempt_of(name: str) -> int:
+    """The attempt that a checkpoint's name says; 0 for one of an older version, or of a user's function."""
+    parsed = CheckpointName.parse(name)
+    return parsed.attempt if parsed else 0
+
+
+def _origin(item: Checkpoint) -> Origin:
+    return item.submission, _attempt_of(item.name)
 
 
 def choose(found: Sequence[Checkpoint], run_id: str, spec: Mapping[str, Any], which: str) -> tuple[Checkpoint | None, str]:
@@ -77,24 +83,24 @@ def choose(found: Sequence[Checkpoint], run_id: str, spec: Mapping[str, Any], wh
 
 
 def newest(found: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The committed checkpoint of the highest step; of one step that of the newest submission."""
-    return max(_committed(found), key=lambda item: (item.step, item.submission), default=None)
+    """The committed checkpoint of the highest step; of one step that of the newest attempt."""
+    return max(_committed(found), key=lambda item: (item.step, _origin(item)), default=None)
 
 
 def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
-    """The checkpoint of a step; where several submissions wrote one, a committed one before others, then the newest."""
+    """The checkpoint of a step; where several attempts wrote one, a committed one before others, then the newest."""
     same = [item for item in found if item.step == step]
-    return max(same, key=lambda item: (item.state == "committed", item.submission), default=None)
+    return max(same, key=lambda item: (item.state == "committed", _origin(item)), default=None)
 
 
 def best(found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]) -> Checkpoint | None:
     """The committed checkpoint with the best value of a validation metric; of equals the one of the lowest step, which is the one
-    that the run keeps, and of one step that of the newest submission. None without a metric."""
+    that the run keeps, and of one step that of the newest attempt. None without a metric."""
     if metric is None:
         return None
     sign = 1.0 if mode == "max" else -1.0
     scored = [
-        (sign * value, -item.step, item.submission, item)
+        (sign * value, -item.step, _origin(item), item)
         for item in _committed(found)
         if (value := lookup(item.metrics, metric)) is not None
     ]

@@ -80,7 +80,9 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     check_lossless(run, 36)
     assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
     listed = json.loads(Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text())
-    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001", "Ray Train knows it too"
+    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001.a001", (
+        "Ray Train knows it too"
+    )
     lines, _ = read_rank_logs(run.run_dir)
     assert {line.rank for line in lines} == {None, 0, 1}
     assert {line.attempt for line in lines if line.rank == 0} == {1}
@@ -274,7 +276,11 @@ def test_a_killed_driver_costs_no_step(begin: Begin) -> None:
     old, _ = read_journal(run.run_dir, 1, None, 100_000)
     reached = max(point["step"] for event in old if event.kind is EventKind.METRICS for point in event.data["points"])
     restored = run.last(EventKind.RESTORED).data
-    assert (restored["step"], restored["source"], restored["checkpoint"]) == (reached, "checkpoint", f"step-{reached:09d}.s001")
+    assert (restored["step"], restored["source"], restored["checkpoint"]) == (
+        reached,
+        "checkpoint",
+        f"step-{reached:09d}.s001.a001",
+    )
     assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
     failure = run.last(EventKind.FAILURE).data
     assert (failure["verdict"], failure["first_rank"]) == ("control_plane", None)

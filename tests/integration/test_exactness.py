@@ -95,7 +95,7 @@ def test_resumed_from_a_checkpoint_is_bitwise_the_same(world_size: int, norm: st
 
     assert [outcome.stop for outcome in (first, second, third)] == ["pause", "pause", None]
     [restored] = third.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"], restored["checkpoint"]) == ("checkpoint", 15, "step-000000015.s002")
+    assert (restored["source"], restored["step"], restored["checkpoint"]) == ("checkpoint", 15, "step-000000015.s002.a001")
     assert merged_losses(first, second, third) == reference.losses
     assert_same(final_state(whole), final_state(parts))
 

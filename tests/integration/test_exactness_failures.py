@@ -57,7 +57,7 @@ def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_t
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     train_to_end(Job(run_dir, spec, 1, stopped=("pause", 13)), tmp_path)
     names = [manifest.name for manifest in run_dir.checkpoints.list()]
-    assert names == ["step-000000010.s001", "step-000000014.s001"]
+    assert names == ["step-000000010.s001.a001", "step-000000014.s001.a001"]
     model = Path(run_dir.checkpoints.path(names[-1])) / "model.pt"
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
@@ -129,4 +129,4 @@ def test_a_cancel_commits_a_checkpoint_at_an_agreed_step(tmp_path: Path) -> None
     assert [outcome.stop for outcome in outcomes] == ["cancel"] * 3
     assert max(outcomes[0].losses) == 5
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [5]
-    assert [outcome.reported for outcome in outcomes] == [["step-000000005.s001"]] * 3
+    assert [outcome.reported for outcome in outcomes] == [["step-000000005.s001.a001"]] * 3

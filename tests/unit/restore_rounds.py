@@ -73,10 +73,11 @@ def tensors_of(state: TrainState) -> list[torch.Tensor]:
     return [*state.model.parameters(), *(moment for moments in state.optimizer.state.values() for moment in moments.values())]
 
 
-def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: int) -> None:
+def live(directory: Path, submission: int, attempt: int, expected: int, pipe: int) -> None:
     """One process: restore, tell that by the pipe, train and save until the end comes."""
     ctx = make_context(directory, every_steps=1, keep_latest=3)
     object.__setattr__(ctx, "submission", submission)
+    object.__setattr__(ctx, "attempt", attempt)
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe))
     state = make_state()
     told = told_in(directory / "claims")
@@ -88,8 +89,7 @@ def live(directory: Path, submission: int, is_new: bool, expected: int, pipe: in
         assert tensors and all(bool((tensor == manifest.step).all()) for tensor in tensors), f"{manifest.name} is torn"
         state.load_state_dict(found)
     assert state.step == expected, f"restored step {state.step}, but the newest sound checkpoint is of step {expected}"
-    if is_new:
-        record_restored(ctx.run_dir, submission, state.step, "checkpoint" if manifest else "fresh")
+    record_restored(ctx.run_dir, submission, state.step, "checkpoint" if manifest else "fresh", attempt)
     saver = Saver(ctx, state, BoundaryCopies(state))
     os.write(pipe, b"r")
     while True:
@@ -123,7 +123,7 @@ def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
             if manifest.name not in damaged:
                 raise SystemExit(f"{manifest.name} is listed, and nobody damaged it: {exc}") from exc
         else:
-            sound.append(CheckpointName(manifest.step, manifest.submission))
+            sound.append(CheckpointName(manifest.step, manifest.submission, manifest.attempt))
     told = [json.loads(line) for line in claims.read_text().splitlines()] if claims.exists() else []
     if errors := [error for kind, _, error in told if kind == EventKind.CHECKPOINT_FAILED]:
         raise SystemExit(f"a save failed: {errors[0]}")
@@ -159,14 +159,13 @@ def main(directory: Path, rounds: int, seed: int) -> list[int]:
     submission = 0
     for number in range(rounds):
         expected = check(run_dir, damaged, directory / "claims")
-        is_new = number == 0 or rng.random() < TAKEN_OVER_SHARE
-        submission += is_new
+        submission += number == 0 or rng.random() < TAKEN_OVER_SHARE
         receiving, telling = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(receiving)
             try:
-                live(directory, submission, is_new, expected, telling)
+                live(directory, submission, number + 1, expected, telling)
             finally:
                 os._exit(1)  # only a failed check leads here
         os.close(telling)

@@ -60,8 +60,8 @@ def checkpoint(directory: Path, say: Callable[[str], None]) -> None:
     save(run_dir, 100, files={"model.pt": b"m" * 5000, "deep/er/state.pt": b"s" * 100})
     say("committed 100")
     say("deleting 50")
-    run_dir.checkpoints.delete("step-000000050.s001")
-    unfinished = run_dir.checkpoints.begin(150, 1)
+    run_dir.checkpoints.delete("step-000000050.s001.a001")
+    unfinished = run_dir.checkpoints.begin(150, 1, 1)
     with unfinished.write_file("model.pt") as file:
         file.write(b"half")
     save(run_dir, 150)

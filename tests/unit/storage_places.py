@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -62,6 +62,12 @@ class MemoryObjects:
         if failure:
             raise StorageUnavailable(f"write of {relpath} failed")
 
+    def create_new(self, relpath: str, data: bytes) -> bool:
+        if relpath in self.objects:
+            return False
+        self.write(relpath, data)
+        return True
+
     def create(self, relpath: str) -> Any:
         files = self
 
@@ -86,7 +92,8 @@ class MemoryObjects:
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
         if not self.exists(marker):
             return False
-        self.write(relpath, data)
+        if not self.create_new(relpath, data):
+            return False
         self.delete_file(marker)
         return True
 
@@ -115,17 +122,22 @@ def event(
     return JournalEvent(kind=kind, at=1700000000.5, submission=1, data={**(data or {}), **more}, source=source, source_n=source_n)
 
 
-def record_restored(run_dir: RunDir, submission: int, step: int, source: str = "checkpoint") -> None:
-    """Begin a submission's journal as a driver does."""
+def record_restored(run_dir: RunDir, submission: int, step: int, source: str = "checkpoint", attempt: int = 0) -> None:
+    """Begin a submission's journal as a driver does, or an attempt's part of it as its rank 0 does."""
     data = {"step": step, "epoch": 0, "source": source, "checkpoint": None, "rejected": []}
     with JournalWriter(run_dir, submission) as journal:
-        journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.RESTORED, data=data)])
+        if attempt:
+            told = event(1, EventKind.RESTORED, source=f"rank-0.a{attempt:03d}", data=data)
+            journal.append([replace(told, attempt=attempt)])
+        else:
+            journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.RESTORED, data=data)])
 
 
 def save(
     run_dir: RunDir,
     step: int,
     submission: int = 1,
+    attempt: int = 1,
     *,
     files: dict[str, bytes] | None = None,
     created_at: datetime | None = None,
@@ -133,7 +145,7 @@ def save(
     **fields: Any,
 ) -> Manifest:
     """Commit a checkpoint; ``between`` is called at every point of the protocol with its name."""
-    with run_dir.checkpoints.begin(step, submission) as writer:
+    with run_dir.checkpoints.begin(step, submission, attempt) as writer:
         between("begun")
         for relpath, data in (files or {"model.pt": b"weights %d" % step, "train_state.pt": b"state %d" % step}).items():
             with writer.write_file(relpath) as file:
@@ -144,7 +156,6 @@ def save(
         manifest = writer.commit(
             **{
                 "epoch": 0,
-                "attempt": 1,
                 "parent": None,
                 "world_size": 2,
                 "sample_digest": "chain",

@@ -27,11 +27,11 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 
 def save(api: ApiService, run_id: str, journal: Journal, step: int, **metrics: float) -> Manifest:
     """A checkpoint in storage, and its event."""
-    writer = api.storage.run_dir(run_id).checkpoints.begin(step, journal.submission)
+    writer = api.storage.run_dir(run_id).checkpoints.begin(step, journal.submission, journal.attempt)
     for name, content in (("model.pt", b"weights" * 100_000), ("train_state.pt", b"state")):
         with writer.write_file(name) as stream:
             stream.write(content)
-    manifest = writer.commit(epoch=0, attempt=journal.attempt, parent=None, world_size=2, sample_digest="s", metrics=dict(metrics))
+    manifest = writer.commit(epoch=0, parent=None, world_size=2, sample_digest="s", metrics=dict(metrics))
     event = journal.event(
         EventKind.CHECKPOINT_COMMITTED,
         step=step,
@@ -87,7 +87,7 @@ async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/x-tar"
     assert answer.headers["x-everstep-digest"] == f"sha256:{manifest.digest}"
-    assert answer.headers["content-disposition"] == f'attachment; filename="{run_id}-step-000000010.s001.tar"'
+    assert answer.headers["content-disposition"] == f'attachment; filename="{run_id}-step-000000010.s001.a001.tar"'
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
         assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
         for name, entry in manifest.files.items():
@@ -188,12 +188,12 @@ async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) 
     async with api.http.stream("GET", f"/v1/runs/{run_id}/checkpoints/10/archive") as answer:
         blocks = answer.aiter_raw()
         first = await anext(blocks)
-        assert store.retain(1, None) == ["step-000000020.s001"]
+        assert store.retain(1, None) == ["step-000000020.s001.a001"]
         data = first + b"".join([block async for block in blocks])
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
     async with asyncio.timeout(60):
-        while store.retain(1, None) != ["step-000000010.s001"]:  # noqa: ASYNC110  the service lets go once the last block has left it
+        while store.retain(1, None) != ["step-000000010.s001.a001"]:  # noqa: ASYNC110  the service lets go once the last block has left it
             await asyncio.sleep(0.01)
 
 

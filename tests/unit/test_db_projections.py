@@ -337,6 +337,24 @@ def test_checkpoints_of_the_lineage() -> None:
     assert deleted is not None and deleted.state == "deleted"
 
 
+def test_what_an_older_attempt_commits_beyond_a_newer_ones_beginning_is_not_in_the_lineage() -> None:
+    """Also where it was told before the newer one began: its rank was given up, not dead."""
+    by_attempts = [committed(step) for step in (20, 60, 60)]
+    for entry, attempt in zip(by_attempts, (1, 1, 2), strict=True):
+        entry.data["name"] = f"step-{entry.data['step']:09d}.s001.a{attempt:03d}"
+    begins = replace(event(EventKind.RESTORED, step=30, epoch=0, source="snapshot"), attempt=2)
+    history = [*by_attempts[:2], begins, by_attempts[2]]
+    names = ["step-000000020.s001.a001", "step-000000060.s001.a002"]
+    assert [item.name for item in checkpoints.checkpoints(history, {})] == names
+    run = run_row()
+    for row in history:
+        run = replace(run, **project(run, row).columns)
+    assert [item["name"] for item in run.recent_checkpoints] == names
+    both = checkpoints.checkpoints([by_attempts[2], by_attempts[1]], {})
+    found = (checkpoints.newest(both), checkpoints.at_step(both, 60), checkpoints.best(both, "val_accuracy", "max"))
+    assert [item and item.name for item in found] == [names[1]] * 3, "of one step the newer attempt's counts"
+
+
 def test_checks_and_rejections_show() -> None:
     rejected = event(
         EventKind.RESTORED,

@@ -95,11 +95,11 @@ def rig(run_dir: RunDir) -> Iterator[Rig]:
 
 
 def save(run_dir: RunDir, step: int) -> str:
-    writer = run_dir.checkpoints.begin(step, 1)
+    writer = run_dir.checkpoints.begin(step, 1, 1)
     for name, content in (("model.pt", b"weights" * 1000), ("train_state.pt", b"state")):
         with writer.write_file(name) as stream:
             stream.write(content)
-    return writer.commit(epoch=0, attempt=1, parent=None, world_size=3, sample_digest="s", metrics={}).name
+    return writer.commit(epoch=0, parent=None, world_size=3, sample_digest="s", metrics={}).name
 
 
 def test_an_order_travels_through_the_run_directory(run_dir: RunDir, tmp_path: Path) -> None:

@@ -75,24 +75,24 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
     run_dir = local_storage.run_dir("run_a") if place == "local" else memory_run_dir()[0]
     JournalWriter(run_dir, 1).close()
     save(run_dir, 50, 1)
-    asleep = run_dir.checkpoints.begin(100, 1)
+    asleep = run_dir.checkpoints.begin(100, 1, 1)
     with asleep.write_file("model.pt") as file:
         file.write(b"what the old one had at 100")
     record_restored(run_dir, 2, 50)
     save(run_dir, 100, 2)
     before = lineage_bytes(run_dir)
     assert set(before) == {
-        f"step-000000{step}.s00{n}/{file}" for step, n in (("050", 1), ("100", 2)) for file in ("model.pt", "train_state.pt")
+        f"step-000000{step}.s00{n}.a001/{file}" for step, n in (("050", 1), ("100", 2)) for file in ("model.pt", "train_state.pt")
     }
 
-    asleep.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+    asleep.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     save(run_dir, 150, 1)
-    assert RunDir(run_dir.storage, run_dir.run_id).checkpoints.retain(1, None, 1) == [], "it deletes nothing"
+    assert RunDir(run_dir.storage, run_dir.run_id).checkpoints.retain(1, None, (1, 1)) == [], "it deletes nothing"
     assert lineage_bytes(run_dir) == before
     save(run_dir, 150, 2)
-    run_dir.checkpoints.retain(2, None, 2)
+    run_dir.checkpoints.retain(2, None, (2, 1))
     names = {name.split("/")[0] for name in lineage_bytes(run_dir)}
-    assert names == {"step-000000100.s002", "step-000000150.s002"}
+    assert names == {"step-000000100.s002.a001", "step-000000150.s002.a001"}
 
 
 WRITER = """
@@ -125,7 +125,12 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
         save(run_dir, 150, 2)
         save(run_dir, 200, 2)
         before = lineage_bytes(run_dir)
-        assert {name.split("/")[0][-9:] for name in before} == {"0050.s001", "0100.s001", "0150.s002", "0200.s002"}
+        assert {name.split("/")[0][-14:] for name in before} == {
+            "0050.s001.a001",
+            "0100.s001.a001",
+            "0150.s002.a001",
+            "0200.s002.a001",
+        }
         asleep.send_signal(signal.SIGCONT)
         until("300 committed")
     finally:
@@ -136,4 +141,4 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
     assert [each.step for each in again.checkpoints.list() if each.submission == 1][-1] >= 300, "it went on"
     assert lineage_bytes(again) == before
     newest, rejected = again.checkpoints.newest_valid()
-    assert newest is not None and newest.name == "step-000000200.s002" and rejected == []
+    assert newest is not None and newest.name == "step-000000200.s002.a001" and rejected == []

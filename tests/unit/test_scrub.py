@@ -113,9 +113,10 @@ async def test_leavings_of_a_run_are_collected_some_time_after_its_end(api: ApiS
     scrubbing = scrubber(api)
     api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)])
     store = api.storage.run_dir(run_id).checkpoints
-    writer = store.begin(20, 1)
+    writer = store.begin(20, 1, 1)
     await scrubbing.work()
-    assert leavings(api, run_id) == [writer.name]
+    [leaving] = leavings(api, run_id)
+    assert leaving.startswith(f".begun-{writer.name}-")
     api.clock.now += scrub_module.ORPHANS_AFTER_S + 1
     await scrubbing.work()
     assert leavings(api, run_id) == []

@@ -14,6 +14,7 @@ import pytest
 
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
 from storage.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from storage.process_nonce import process_nonce
 from storage.run_dir import RunDir
 from tests.unit.storage_places import original, overwrite, save
 
@@ -22,17 +23,18 @@ pytest_plugins = ["tests.unit.storage_fixtures"]
 
 def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
     created_at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
-    manifest = save(local_dir, 50, created_at=created_at, epoch=2, attempt=3, parent="step-000000010.s001")
+    manifest = save(local_dir, 50, created_at=created_at, epoch=2, attempt=3, parent="step-000000010.s001.a001")
     raw = json.loads(original(local_dir, manifest.name, MANIFEST))
     assert raw.pop("files").keys() == {"model.pt", "train_state.pt"}
     assert raw == {
-        "schema_version": 2,
+        "schema_version": 3,
         "run_id": "run_a",
         "step": 50,
         "epoch": 2,
         "submission": 1,
         "attempt": 3,
-        "parent": "step-000000010.s001",
+        "writer": process_nonce(),
+        "parent": "step-000000010.s001.a001",
         "world_size": 2,
         "sample_digest": "chain",
         "metrics": {"accuracy": 0.5},
@@ -44,14 +46,14 @@ def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
 def test_a_manifest_of_a_newer_version_is_said_to_be_one(local_dir: RunDir) -> None:
     raw = json.loads(save(local_dir, 50).to_bytes())
     with pytest.raises(CorruptFile, match="newer Everstep"):
-        parse_manifest(json.dumps({**raw, "schema_version": 3, "surprise": 1}).encode())
+        parse_manifest(json.dumps({**raw, "schema_version": 4, "surprise": 1}).encode())
 
 
 def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
-    """Its manifest has SHA-256 of files."""
-    manifest = save(local_dir, 50)
+    """Its manifest has SHA-256 of files, and its name no attempt."""
+    manifest, old_name = save(local_dir, 50), "step-000000050.s001"
     raw = json.loads(manifest.to_bytes())
-    del raw["digest"]
+    del raw["digest"], raw["writer"]
     raw["schema_version"] = 1
     for relpath, entry in raw["files"].items():
         del entry["blake3"]
@@ -60,10 +62,11 @@ def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
     data = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
     assert parse_manifest(data).to_bytes() == data
     overwrite(local_dir, manifest.name, MANIFEST, data)
-    local_dir.checkpoints.verify(manifest.name)
-    overwrite(local_dir, manifest.name, "model.pt", b"weightz 50")
+    assert local_dir.files.set_aside(local_dir.checkpoints_path(manifest.name), local_dir.checkpoints_path(old_name))
+    local_dir.checkpoints.verify(old_name)
+    overwrite(local_dir, old_name, "model.pt", b"weightz 50")
     with pytest.raises(CorruptCheckpoint, match="sha256"):
-        local_dir.checkpoints.verify(manifest.name)
+        local_dir.checkpoints.verify(old_name)
 
 
 def test_a_file_has_one_digest() -> None:
@@ -102,16 +105,16 @@ def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) 
         MANIFEST,
     }
     with pytest.raises(StorageNotFound):
-        run_dir.checkpoints.archive("step-000000051.s001")
+        run_dir.checkpoints.archive("step-000000051.s001.a001")
 
 
 def test_large_files_stream_in_constant_memory(local_dir: RunDir) -> None:
     chunk = bytes(1 << 20)
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             for _ in range(64):
                 file.write(chunk)
-        writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     tracemalloc.start()
     local_dir.checkpoints.verify(writer.name)
     total = sum(len(block) for block in local_dir.checkpoints.archive(writer.name).stream())

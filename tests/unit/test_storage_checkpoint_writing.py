@@ -18,7 +18,7 @@ pytest_plugins = ["tests.unit.storage_fixtures"]
 def test_a_committed_checkpoint_is_never_overwritten(run_dir: RunDir) -> None:
     manifest = save(run_dir, 50)
     with pytest.raises(CheckpointExists) as caught:
-        run_dir.checkpoints.begin(50, 1)
+        run_dir.checkpoints.begin(50, 1, 1)
     assert caught.value.name == manifest.name
     assert run_dir.checkpoints.newest_valid() == (manifest, [])
     save(run_dir, 50, submission=2)
@@ -34,7 +34,7 @@ def test_a_corrupt_checkpoint_is_replaced(run_dir: RunDir) -> None:
 
 
 def test_leavings_are_replaced(run_dir: RunDir) -> None:
-    dead = run_dir.checkpoints.begin(50, 1)
+    dead = run_dir.checkpoints.begin(50, 1, 1)
     with dead.write_file("old.pt") as file:
         file.write(b"old")
     manifest = save(run_dir, 50)
@@ -44,13 +44,13 @@ def test_leavings_are_replaced(run_dir: RunDir) -> None:
 
 
 def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
-    slow = run_dir.checkpoints.begin(50, 1)
+    slow = run_dir.checkpoints.begin(50, 1, 1)
     with slow.write_file("model.pt") as file:
         file.write(b"slow")
-    new = run_dir.checkpoints.begin(50, 1)
+    new = run_dir.checkpoints.begin(50, 1, 1)
     with new.write_file("model.pt") as file:
         file.write(b"new")
-    facts = {"epoch": 0, "attempt": 1, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
+    facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
     with pytest.raises(CheckpointReplaced):
         slow.write_file("more.pt")
     with pytest.raises(CheckpointReplaced):
@@ -65,49 +65,50 @@ def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
 
 def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking for a manifest and clearing the directory, the older writer commits."""
-    slow = local_dir.checkpoints.begin(50, 1)
+    slow = local_dir.checkpoints.begin(50, 1, 1)
     with slow.write_file("model.pt") as file:
         file.write(b"slow")
     set_aside = LocalFiles.set_aside
 
     def commit_first(self: LocalFiles, relpath: str, aside: str) -> bool:
         monkeypatch.undo()
-        slow.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        slow.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
         return set_aside(self, relpath, aside)
 
     monkeypatch.setattr(LocalFiles, "set_aside", commit_first)
     with pytest.raises(CheckpointExists):
-        local_dir.checkpoints.begin(50, 1)
+        local_dir.checkpoints.begin(50, 1, 1)
     newest, rejected = local_dir.checkpoints.newest_valid()
     assert newest is not None and newest.name == slow.name
     assert rejected == []
 
 
 def test_an_exception_while_writing_leaves_nothing(run_dir: RunDir) -> None:
-    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(50, 1) as writer, writer.write_file("model.pt") as file:
+    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(50, 1, 1) as writer, writer.write_file("model.pt") as file:
         file.write(b"half")
         _ = 1 / 0
-    files = [entry for entry in run_dir.files.list("runs/run_a/checkpoints/step-000000050.s001") if not entry.is_dir]
+    files = [entry for entry in run_dir.files.list("runs/run_a/checkpoints/step-000000050.s001.a001") if not entry.is_dir]
     assert files == []
+    assert [entry for entry in run_dir.files.list("runs/run_a/checkpoints") if entry.name.startswith(".")] == []
 
 
 def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"epoch": 0, "attempt": 1, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with pytest.raises(InvalidStorage, match="no file"):
             writer.commit(**facts)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError), writer.write_file("a.pt") as file:
             _ = 1 / 0
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
             writer.commit(**facts)  # type: ignore[arg-type]
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with monkeypatch.context() as patch:
             patch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             with pytest.raises(StorageFull), writer.write_file("a.pt") as file:
                 file.write(b"x")
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
             writer.commit(**facts)  # type: ignore[arg-type]
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         file = writer.write_file("still_open.pt")
         with pytest.raises(InvalidStorage, match="still_open"):
             writer.commit(**facts)  # type: ignore[arg-type]
@@ -117,13 +118,13 @@ def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, m
 def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(local_dir: RunDir) -> None:
     told: list[int] = []
     small, large = [bytes([number % 256]) * 700 for number in range(2000)], bytes(range(256)) * 20_000
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with writer.write_file("a.pt", lambda: told.append(file.tell())) as file:
             for piece in small:
                 file.write(piece)
             assert len(told) == 1
             file.write(large)
-        manifest = writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     assert len(told) == 3
     assert local_dir.checkpoints.read_file(manifest.name, "a.pt") == b"".join(small) + large
 
@@ -137,7 +138,7 @@ def test_after_a_failed_write_the_storage_is_left_alone(local_dir: RunDir, monke
         raise OSError(28, "No space left on device")
 
     block = bytes(2 << 20)
-    with local_dir.checkpoints.begin(50, 1) as writer:
+    with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with monkeypatch.context() as patch:
             patch.setattr("os.write", full)
             with writer.write_file("a.pt") as file:
@@ -146,14 +147,14 @@ def test_after_a_failed_write_the_storage_is_left_alone(local_dir: RunDir, monke
                 file.write(block)
         assert len(tried) == 1
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
-            writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+            writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
 
 
 @pytest.mark.parametrize(
     "relpath", ["", ".", "..", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\\b", "manifest.json", "manifest.json.1.tmp"]
 )
 def test_paths_that_a_checkpoint_may_not_hold(local_dir: RunDir, relpath: str) -> None:
-    with local_dir.checkpoints.begin(50, 1) as writer, pytest.raises(InvalidStorage):
+    with local_dir.checkpoints.begin(50, 1, 1) as writer, pytest.raises(InvalidStorage):
         writer.write_file(relpath)
 
 

@@ -31,15 +31,15 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
     assert store.list() == [first, second]
     assert store.newest_valid() == (second, [])
     store.verify(second.name)
-    assert second.name == "step-000000150.s001"
+    assert second.name == "step-000000150.s001.a001"
     assert second.size_bytes == 100_256
     assert store.read_file(second.name, "x.bin") == bytes(range(256))
     assert store.read_file(second.name, "deep/state.pt") == b""
-    assert store.path(second.name).endswith("runs/run_a/checkpoints/step-000000150.s001")
+    assert store.path(second.name).endswith("runs/run_a/checkpoints/step-000000150.s001.a001")
     with pytest.raises(StorageNotFound, match=r"has no file nothing\.pt; it has"):
         store.read_file(second.name, "nothing.pt")
     with pytest.raises(StorageNotFound, match="no committed checkpoint"):
-        store.verify("step-000000200.s001")
+        store.verify("step-000000200.s001.a001")
     with pytest.raises(InvalidStorage, match="not a checkpoint's name"):
         store.verify("../../secrets")
 
@@ -49,7 +49,7 @@ def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
     seen: list[tuple[str, int]] = []
     save(run_dir, 50, between=lambda point: seen.append((point, len(CheckpointStore(run_dir).list()))))
     assert [count for _, count in seen] == [0, 0, 0, 0, 0, 1]
-    with store.begin(100, 1) as writer, writer.write_file("model.pt") as file:
+    with store.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
         file.write(b"x")
     assert [manifest.step for manifest in store.list()] == [50]
     with pytest.raises(StorageNotFound):
@@ -58,13 +58,13 @@ def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
 
 def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
     data = bytes(range(256)) * 5000
-    with run_dir.checkpoints.begin(1, 1) as writer:
+    with run_dir.checkpoints.begin(1, 1, 1) as writer:
         with writer.write_file("a.bin") as file:
             for start in range(0, len(data), 777):
                 assert file.write(memoryview(data)[start : start + 777]) == len(data[start : start + 777])
             assert file.tell() == len(data)
             file.flush()
-        manifest = writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     assert manifest.files["a.bin"].blake3 == blake3(data).hexdigest()
     assert manifest.files["a.bin"].size_bytes == len(data)
 
@@ -72,10 +72,10 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
 def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
     import torch
 
-    with run_dir.checkpoints.begin(1, 1) as writer:
+    with run_dir.checkpoints.begin(1, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             torch.save({"weight": torch.arange(100_000.0)}, file)
-        writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     state = run_dir.checkpoints.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
     assert torch.equal(state["weight"], torch.arange(100_000.0))
 
@@ -150,11 +150,11 @@ def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
 def test_a_checkpoint_copied_elsewhere_is_not_one(local_dir: RunDir, local_storage: Storage) -> None:
     store = local_dir.checkpoints
     name = save(local_dir, 50).name
-    shutil.copytree(store.path(name), store.path("step-000000999.s001"))
+    shutil.copytree(store.path(name), store.path("step-000000999.s001.a001"))
     other = local_storage.run_dir("run_b")
     shutil.copytree(store.path(name), other.checkpoints.path(name))
     assert [manifest.name for manifest in store.list()] == [name]
-    assert [one.name for one in store.newest_valid()[1]] == ["step-000000999.s001"]
+    assert [one.name for one in store.newest_valid()[1]] == ["step-000000999.s001.a001"]
     assert other.checkpoints.list() == []
 
 

@@ -40,12 +40,16 @@ def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:
 
 
 PROTOCOL = [
-    *("mkdir step-000000100.s001", "open manifest.json.tmp", "fsync manifest.json.tmp"),  # begun: the directory and its marker
+    *("mkdir .begun-step-000000100.s001.a001", "open manifest.json.tmp"),  # begun: the writer's own directory and its marker
     *("open model.pt", "write model.pt", "fsync model.pt", "mkdir deep", "mkdir er", "open state.pt", "write state.pt"),
-    *("fsync state.pt", "fsync er", "fsync step-000000100.s001", "fsync checkpoints"),  # bytes, then names
-    *("write manifest.json.tmp", "replace manifest.json"),  # the commit
-    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001"),  # deletion: the manifest first
-    *("rename .trash-step-000000150.s001", "rmdir .trash-step-000000150.s001"),  # what was left unfinished is cleared away
+    *("fsync state.pt", "fsync er", "fsync .begun-step-000000100.s001.a001"),  # bytes, then names
+    *("write manifest.json.tmp", "fsync manifest.json.tmp", "replace manifest.json"),  # the manifest, last
+    *("rename step-000000100.s001.a001", "fsync checkpoints"),  # the commit
+    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001.a001"),  # deletion: the manifest first
+    *(
+        "rename .trash-step-000000150.s001.a001",
+        "rmdir .trash-step-000000150.s001.a001",
+    ),  # what was left unfinished goes
 ]
 """Points of the commit protocol, in the order in which the scenario comes by."""
 
@@ -82,8 +86,8 @@ def _check_checkpoints(place: Path, claims: list[str]) -> None:
     save(run_dir, 100, submission=2)
     save(run_dir, 200, submission=2)
     store.retain(1, None)
-    checkpoints = Path(store.path("step-000000200.s002")).parent
-    assert [path.name for path in checkpoints.iterdir()] == ["step-000000200.s002"], place.name
+    checkpoints = Path(store.path("step-000000200.s002.a001")).parent
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000000200.s002.a001"], place.name
 
 
 def _check_journal(place: Path, claims: list[str]) -> None:
@@ -134,7 +138,8 @@ save(run_dir, 100, between=stop_at)
         if process.stdout:
             process.stdout.close()
     store = open_storage(str(tmp_path)).run_dir("run_kill").checkpoints
-    assert Path(store.path("step-000000100.s001")).is_dir()
+    begun = Path(store.path("step-000000100.s001.a001")).parent.glob(".begun-step-000000100.s001.a001-*")
+    assert [path.is_dir() for path in begun] == [True]
     assert [manifest.step for manifest in store.list()] == [50]
     newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 50
@@ -148,28 +153,25 @@ def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(tmp_path
     def path_of(target: object) -> str:
         return str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else str(target)
 
-    real_fsync, real_replace = os.fsync, os.replace
+    real_fsync, real_replace, real_rename = os.fsync, os.replace, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: done.append(("fsync", path_of(fd))) or real_fsync(fd))
     monkeypatch.setattr(os, "replace", lambda a, b: done.append(("replace", path_of(b))) or real_replace(a, b))
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append(("rename", path_of(b))) or real_rename(a, b))
     run_dir = open_storage(str(tmp_path)).run_dir("run_order")
     save(run_dir, 50, files={"model.pt": b"m", "deep/state.pt": b"s"})
 
-    directory = run_dir.checkpoints.path("step-000000050.s001")
-    commit = done.index(("replace", f"{directory}/{MANIFEST}"))
+    final = run_dir.checkpoints.path("step-000000050.s001.a001")
+    [commit] = [number for number, (what, path) in enumerate(done) if what == "replace" and path.endswith(f"/{MANIFEST}")]
+    directory = str(Path(done[commit][1]).parent)
+    assert Path(directory).name.startswith(".begun-") and Path(directory).parent == Path(final).parent
     before, after = done[:commit], done[commit + 1 :]
-    for synced in (
-        f"{directory}/model.pt",
-        f"{directory}/deep/state.pt",
-        f"{directory}/deep",
-        directory,
-        str(Path(directory).parent),
-    ):
+    for synced in (f"{directory}/model.pt", f"{directory}/deep/state.pt", f"{directory}/deep", directory):
         assert ("fsync", synced) in before, synced
     assert before[-1][1].endswith(".tmp"), "the manifest's own bytes come last before its name"
     assert before.index(("fsync", f"{directory}/model.pt")) < max(
         i for i, step in enumerate(before) if step == ("fsync", directory)
     )
-    assert after[0] == ("fsync", directory)
+    assert after[:3] == [("fsync", directory), ("rename", final), ("fsync", str(Path(final).parent))]
 
 
 def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:

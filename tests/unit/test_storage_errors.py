@@ -12,9 +12,9 @@ from storage import errors
 from storage.errors import StorageError, from_foreign, mapped
 
 EXAMPLES: list[StorageError] = [
-    errors.CorruptCheckpoint("step-000000050.s001", "model.pt", "10 bytes", "9 bytes"),
-    errors.CheckpointExists("step-000000050.s001"),
-    errors.CheckpointReplaced("step-000000050.s001"),
+    errors.CorruptCheckpoint("step-000000050.s001.a001", "model.pt", "10 bytes", "9 bytes"),
+    errors.CheckpointExists("step-000000050.s001.a001"),
+    errors.CheckpointReplaced("step-000000050.s001.a001"),
     *(cls("words") for cls in StorageError.__subclasses__() if cls.__init__ is Exception.__init__),
 ]
 

@@ -296,7 +296,7 @@ def test_a_manifest_that_names_other_files_is_no_manifest(local_storage: Storage
         with pytest.raises(CorruptCheckpoint, match=r"file name|hex escape"):
             read(manifest.name)
     assert relative_names.fault_of(name)
-    with store.begin(2, 1) as writer, pytest.raises(InvalidStorage):
+    with store.begin(2, 1, 1) as writer, pytest.raises(InvalidStorage):
         writer.write_file(name)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import blake3
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +17,9 @@ from storage.checkpoints import CheckpointStore
 from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
 from storage.journal import JournalWriter
-from storage.lineage import RestorePoint, attempt_starts, in_lineage, restore_point
+from storage.lineage import RestorePoint, attempt_starts, in_lineage
 from storage.manifest import MANIFEST
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import CheckpointName, Origin, RunDir
 from tests.unit.storage_places import event, memory_run_dir, quick_directory, record_restored, save
 
 pytest_plugins = ["tests.unit.storage_fixtures"]
@@ -40,7 +42,7 @@ def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
     save(run_dir, 200)
     assert lineage(run_dir) == [(50, 1), (100, 1), (120, 2)]
     newest, rejected = run_dir.checkpoints.newest_valid()
-    assert newest is not None and newest.name == "step-000000120.s002"
+    assert newest is not None and newest.name == "step-000000120.s002.a001"
     assert rejected == []
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 100, 120, 150, 200]
 
@@ -93,12 +95,12 @@ def test_a_submission_that_has_not_restored_yet_voids_nothing(run_dir: RunDir) -
 
 
 def test_the_first_restored_event_is_the_restore_point(run_dir: RunDir) -> None:
-    assert restore_point(run_dir, 1) is None
+    assert attempt_starts(run_dir) == {}
     with JournalWriter(run_dir, 1) as journal:
         journal.append([event(n, EventKind.METRICS, points=[]) for n in range(1, 500)])
         journal.append([event(500, EventKind.RESTORED, data={"step": 70, "source": "snapshot"})])
         journal.append([event(501, EventKind.RESTORED, data={"step": 90, "source": "checkpoint"})])
-    assert restore_point(run_dir, 1) == RestorePoint(70, fresh=False)
+    assert attempt_starts(run_dir) == {(1, 0): RestorePoint(70, fresh=False)}
 
 
 def test_a_snapshot_between_checkpoints_keeps_those_below_it(run_dir: RunDir) -> None:
@@ -178,19 +180,83 @@ def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
         assert lineage(run_dir) == sorted(ancestors.get(newest, []))
 
 
-NAME = st.builds(CheckpointName, st.integers(0, 20), st.integers(1, 5))
-POINTS = st.dictionaries(st.integers(1, 6), st.builds(RestorePoint, st.integers(0, 20), st.booleans()))
+NAME = st.builds(CheckpointName, st.integers(0, 20), st.integers(1, 5), st.integers(0, 6))
+ORIGIN = st.tuples(st.integers(1, 6), st.integers(1, 6))
+POINTS = st.dictionaries(ORIGIN, st.builds(RestorePoint, st.integers(0, 20), st.booleans()))
 
 
 @given(names=st.sets(NAME), points=POINTS)
-def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName], points: dict[int, RestorePoint]) -> None:
+def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName], points: dict[Origin, RestorePoint]) -> None:
     kept = in_lineage(names, points)
     assert kept == sorted(kept)
     for name in names:
         voided = any(
-            name.submission < submission and (point.fresh or name.step > point.step) for submission, point in points.items()
+            (name.submission < submission or (name.submission == submission and 0 < name.attempt < attempt))
+            and (point.fresh or name.step > point.step)
+            for (submission, attempt), point in points.items()
         )
         assert (name in kept) == (not voided)
+
+
+@given(name=NAME)
+def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
+    assert CheckpointName.parse(str(name)) == name
+    assert str(name).endswith(f".s{name.submission:03d}") == (name.attempt == 0), "as older versions named it"
+
+
+def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
+    """Two ranks zero of one submission, both alive: what the older one saves of the same steps is its own, and void."""
+    record_restored(run_dir, 1, 0, "fresh", attempt=1)
+    save(run_dir, 20, attempt=1)
+    record_restored(run_dir, 1, 30, "snapshot", attempt=2)
+    save(run_dir, 60, attempt=1, files={"model.pt": b"the older one's"})
+    ours = save(run_dir, 60, attempt=2, files={"model.pt": b"the newer one's"})
+    store = CheckpointStore(run_dir)
+    assert [manifest.name for manifest in store.lineage()] == ["step-000000020.s001.a001", ours.name]
+    newest, rejected = store.newest_valid()
+    assert (newest, rejected) == (ours, [])
+    assert store.read_file(ours.name, "model.pt") == b"the newer one's"
+
+
+def test_an_older_attempt_deletes_nothing_that_a_newer_one_wrote(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh", attempt=1)
+    store, zombie = CheckpointStore(run_dir), CheckpointStore(run_dir)
+    save(run_dir, 20, attempt=1)
+    assert zombie.retain(1, None, (1, 1)) == []
+    record_restored(run_dir, 1, 20, "snapshot", attempt=2)
+    ours = [save(run_dir, step, attempt=2) for step in (30, 40)]
+    unfinished = store.begin(50, 1, 2)
+    zombies = [save(run_dir, step, attempt=1) for step in (60, 70, 80)]
+    zombie.retain(1, None, (1, 1), zombies[-1])
+    assert {manifest.name for manifest in store.list()} >= {manifest.name for manifest in ours}
+    with unfinished.write_file("model.pt") as file:
+        file.write(b"goes on")
+    unfinished.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
+
+
+OLD_MANIFEST = (
+    b'{"attempt":3,"created_at":"2026-01-01T00:00:00Z","digest":"%s","epoch":0,"files":{"model.pt":{"blake3":"%s","size_bytes":3}},'
+    b'"metrics":{},"parent":null,"run_id":"run_a","sample_digest":null,"schema_version":2,"step":50,"submission":1,"world_size":1}'
+)
+
+
+def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt(run_dir: RunDir) -> None:
+    """Its manifest says an attempt, but its name does not; no attempt of its own submission makes it void, as before."""
+    name, content = "step-000000050.s001", b"old"
+    fields = OLD_MANIFEST.replace(b'"digest":"%s",', b"") % blake3.blake3(content).hexdigest().encode()
+    digest = hashlib.sha256(fields).hexdigest().encode()
+    run_dir.files.write(run_dir.checkpoints_path(f"{name}/model.pt"), content)
+    manifest = OLD_MANIFEST % (digest, blake3.blake3(content).hexdigest().encode())
+    run_dir.files.write(run_dir.checkpoints_path(f"{name}/{MANIFEST}"), manifest)
+    record_restored(run_dir, 1, 30, "snapshot", attempt=4)
+    store = CheckpointStore(run_dir)
+    newest, rejected = store.newest_valid()
+    assert newest is not None and (newest.name, newest.attempt, newest.writer, rejected) == (name, 3, None, [])
+    assert newest.to_bytes() == manifest
+    record_restored(run_dir, 2, 30)
+    assert store.lineage() == [], "a newer submission does"
+    save(run_dir, 60, 2, 5)
+    assert store.retain(1, None, (2, 5)) == [name]
 
 
 # ---------------------------------------------------------------- retention
@@ -228,7 +294,7 @@ def test_retention_keeps_what_it_must(
             record_restored(run_dir, submission, step, "fresh" if fresh else "checkpoint")
         for step, submission in unfinished:
             if (step, submission) not in commits:
-                store.begin(step, submission)
+                store.begin(step, submission, 1)
         before, line = store.list(), store.lineage()
         best_name = before[best % len(before)].name
 
@@ -248,12 +314,12 @@ def test_retention_keeps_what_it_must(
         assert store.newest_valid()[0] == line[-1]
         # What is left besides can only be what the newest submission has yet to overtake, or never was in the line.
         for entry in run_dir.files.list("runs/run_p/checkpoints"):
-            name = CheckpointName.parse(entry.name)
+            name = CheckpointName.parse(entry.name.removeprefix(".begun-")[: len(newest)])
             assert name is not None
             if entry.name not in after:
                 newest_name = CheckpointName.parse(newest)
                 assert newest_name is not None
-                assert (name.submission, name.step) > (newest_name.submission, newest_name.step)
+                assert (name.origin, name.step) > (newest_name.origin, newest_name.step)
         assert store.retain(keep_latest, best_name) == []
 
 
@@ -275,7 +341,7 @@ def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
     assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[0], names[2], written.name]
     run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
     again = save(run_dir, 30, attempt=2)
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest by commit, and by step"
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0], names[2]], "kept are the newest by commit, and by step"
     assert run_dir.checkpoints.list() == [again, written]
 
 
@@ -310,7 +376,7 @@ def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(run_dir: 
         save(run_dir, step, created_at=NOW + timedelta(seconds=step))
     for step in (40, 50, 60):
         written = save(run_dir, step, attempt=2, created_at=NOW + timedelta(seconds=step + skew_s))
-        assert written.name not in run_dir.checkpoints.retain(2, None, 1, written)
+        assert written.name not in run_dir.checkpoints.retain(2, None, (1, 2), written)
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 60]
 
 
@@ -318,7 +384,7 @@ def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -
     for step in (40, 50):
         save(run_dir, step, attempt=2)
     written = save(run_dir, 30, attempt=1)
-    assert run_dir.checkpoints.retain(1, None, 1, written) == ["step-000000040.s001"]
+    assert run_dir.checkpoints.retain(1, None, None, written) == ["step-000000040.s001.a002"]
 
 
 def test_what_the_service_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
@@ -343,10 +409,11 @@ def test_a_checkpoint_that_another_run_waits_for_is_kept(run_dir: RunDir) -> Non
 
 def test_the_leavings_of_a_run_that_ended_are_collected(run_dir: RunDir) -> None:
     kept = save(run_dir, 10)
-    writer = run_dir.checkpoints.begin(20, 1)
+    writer = run_dir.checkpoints.begin(20, 1, 1)
     with writer.write_file("model.pt") as file:
         file.write(b"half")
-    assert run_dir.checkpoints.collect_orphans() == [writer.name]
+    [orphan] = run_dir.checkpoints.collect_orphans()
+    assert orphan.startswith(f".begun-{writer.name}-" if run_dir.storage.is_local else writer.name)
     assert run_dir.checkpoints.collect_orphans() == []
     assert run_dir.checkpoints.list() == [kept]
     with pytest.raises(CheckpointReplaced):
@@ -357,5 +424,5 @@ def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:
     for step in (10, 20, 30):
         save(run_dir, step)
     record_restored(run_dir, 2, 30)
-    assert run_dir.checkpoints.retain(1, None, submission=1) == []
-    assert len(run_dir.checkpoints.retain(1, None, submission=2)) == 2
+    assert run_dir.checkpoints.retain(1, None, (1, 1)) == []
+    assert len(run_dir.checkpoints.retain(1, None, (2, 1))) == 2

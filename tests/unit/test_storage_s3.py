@@ -72,7 +72,7 @@ def test_following_a_log_lists_directories_never_segments(s3_storage: Storage, r
 def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> None:
     run_dir = s3_storage.run_dir("run_a")
     save(run_dir, 50)
-    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(100, 1) as writer, writer.write_file("model.pt") as file:
+    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
         file.write(bytes(12 << 20))
         _ = 1 / 0
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50]
@@ -94,11 +94,11 @@ def test_retention_asks_once_for_each_checkpoint(s3_storage: Storage, requests: 
     for step in (10, 20, 30):
         written = save(run_dir, step)
         requests.take()
-        assert run_dir.checkpoints.retain(3, None, 1, written) == []
+        assert run_dir.checkpoints.retain(3, None, (1, 1), written) == []
     asked = [request for request in requests.take() if request.endswith("manifest.json")]
     assert len(asked) == len(set(asked)) == 3 and all(request.startswith("HEAD") for request in asked), asked
     fresh = s3_storage.run_dir("run_a").checkpoints
-    assert fresh.retain(3, None, 1) == []
+    assert fresh.retain(3, None, (1, 1)) == []
     read = [request for request in requests.take() if request.endswith("manifest.json") and request.startswith("GET")]
     assert len(read) == len(set(read)) == 3, "who knows none reads each"
 

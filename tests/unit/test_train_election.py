@@ -122,11 +122,8 @@ class World:
         self.starts[origin] = RestorePoint(self.lives[-1].step, fresh=not chain)
 
     def lineage(self) -> list[CheckpointName]:
-        """Checkpoints that count; a submission's restore point is where its first attempt began."""
-        first: dict[int, RestorePoint] = {}
-        for (submission, _), point in sorted(self.starts.items()):
-            first.setdefault(submission, point)
-        return checkpoints_in_lineage(self.checkpoints, first)
+        """Checkpoints that count."""
+        return checkpoints_in_lineage(self.checkpoints, self.starts)
 
     def leave(self, life: Life, there: bool) -> None:
         submission, attempt = life.origin
@@ -134,14 +131,14 @@ class World:
         self.snapshots.append((label, dict(life.chain), there))
 
     def commit(self, life: Life) -> None:
-        self.checkpoints.setdefault(CheckpointName(life.step, life.origin[0]), dict(life.chain))
+        self.checkpoints.setdefault(CheckpointName(life.step, *life.origin), dict(life.chain))
 
 
 ACTS = st.tuples(
     st.sampled_from(["same", "newer"]),  # the next attempt is of the same submission or of a newer one
     st.integers(0, 5),  # steps that it takes
     st.sampled_from(["snapshot", "lost snapshot", "checkpoint", "both", "nothing"]),
-    st.sampled_from([None, "snapshot", "checkpoint", "both"]),  # what a rank of a replaced submission, not dead, does meanwhile
+    st.sampled_from([None, "snapshot", "checkpoint", "both"]),  # what a rank of an older attempt, not dead, does meanwhile
     st.integers(0, 4),  # which one
     st.booleans(),  # nodes that were away come back
 )
@@ -149,17 +146,16 @@ ACTS = st.tuples(
 
 @given(st.lists(ACTS, min_size=1, max_size=10))
 def test_whatever_dies_or_wakes_the_run_has_one_lineage(history: list[tuple[str, int, str, str | None, int, bool]]) -> None:
-    """Attempts and submissions follow each other; ranks of replaced submissions may go on for a while, and leave what they like."""
+    """Attempts and submissions follow each other; ranks of older ones may go on for a while, and leave what they like."""
     world, origin = World(), (1, 0)
     for follows, num_steps, leaves, zombie_leaves, which, comes_back in history:
         origin = (origin[0] + (follows == "newer"), origin[1] + 1)
         world.begin(origin)
         life = world.lives[-1]
         began = dict(life.chain)
-        # Of each submission only the last attempt may be alive: its controller ends one before it begins the next.
-        replaced = {other.origin[0]: other for other in world.lives if other.origin[0] < origin[0]}
+        replaced = world.lives[:-1]
         if zombie_leaves is not None and replaced:
-            zombie = list(replaced.values())[which % len(replaced)]
+            zombie = replaced[which % len(replaced)]
             zombie.train(2)
             if zombie_leaves in ("snapshot", "both"):
                 world.leave(zombie, there=True)

@@ -185,7 +185,7 @@ def test_an_average_that_the_parent_did_not_keep_begins_at_its_weights(storage: 
 
 def test_the_parent_s_best_does_not_count_but_what_was_measured_where_the_run_begins_does(parent: RunDir, child: RunDir) -> None:
     run(child, fork_of(parent, 18, train={"epochs": 3}, checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 50}))
-    assert load(child, child.checkpoints.list()[0], "train_state.pt")["best"]["checkpoint"] == "step-000000018.s001"
+    assert load(child, child.checkpoints.list()[0], "train_state.pt")["best"]["checkpoint"] == "step-000000018.s001.a001"
     other = parent.storage.run_dir("run_other")
     run(other, fork_of(parent, 16, train={"max_steps": 17}, checkpoint={"best_metric": "loss", "best_mode": "min"}))
     assert load(other, other.checkpoints.list()[0], "train_state.pt")["best"] is None
@@ -196,10 +196,10 @@ def test_latest_and_best_without_a_service(storage: Storage, which: str, step: i
     parent = storage.run_dir("run_parent")
     parent.write_spec(spec(checkpoint={"best_metric": "accuracy"}))
     for at, accuracy in ((4, 0.5), (8, 0.9), (18, 0.7)):
-        with parent.checkpoints.begin(at, 1) as writer:
+        with parent.checkpoints.begin(at, 1, 1) as writer:
             with writer.write_file("model.pt") as file:
                 file.write(b"x")
-            writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={"val_accuracy": accuracy})
+            writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={"val_accuracy": accuracy})
     from train_fn.fork import _candidates
 
     wanted = fork_of(parent, which).resume_from

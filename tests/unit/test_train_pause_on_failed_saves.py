@@ -41,10 +41,10 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path
     monkeypatch.setattr(loop, "STOP_PATIENCE_S", 0.01)
     begin = CheckpointStore.begin
 
-    def begin_until_full(store: CheckpointStore, step: int, submission: int) -> Any:
+    def begin_until_full(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
         if step > 2:
             raise StorageFull("no space left")
-        return begin(store, step, submission)
+        return begin(store, step, submission, attempt)
 
     with monkeypatch.context() as full:
         full.setattr(CheckpointStore, "begin", begin_until_full)
@@ -53,11 +53,11 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path
     journal = journal_of(ctx)
     assert 2 < journal.points[-1]["step"] < 160, "it did not wait for the end"
     assert len(journal.of_kind(EventKind.CHECKPOINT_FAILED)) >= 2
-    assert reported in ([], ["step-000000002.s001"]), "a checkpoint that was not committed is not reported"
+    assert reported in ([], ["step-000000002.s001.a001"]), "a checkpoint that was not committed is not reported"
 
     ctx, reported = attempt(tmp_path, 2)
     assert loop.train(ctx) is None
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("checkpoint", 2)
-    assert reported[-1] == "step-000000160.s001"
+    assert reported[-1] == "step-000000160.s001.a002"
     assert ctx.run_dir.checkpoints.list()[-1].step == 160

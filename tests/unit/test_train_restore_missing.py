@@ -30,7 +30,7 @@ from train_fn.saver import Saver
 pytestmark = pytest.mark.own_process
 
 STEPS_PER_ATTEMPT = 8
-NAMES = [f"step-{step:09d}.s001" for step in (4, 8)]
+NAMES = [f"step-{step:09d}.s001.a001" for step in (4, 8)]
 
 
 def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
@@ -150,9 +150,9 @@ def test_a_listing_that_fails_fails_the_attempt(run_dir: RunDir, monkeypatch: py
 
 def test_the_journals_tell_what_is_to_be_there(run_dir: RunDir) -> None:
     """What retention deleted is not missed."""
-    assert told_checkpoints(run_dir) == {CheckpointName(4, 1), CheckpointName(8, 1)}
+    assert told_checkpoints(run_dir) == {CheckpointName(4, 1, 1), CheckpointName(8, 1, 1)}
     journal = open_local_journal(run_dir, 2, 2, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.CHECKPOINT_DELETED, {"step": 4, "name": NAMES[0]})
     journal.emit(EventKind.METRICS, {"points": []})
     journal.close(10.0)
-    assert told_checkpoints(run_dir) == {CheckpointName(8, 1)}
+    assert told_checkpoints(run_dir) == {CheckpointName(8, 1, 1)}

@@ -46,10 +46,10 @@ class FailingStorage:
         self.error: Exception | None = StorageFull("no space left; free some")
         begin = CheckpointStore.begin
 
-        def begin_or_fail(store: CheckpointStore, step: int, submission: int) -> Any:
+        def begin_or_fail(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
             if self.error is not None:
                 raise self.error
-            return begin(store, step, submission)
+            return begin(store, step, submission, attempt)
 
         monkeypatch.setattr(CheckpointStore, "begin", begin_or_fail)
 
@@ -108,7 +108,7 @@ def test_the_best_state_is_tried_again_as_it_was(tmp_path: Path, monkeypatch: py
     train_until(saver, state, lambda: len(told(ctx)) >= 2)
     storage.error = None
     train_until(saver, state, lambda: saver.newest_committed(0) > 0)
-    assert saver.newest_committed(0) == 7 and weight_in(ctx, "step-000000007.s001") == 7
+    assert saver.newest_committed(0) == 7 and weight_in(ctx, "step-000000007.s001.a001") == 7
     saver.close()
 
 
@@ -142,7 +142,7 @@ def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(tmp_p
         saver.save_now(patience_s=0.1)
     slow.go.release(99)
     train_until(saver, state, lambda: saver.newest_committed(0) > 1)
-    assert weight_in(ctx, "step-000000001.s001") == 1, "what it takes late is still the state of its step"
+    assert weight_in(ctx, "step-000000001.s001.a001") == 1, "what it takes late is still the state of its step"
     saver.close()
 
 

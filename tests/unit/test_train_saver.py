@@ -21,16 +21,18 @@ from torch import nn
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
+from storage import checkpoint_writer
 from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName
 from tests.unit.one_rank import journal_of, one_rank
-from tests.unit.storage_places import quick_directory
+from tests.unit.storage_places import quick_directory, record_restored, save
 from train_fn import saver as saver_module
 from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
+from train_fn.errors import CheckpointFailed
 from train_fn.ledger import Count
 from train_fn.local_journal import open_local_journal
 from train_fn.optim import unpacked
@@ -83,10 +85,10 @@ class SlowStorage:
         self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
         begin = CheckpointStore.begin
 
-        def begin_slowly(store: CheckpointStore, step: int, submission: int) -> Any:
+        def begin_slowly(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
             self.begun.release()
             assert self.go.acquire(timeout=60)
-            return begin(store, step, submission)
+            return begin(store, step, submission, attempt)
 
         monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
 
@@ -100,8 +102,8 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, 
     advance(state, 11)  # training goes on while the storage is slow
     slow.go.release(2)
     saver.save_now()
-    assert weight_in(ctx, "step-000000010.s001") == 10
-    assert weight_in(ctx, "step-000000011.s001") == 11
+    assert weight_in(ctx, "step-000000010.s001.a001") == 10
+    assert weight_in(ctx, "step-000000011.s001.a001") == 11
     saver.close()
 
 
@@ -148,7 +150,7 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
         assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
         told = newest or told
     assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), "what was told is no news"
-    names = [str(CheckpointName(step, 1)) for step in (10, 20, 30, 40)]
+    names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]
     assert [manifest.parent for manifest in ctx.run_dir.checkpoints.list()] == [None, *names[:-1]]
     saver.close()
 
@@ -314,7 +316,7 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         advance(state, step)
         if step == 20:
-            state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001")
+            state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001.a001")
         saver.save_now(is_best=step == 20)
     assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [20, 40, 50]
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
@@ -381,11 +383,68 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     [manifest] = ctx.run_dir.checkpoints.list()
     ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
     again = Saver(ctx, state, BoundaryCopies(state))
+    again.begun_from_checkpoint()
     again.save_now()
     again.close()
     assert ctx.run_dir.checkpoints.list() == [manifest]
     told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
     assert [(data["name"], data["digest"]) for data in told] == ([] if is_told else [(manifest.name, manifest.digest)])
+
+
+def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    advance(state, 10)
+    saver.save_now()
+    saver.close()
+    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
+    again = Saver(ctx, state, BoundaryCopies(state))
+    again.begun_from_checkpoint()
+    state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
+    again.save_now()
+    again.close()
+    assert [(found.attempt, found.metrics) for found in ctx.run_dir.checkpoints.list()] == [(1, {}), (2, {"val_accuracy": 0.5})]
+
+
+def as_attempts(ctx: WorkerContext, weights: tuple[float, float]) -> list[Saver]:
+    """Ranks zero of attempts 1 and 2 of one submission, both alive, of which the second one's losses differed a little."""
+    savers = []
+    for attempt, weight in zip((1, 2), weights, strict=True):
+        state = make_state()
+        advance(state, 60)
+        with torch.no_grad():
+            state.model.weight.fill_(weight)  # type: ignore[union-attr]
+        savers.append(Saver(one_rank(ctx.spec, ctx.run_dir, attempt=attempt), state, BoundaryCopies(state)))
+    return savers
+
+
+def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -> None:
+    """What made a run end with weights that it had not trained."""
+    ctx = make_context(tmp_path)
+    older, newer = as_attempts(ctx, (1.0, 1.001))
+    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
+    record_restored(ctx.run_dir, 1, 50, "snapshot", attempt=2)
+    older.save_now()
+    newer.save_now()
+    for saver in (older, newer):
+        saver.close()
+    newest, _ = ctx.run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.attempt == 2
+    assert weight_in(ctx, newest.name) == pytest.approx(1.001)
+
+
+def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = make_context(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "process_nonce", lambda: "another process")
+        save(ctx.run_dir, 60)
+    _, saver = as_attempts(ctx, (1.0, 1.0))
+    saver._ctx = ctx
+    with pytest.raises(CheckpointFailed, match="is committed already"):
+        saver.save_now(patience_s=0.1)
+    saver.close()
 
 
 def test_other_ranks_save_nothing(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ STATE = {
 def committed(directory: Path, data: bytes) -> tuple[CheckpointStore, str, Path]:
     """A checkpoint with one file; its store, name, and the file's path."""
     store = open_storage(str(directory)).run_dir("run_v").checkpoints
-    with store.begin(1, 1) as writer:
+    with store.begin(1, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             file.write(data)
-        writer.commit(epoch=0, attempt=1, parent=None, world_size=1, sample_digest=None, metrics={})
+        writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     return store, writer.name, Path(store.path(writer.name)) / "model.pt"
 
 

@@ -1,0 +1,24 @@
+"""A name that no other process ever has: by it a process knows what it wrote itself from what another wrote under the same name."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+_nonce: str | None = None
+
+
+def process_nonce() -> str:
+    """The same for the life of this process. A forked child has another one."""
+    global _nonce
+    if _nonce is None:
+        _nonce = secrets.token_hex(8)
+    return _nonce
+
+
+def _forget() -> None:
+    global _nonce
+    _nonce = None
+
+
+os.register_at_fork(after_in_child=_forget)
