@@ -1,4 +1,4 @@
-"""What administrators do with projects, tokens and the audit log: ``client.projects``, ``client.tokens``, ``client.audit``."""
+"""What administrators do: ``client.projects``, ``client.tokens``, ``client.audit``, ``client.storage``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
+from everstep.storage_status import StorageAdoption, StorageStatus
 from everstep.team import AuditEntry, NewToken, Project, Role, Token
 from everstep.transport import Transport
 from everstep.wire import format_time
@@ -91,3 +92,18 @@ class Audit:
     def list(self, *, token_id: str | None = None) -> Iterator[AuditEntry]:
         """Calls that changed something or were refused, newest first, fetched page by page; of one token, where given."""
         return self._transport.pages("/v1/audit", AuditEntry, {"token_id": token_id})
+
+
+class Storage:
+    """The storage that the service's database belongs to, as ``client.storage``; for administrators."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def status(self) -> StorageStatus:
+        """Compare the storage with what the database knows of it. Raises AuthError."""
+        return self._transport.get("/v1/storage", StorageStatus)
+
+    def adopt(self) -> StorageAdoption:
+        """Have the service go on with the storage that is there, and without what that lacks. Raises AuthError, Unavailable."""
+        return self._transport.parse(self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption)

@@ -17,6 +17,7 @@ from everstep import (
     cli_observe,
     cli_runs,
     cli_service,
+    cli_storage,
     cli_team,
 )
 from everstep.cli_terminal import JsonOption, UrlOption, begin
@@ -76,6 +77,7 @@ app.command()(cli_nodes.drain)
 app.add_typer(cli_team.project, name="project")
 app.add_typer(cli_team.token, name="token")
 app.command()(cli_team.audit)
+app.add_typer(cli_storage.storage, name="storage")
 app.command()(cli_doctor.doctor)
 app.command()(cli_backup.backup)
 app.command()(cli_backup.restore)

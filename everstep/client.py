@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from everstep.address import find_address
-from everstep.administration import Audit, Projects, Tokens
+from everstep.administration import Audit, Projects, Storage, Tokens
 from everstep.catalog import Catalog
 from everstep.code import Code
 from everstep.deployment import DeploymentCheck
@@ -65,6 +65,7 @@ class Client:
         self.projects = Projects(self._transport)
         self.tokens = Tokens(self._transport)
         self.audit = Audit(self._transport)
+        self.storage = Storage(self._transport)
 
     def __enter__(self) -> Client:
         return self

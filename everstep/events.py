@@ -66,6 +66,9 @@ class EventKind(StrEnum):
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
     """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" | "verify")."""
+    STORAGE_ADOPTED = "storage_adopted"
+    """By the service: an operator had it go on with another storage. data: storage_id, submission_before, submission (the newest in
+    the storage, if that is later), lost (whether the storage lacked what was known of the run)."""
     FAILURE = "failure"
     """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
     EVIDENCE = "evidence"

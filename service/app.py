@@ -25,6 +25,7 @@ from service.api import (
     prometheus,
     runs,
     series,
+    storage,
     team,
 )
 from service.api.context import ApiContext
@@ -70,6 +71,7 @@ def create_app(context: ApiContext) -> FastAPI:
         cluster,
         deployment_checks,
         team,
+        storage,
         health,
         prometheus,
     ):

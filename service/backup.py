@@ -30,6 +30,8 @@ from service.db.engine import Database, DatabaseError, checked_url
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings, SettingsError, database_url, home_directory
+from service.storage_adoption import adopt_storage
+from service.storage_gate import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
 
@@ -113,6 +115,10 @@ def restore(settings: Settings, directory: Path) -> Summary:
         database = Database(settings.database_url)
         try:
             database.migrate()  # a copy that an older Everstep made
+            if manifest["with_storage"]:
+                # The database was copied first: the storage's copy may hold submissions that were begun in between.
+                runs = RunStore(database)
+                adopt_storage(storage, runs, StorageGate(storage, runs.storage))
         finally:
             database.close()
     return _summary(settings, storage, directory)

@@ -18,6 +18,8 @@ from typing import Any, Literal, Self, TypeVar
 
 import httpx
 
+from storage.identity import EXIT_STORAGE, STORAGE_WORDS
+
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
@@ -75,6 +77,14 @@ class Job:
     metadata: Mapping[str, str]
     driver_node_id: str | None
     driver_exit_code: int | None
+
+    @property
+    def storage_problem(self) -> str | None:
+        """Why the driver left the storage alone and ended, by its last lines; None where it did not."""
+        if not self.status.ended or self.driver_exit_code != EXIT_STORAGE:
+            return None
+        lines = [line.partition(STORAGE_WORDS)[2] for line in (self.message or "").splitlines() if STORAGE_WORDS in line]
+        return lines[-1].strip() if lines else "the driver could not use the run's storage; its job's log says more"
 
 
 @dataclass(frozen=True)

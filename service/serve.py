@@ -34,6 +34,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.storage_identity import StorageRecords
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
@@ -46,6 +47,7 @@ from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
 from service.reconciler.unhealthy import CordonRule
 from service.settings import CannotStart, Settings, SettingsError
+from service.storage_gate import StorageGate
 from service.storage_roots import StorageRoots
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
@@ -103,6 +105,9 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
+    # Not a reason to end: the storage may come back, and an operator may adopt the one that is there.
+    if problem := StorageGate(storage, StorageRecords(database)).problem():
+        print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
     return storage, database
 
 

@@ -8,6 +8,7 @@ StorageError
 ├── StorageFull            no space or quota left
 ├── StorageUnreadable      the medium failed to give back what it holds
 ├── StorageUnavailable     the filesystem did not answer, or answered with something else
+├── StorageMismatch        the storage is not the one that is known, or holds less than is known
 ├── LogTakenOver           another process writes the same log
 ├── CorruptFile            complete, but not what was written
 │   ├── NotRegularFile     a FIFO, a directory or a device where a file is expected
@@ -73,6 +74,10 @@ class StorageUnreadable(StorageError):
 
 
 class StorageUnavailable(StorageError):
+    pass
+
+
+class StorageMismatch(StorageError):
     pass
 
 

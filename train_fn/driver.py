@@ -1,7 +1,7 @@
 """The driver of one submission: a Ray Job's entrypoint, ``python -m train_fn.driver --storage URI --run-id ID --submission N``.
 
 Exit codes: 0 when the journal's ``finished`` event is written, whatever the outcome; 3 when a newer submission has taken over;
-anything else means that the run is to be submitted again.
+anything else means that the run is to be submitted again. 4 says that the storage cannot be used, or is not the one that is known.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
@@ -24,8 +25,9 @@ from ray.exceptions import RayError
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.errors import StorageError
+from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
+from storage.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
 from storage.run_dir import DRIVER_PROBE, RunDir, Stop
 from train_fn.drills import Drills, Faults
 from train_fn.errors import Replaced
@@ -58,6 +60,8 @@ OLDER_MARGIN_S = 15.0
 """So much longer than its ranks may take to save is an older submission's controller waited for."""
 BEAT_S = 5.0
 """How often a driver without news calls the journal, of which it wants to know nothing."""
+SETTLE_S = 5.0
+"""How long a network filesystem may take to show what the service knows to be there."""
 FINAL_FLUSH_S = 120.0
 """Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
 
@@ -370,6 +374,26 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_when_settled(run_dir: RunDir, known: Known) -> None:
+    """As ``check_known``; a network filesystem may take seconds to show what others have written. Raises StorageError."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            check_known(run_dir, known)
+            return
+        except StorageMismatch:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(STOP_POLL_S)
+
+
+def _storage_unavailable(problem: StorageError) -> int:
+    """Say why in words that the service finds in the job's message."""
+    words = " ".join(f"{platform.node()}: {problem}".split())
+    print(f"{STORAGE_WORDS}{words}", file=sys.stderr, flush=True)
+    return EXIT_STORAGE
+
+
 def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
     """Run the driver; returns its exit code."""
     arguments = _arguments(argv)
@@ -378,10 +402,14 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
     driver = Driver(run_dir, arguments.submission, settings, train=train)
     log = RankLog(run_dir, arguments.submission, 0, None)
     try:
+        # Before anything is written: what is there may be another storage, on this node alone or everywhere.
+        check_when_settled(run_dir, Known.parse(os.environ.get(KNOWN_VARIABLE)))
         driver._check_newest()
     except Replaced as exc:
         print(exc, file=sys.stderr)
         return EXIT_REPLACED
+    except StorageError as exc:
+        return _storage_unavailable(exc)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")  # for the Ray job's own log
@@ -396,6 +424,9 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         logger.warning("the driver was told to end; it leaves without finishing its run")
         log.close()
         os._exit(EXIT_TERMINATED)
+    except StorageError as exc:
+        logger.exception("the driver cannot use the run's storage; its run is to be submitted again")
+        return _storage_unavailable(exc)
     except Exception:
         logger.exception("the driver failed; its run is to be submitted again")
         return 1

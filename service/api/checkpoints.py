@@ -106,6 +106,7 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise ProblemError(409, "checkpoint_deleted", f"checkpoint {checkpoint.name} was deleted; there is nothing to verify")
+    await context.storage_call(context.storage_gate.require)  # what another storage lacks is no damage
     problem = await context.storage_call(_verify, context, run.id, checkpoint.name)
     await context.database_call(context.events.record_check, run.id, checkpoint.name, problem, "verify")
     return await _find(context, run, str(checkpoint.step))

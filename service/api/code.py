@@ -54,6 +54,7 @@ async def upload_code(request: Request, context: Context, caller: Caller) -> Cod
     names belong to Everstep, torch, Ray or Python itself."""
     caller.require("submitter")
     data = await _read_file(request)
+    await context.storage_call(context.storage_gate.require)
     stored = await context.storage_call(CodeStore(context.storage).put, data)
     return CodeArchive(digest=stored.digest, size_bytes=stored.size_bytes, modules=stored.modules)
 

@@ -38,6 +38,7 @@ from service.pip_rule import NO_PACKAGES, PipRule
 from service.rate_limit import RateLimit
 from service.ray_jobs import RayJobs
 from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
+from service.storage_gate import StorageGate
 from service.storage_roots import ANYWHERE, StorageRoots
 from service.time_book import TimeBook
 from storage.filesystem import Storage
@@ -100,6 +101,7 @@ class ApiContext:
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
+        self.storage_gate = StorageGate(storage, self.runs.storage)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
         self.tokens = TokenStore(database, clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -47,7 +48,7 @@ class ReadinessCheck:
     async def _probe(self) -> Readiness:
         context = self._context
         database, storage, ray = await asyncio.gather(
-            self._up("database", context.database.probe), self._up("storage", context.storage.probe), self._ray_up()
+            self._up("database", context.database.probe), self._up("storage", self._use_storage), self._ray_up()
         )
         return Readiness(
             status="ready" if database and storage else "unavailable",
@@ -56,6 +57,12 @@ class ReadinessCheck:
             ray="up" if ray else "down",
             reconciler_lag_s=None,
         )
+
+    def _use_storage(self) -> None:
+        """See that the storage takes bytes and is the known one. A database that is away says nothing of it."""
+        self._context.storage.probe()
+        with suppress(DatabaseError):
+            self._context.storage_gate.require()
 
     async def _up(self, what: str, probe: Callable[[], None]) -> bool:
         try:

@@ -266,6 +266,7 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
         raise TransitionConflict(
             run.id, run.status, "another run is to begin from its checkpoint; wait until that trains, or cancel that"
         )
+    await context.storage_call(context.storage_gate.require)  # its directory would stay behind in the other storage
     # The directory first: a crash between the two leaves a run that can be deleted again, never bytes that nobody owns.
     await context.storage_call(context.storage.run_dir(run.id).delete)
     await context.database_call(context.runs.delete, run.id)

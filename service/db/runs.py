@@ -23,6 +23,7 @@ from service.db.projects import join_queue
 from service.db.rows import ListedRun, RunHead, RunRow, TransitionRow
 from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
 from service.db.status_changes import STATUS_CHANGES, changes_of
+from service.db.storage_identity import StorageRecords
 from service.db.tables import run_tags, runs, transitions
 from service.db.tokens import CLAIM_HOLDS, Claim
 from service.db.writer import RunWriter
@@ -64,6 +65,7 @@ class RunStore:
         self._database = database
         self._clock = clock
         self.checkpoints = CheckpointRecords(database)
+        self.storage = StorageRecords(database, clock)
 
     # ---------------------------------------------------------------- made and read
 
@@ -260,6 +262,31 @@ class RunStore:
             writer = RunWriter.lock(connection, run_id, self._clock())
             _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
             writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
+            return writer.save()
+
+    def adopt(self, run_id: str, storage_id: str, newest: int, *, is_short: bool) -> RunRow:
+        """Bring a run that has not ended in line with an adopted storage, and say so in its history.
+
+        Args:
+            run_id: The run.
+            storage_id: Of the storage.
+            newest: Newest submission that has a journal there. Later ones that the database does not know count from now on.
+            is_short: Whether the storage lacks what the database knows: then that is forgotten.
+
+        Raises TransitionConflict where the run is gone.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            before = writer.run.submission
+            if writer.run.status.terminal:
+                return writer.run
+            if newest > before:
+                writer.set({"submission": newest, "ray_job_id": f"{run_id}-s{newest:03d}"})
+            if is_short:
+                writer.set({"journal_submission": 0, "journal_cursor": None, "journal_n": 0})
+                writer.set({"recent_checkpoints": [], "latest_checkpoint": None})
+            data = {"storage_id": storage_id, "submission_before": before, "submission": max(newest, before), "lost": is_short}
+            writer.append(EventKind.STORAGE_ADOPTED, self._clock(), data)
             return writer.save()
 
     def preempt(self, run_id: str, submission: int, by: str) -> RunRow:

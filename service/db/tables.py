@@ -230,6 +230,15 @@ leases = Table(
     Column("expires_at", Double, nullable=False),
 )
 
+storage_identity = Table(
+    "storage_identity",
+    metadata,
+    Column("name", String(16), primary_key=True),  # "runs": the one storage that there is
+    Column("storage_id", String(36), nullable=False),  # of the storage that this database belongs to
+    Column("recorded_at", Double, nullable=False),
+    Column("seen_at", Double),  # when its file was first there; null: it is still to be written
+)
+
 node_marks = Table(
     "node_marks",
     metadata,

@@ -8,6 +8,7 @@ Rules, in this order for every run:
   and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
 - A job that ended without a ``finished`` event in its journal is replaced by the next submission: Ray's word alone ends no run.
+- Where the storage is not the one that the database belongs to nothing is begun, and nothing is concluded from what it lacks.
 - Queued runs start, and running ones shrink or pause for them and grow again, as schedule.py plans.
 """
 
@@ -182,7 +183,7 @@ def _late(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     gone = run.job in (JobFact.MISSING, JobFact.ENDED)
     began_at = max(run.deadline_at or 0.0, run.submitted_at or 0.0)
     if run.tail != TailFact.DRAINED or not (gone or facts.now - began_at > DEADLINE_GRACE_S):
-        if not gone:
+        if not gone or facts.storage_problem is not None:
             yield from _submitted(run, facts)
         return
     yield _deadline_exceeded(run)
@@ -203,6 +204,8 @@ def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     if run.job in (JobFact.MISSING, JobFact.ENDED):
         if run.tail == TailFact.DRAINED:
             yield _stopped(run, stop)
+        elif facts.storage_problem is not None:
+            yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
     elif run.job == JobFact.ALIVE:
         if facts.now - (run.stop_at or facts.now) > STOP_GRACE_S[stop]:
             yield EndJob(submission_id(run.id, run.submission))
@@ -221,6 +224,9 @@ def _stopped(run: RunFacts, stop: Stop) -> Decision:
 
 def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """STARTING, RUNNING or RECOVERING: there should be a job."""
+    if facts.storage_problem is not None and run.job in (JobFact.ENDED, JobFact.MISSING):
+        yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
+        return
     if run.job == JobFact.UNKNOWN:
         if facts.ray_problem and run.status != RunStatus.RUNNING:
             yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
@@ -241,7 +247,9 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """The job is gone without a verdict in its journal: the next submission goes on."""
-    if run.fruitless >= MANY_FRUITLESS:
+    if run.storage_problem is not None:
+        yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
+    elif run.fruitless >= MANY_FRUITLESS and not _waits_for_storage(run):
         message = (
             f"the last {run.fruitless} submissions ended without a verdict and without a new checkpoint; the next one comes "
             f"{LONGEST_BACKOFF_S:g} s after the last. The Ray job's own log ({submission_id(run.id, run.submission)}) and the "
@@ -252,8 +260,16 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         yield Start(run.id, run.submission)
 
 
+def _waits_for_storage(run: RunFacts) -> bool:
+    return run.reason is not None and run.reason.code == ReasonCode.STORAGE_UNAVAILABLE
+
+
 def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
     if not queued and all(run.shrunk_to is None for run in facts.runs):
+        return
+    if facts.storage_problem is not None:
+        for run in queued:
+            yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
         return
     if facts.nodes is None:
         if facts.ray_problem:

@@ -33,8 +33,10 @@ from service.reconciler.decide import (
 from service.reconciler.facts import Delivered
 from service.reconciler.pace import in_pieces
 from service.states import TransitionConflict
+from service.storage_gate import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage
+from storage.identity import KNOWN_VARIABLE, Known
 from storage.run_dir import Stop
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
@@ -74,6 +76,7 @@ class Executor:
         ray: RayJobs,
         entrypoint: Entrypoint,
         figures: RunFigures,
+        gate: StorageGate,
         public_url: str | None = None,
     ) -> None:
         """``public_url``: base URL of the dashboard, to which Ray's is to lead back; None where it is not known."""
@@ -82,6 +85,7 @@ class Executor:
         self._ray = ray
         self._entrypoint = entrypoint
         self._figures = figures
+        self._gate = gate
         self._public_url = public_url
         self._acting: dict[str, asyncio.Task[None]] = {}
         """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
@@ -157,7 +161,7 @@ class Executor:
             case Grow(run_id, submission):
                 await self._grow(run_id, submission)
             case SubmitClaimed(run_id, submission):
-                await self._submit(await self._run(run_id, submission))
+                await self._submit_claimed(await self._run(run_id, submission))
             case DeliverStop(run_id, submission, stop):
                 await asyncio.to_thread(self._storage.run_dir(run_id).request_stop, submission, stop)
                 self.delivered.add((run_id, submission, stop))
@@ -179,18 +183,22 @@ class Executor:
         """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
         run = await self._run(run_id, after)
         try:
+            known = await asyncio.to_thread(self._gate.check_run, run)
             await asyncio.to_thread(self._write_request, run, limit)
         except StorageError as exc:
-            if run.status == RunStatus.QUEUED:
-                reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=str(exc))
-                await asyncio.to_thread(self._runs.set_reason, run_id, run.status, reason)
+            await self._say_unavailable(run, exc)
             raise
         crash_point("before_claim")
         run = await asyncio.to_thread(self._runs.claim_submission, run_id, after, limit)
         if after == 0:
             self._figures.started(run, run.time_ledger["spent_us"].get("queued", 0) / 1e6)
         crash_point("after_claim")
-        await self._submit(run)
+        await self._submit(run, known)
+
+    async def _say_unavailable(self, run: RunRow, problem: StorageError) -> None:
+        reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=str(problem))
+        if run.reason != reason:
+            await asyncio.to_thread(self._runs.set_reason, run.id, run.status, reason)
 
     def _write_request(self, run: RunRow, limit: int | None) -> None:
         """What the driver needs of the request: the spec, until when it has time, and how many ranks it may use."""
@@ -213,11 +221,21 @@ class Executor:
         await asyncio.to_thread(self._runs.unshrink, run_id, submission)
         log.info("a run that was shrunk may grow again", run_id=run_id)
 
-    async def _submit(self, run: RunRow) -> None:
+    async def _submit_claimed(self, run: RunRow) -> None:
+        try:
+            known = await asyncio.to_thread(self._gate.check_run, run)
+        except StorageError as exc:
+            await self._say_unavailable(run, exc)
+            raise
+        await self._submit(run, known)
+
+    async def _submit(self, run: RunRow, known: Known) -> None:
         metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}
         if self._public_url is not None:
             metadata["everstep"] = f"{self._public_url}/runs/{run.id}"
-        job_id = await self._ray.submit(submission_id(run.id, run.submission), self._entrypoint(run.id, run.submission), metadata)
+        # In its environment, not among its arguments: the driver of an older version passes over what it does not know.
+        entrypoint = f"{KNOWN_VARIABLE}={shlex.quote(known.to_text())} {self._entrypoint(run.id, run.submission)}"
+        job_id = await self._ray.submit(submission_id(run.id, run.submission), entrypoint, metadata)
         crash_point("after_submit")
         await asyncio.to_thread(self._runs.record_job, run.id, run.submission, job_id)
         crash_point("after_record")

@@ -58,6 +58,8 @@ class RunFacts:
     fruitless: int = 0
     """Newest submissions in a row that committed no checkpoint."""
     job: JobFact = JobFact.UNKNOWN
+    storage_problem: str | None = None
+    """Why the newest submission's driver left the storage alone and ended; None where it did not, or is not known to have."""
     tail: TailFact = TailFact.BEHIND
     deadline_at: float | None = None
     """When ``recovery.deadline_s`` is over, unix seconds."""
@@ -113,6 +115,8 @@ class Facts:
     """Live nodes; None where Ray did not answer or was not asked."""
     ray_problem: str | None = None
     """Why Ray does not answer; None where it does, or was not asked."""
+    storage_problem: str | None = None
+    """Why nothing may be begun in the storage, nor concluded from it; None where it is the one that the database belongs to."""
     strays: tuple[StrayJob, ...] = ()
     quotas: Mapping[str, Quotas] = field(default_factory=dict)
     """Of projects that have any, by name."""

@@ -32,6 +32,7 @@ from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
 from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
+from service.storage_gate import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage
 
@@ -86,16 +87,17 @@ class Reconciler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         figures = figures or RunFigures(clock)
-        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures, public_url)
+        gate = self._gate = StorageGate(storage, runs.storage)
+        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures, gate, public_url)
         tail = JournalTail(storage, events, figures)
-        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.told, clock)
+        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.told, gate, clock)
         self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
         self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
         self._beside = [
             Background(KEPT_STEPS_INTERVAL_S, self._publish_kept_steps),
-            Background(SCRUB_INTERVAL_S, self._scrubber.work),
+            Background(SCRUB_INTERVAL_S, self._scrub),
         ]
         if notifier is not None:
             self._beside.append(Background(NOTIFY_INTERVAL_S, notifier.work))
@@ -185,8 +187,14 @@ class Reconciler:
         if self._leadership is not None:
             await self._leadership.release()
 
+    async def _scrub(self) -> None:
+        """Not of another storage, which lacks what is looked for: that is no damage."""
+        if await asyncio.to_thread(self._gate.problem) is None:
+            await self._scrubber.work()
+
     async def _publish_kept_steps(self) -> None:
         try:
+            await asyncio.to_thread(self._gate.require)
             await asyncio.to_thread(self._kept_steps.publish)
         except StorageError as exc:
             log.warning("drivers cannot be told which checkpoints others wait for; trying again", problem=str(exc))

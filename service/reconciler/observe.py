@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from everstep.wire import RunStatus
@@ -19,6 +19,7 @@ from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFac
 from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
 from service.states import SUBMITTED, TransitionConflict
+from service.storage_gate import StorageGate
 from storage.run_dir import CheckpointName
 
 ASK_INTERVAL_S: Final = 2.0
@@ -64,6 +65,7 @@ class Observer:
         tail: JournalTail,
         ray: RayJobs,
         delivered: Callable[[], Delivered],
+        gate: StorageGate,
         clock: Callable[[], float],
     ) -> None:
         self._runs = runs
@@ -72,6 +74,7 @@ class Observer:
         self._tail = tail
         self._ray = ray
         self._delivered = delivered
+        self._gate = gate
         self._clock = clock
         self._asked_about: object = None
         self._asked_at = float("-inf")
@@ -82,6 +85,8 @@ class Observer:
         """Of those that wait, what the rows say."""
         self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
+        self._refusals: dict[tuple[str, int], str] = {}
+        """By run and submission, why a driver left the storage alone."""
         self._lost_nodes: set[str] = set()
         """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come back with its state."""
         self.ray_problem: str | None = "not asked yet"
@@ -92,13 +97,14 @@ class Observer:
         rows = await self._live_rows()
         answer = await self._ray_answer(rows)
         jobs = answer.jobs if answer else {}
-        observed = await asyncio.to_thread(self._read_journals, rows, jobs)
+        storage_problem = await asyncio.to_thread(self._gate.problem) if rows else None
+        observed = await asyncio.to_thread(self._read_journals, rows, jobs, storage_problem is None)
         now = time.monotonic()
         strays = tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
         nodes, problem = (answer.nodes, answer.problem) if answer else (None, None)
         # Quotas are read last: a word that is acknowledged counts from the next start on.
         quotas = {} if nodes is None else await asyncio.to_thread(self._projects.quotas)
-        return Facts(self._clock(), observed, nodes, problem, strays, quotas)
+        return Facts(self._clock(), observed, nodes, problem, storage_problem, strays, quotas)
 
     async def _live_rows(self) -> list[RunRow]:
         """Rows of all live runs, oldest first, of which only those are read that have changed since the last look."""
@@ -181,24 +187,34 @@ class Observer:
             return JobFact.MISSING, None
         except RayError as exc:
             return JobFact.UNKNOWN, str(exc)
+        self._note_refusal(row, job)
         return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
 
     async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
         """The same for many jobs, by one question."""
         try:
-            ended = {job.submission_id: self._has_ended(job) for job in await self._ray.jobs()}
+            listed = {job.submission_id: job for job in await self._ray.jobs()}
         except RayError as exc:
             return [(JobFact.UNKNOWN, str(exc))] * len(rows)
+        ended = {job_id: self._has_ended(job) for job_id, job in listed.items()}
+        for row in rows:
+            if job := listed.get(submission_id(row.id, row.submission)):
+                self._note_refusal(row, job)
         facts = {None: JobFact.MISSING, True: JobFact.ENDED, False: JobFact.ALIVE}
         return [(facts[ended.get(submission_id(row.id, row.submission))], None) for row in rows]
 
-    def _read_journals(self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact]) -> tuple[RunFacts, ...]:
-        """Facts of every run that is still live after its journal was read."""
+    def _note_refusal(self, row: RunRow, job: Job) -> None:
+        if job.storage_problem is not None:
+            self._refusals[row.id, row.submission] = job.storage_problem
+
+    def _read_journals(self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact], may_read: bool) -> tuple[RunFacts, ...]:
+        """Facts of every run that is still live after its journal was read. In another storage than ours there is none."""
         observed, delivered = [], self._delivered()
         self._tail.keep(self._known)
+        self._refusals = {key: problem for key, problem in self._refusals.items() if key[0] in self._known}
         for row in rows:
             tail, job = TailFact.BEHIND, jobs.get(_key(row), JobFact.UNKNOWN)
-            if row.status in SUBMITTED:
+            if row.status in SUBMITTED and may_read:
                 submission = row.submission
                 try:
                     row, tail = self._tail.drain(row)
@@ -208,7 +224,11 @@ class Observer:
                     continue
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
-            observed.append(self._facts_of_waiting(row) if row.status == RunStatus.QUEUED else facts_of(row, delivered, job, tail))
+            if row.status == RunStatus.QUEUED:
+                observed.append(self._facts_of_waiting(row))
+                continue
+            refusal = self._refusals.get((row.id, row.submission)) if job == JobFact.ENDED else None
+            observed.append(replace(facts_of(row, delivered, job, tail), storage_problem=refusal))
         self._waiting = {facts.id: (self._known[facts.id], facts) for facts in observed if facts.status == RunStatus.QUEUED}
         return tuple(observed)
 

@@ -54,6 +54,8 @@ LEAST_ROLE = {
     ("POST", "/v1/tokens"): "admin",
     ("DELETE", "/v1/tokens/{token_id}"): "admin",
     ("GET", "/v1/audit"): "admin",
+    ("GET", "/v1/storage"): "admin",
+    ("POST", "/v1/storage/adopt"): "admin",
     ("GET", "/v1/runs/{run_id}/stragglers"): "viewer",
     ("GET", "/v1/goodput"): "viewer",
     ("POST", "/v1/code"): "submitter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shlex
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from service.reconciler import execute
 from service.reconciler import tail as tail_module
 from service.reconciler.decide import DEADLINE_GRACE_S, STOP_GRACE_S
 from storage.errors import StorageUnavailable
+from storage.identity import Known, read_identity
 from storage.journal import read_journal
 from storage.run_dir import RunDir
 from tests.unit.fake_ray import HANGS_S, FakeRay
@@ -54,7 +56,9 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     job_id = f"{run.id}-s001"
     assert ray.submissions == [job_id]
     job = ray.jobs[job_id]
-    assert job["entrypoint"] == f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
+    known = Known(storage=read_identity(here.storage)).to_text()
+    command = f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
+    assert job["entrypoint"] == f"EVERSTEP_KNOWN={shlex.quote(known)} {command}"
     page = f"https://everstep.example/runs/{run.id}"
     assert job["metadata"] == {"run_id": run.id, "run_name": "a", "project": "default", "submission": "1", "everstep": page}
     assert not {"runtime_env", "entrypoint_num_cpus", "entrypoint_resources"} & job.keys()

@@ -1,0 +1,90 @@
+"""Which storage the database belongs to, and what it knows of the runs there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from service.db.audit import note_target
+from service.db.engine import Database
+from service.db.few import IS_LIVE
+from service.db.tables import runs, storage_identity
+
+_NAME: Final = "runs"
+_SELECT: Final = select(storage_identity.c.storage_id, storage_identity.c.seen_at).where(storage_identity.c.name == _NAME)
+
+
+@dataclass(frozen=True)
+class KnownStorage:
+    """The storage that the database belongs to."""
+
+    storage_id: str
+    was_seen: bool
+    """Whether its identity file was ever there."""
+
+
+class StorageRecords:
+    """The one row of it. Every method is one transaction. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def get(self) -> KnownStorage | None:
+        """Return the storage that is known; None before the first one is."""
+        with self._database.read() as connection:
+            return _known(connection)
+
+    def claim(self, storage_id: str) -> KnownStorage:
+        """Record an id where none is known. Returns the one that then is: another replica may have been first."""
+        try:
+            with self._database.write() as connection:
+                known = _known(connection)
+                if known is not None:
+                    return known
+                _insert(connection, storage_id, self._clock(), None)
+                return KnownStorage(storage_id, False)
+        except IntegrityError:
+            with self._database.read() as connection:
+                known = _known(connection)
+            assert known is not None
+            return known
+
+    def seen(self, storage_id: str) -> None:
+        """Record that the file with this id is there: from now on a storage without it is another one."""
+        row = storage_identity.c
+        with self._database.write() as connection:
+            which = (row.name == _NAME, row.storage_id == storage_id, row.seen_at.is_(None))
+            connection.execute(update(storage_identity).where(*which).values(seen_at=self._clock()))
+
+    def replace(self, storage_id: str) -> None:
+        """Record another storage in place of the known one. An operator asked for it."""
+        note_target(storage_id)
+        with self._database.write() as connection:
+            connection.execute(delete(storage_identity).where(storage_identity.c.name == _NAME))
+            _insert(connection, storage_id, self._clock(), self._clock())
+
+    def submitted_runs(self, limit: int) -> list[str]:
+        """Return ids of runs that have a directory in the storage: those that are live first, then the newest."""
+        query = select(runs.c.id).where(runs.c.submission > 0).order_by(IS_LIVE.desc(), runs.c.created_at.desc()).limit(limit)
+        with self._database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def run_ids(self) -> set[str]:
+        """Return the id of every run."""
+        with self._database.read() as connection:
+            return set(connection.execute(select(runs.c.id)).scalars())
+
+
+def _known(connection: Connection) -> KnownStorage | None:
+    row = connection.execute(_SELECT).one_or_none()
+    return None if row is None else KnownStorage(row.storage_id, row.seen_at is not None)
+
+
+def _insert(connection: Connection, storage_id: str, now: float, seen_at: float | None) -> None:
+    connection.execute(insert(storage_identity).values(name=_NAME, storage_id=storage_id, recorded_at=now, seen_at=seen_at))
