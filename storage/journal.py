@@ -36,8 +36,8 @@ class JournalEvent:
     data: dict[str, Any] = field(default_factory=dict)
     """JSON; see everstep/events.py for each kind's. Floats that are not finite are written as null."""
     source: str
-    """The process that tells of it: "driver", "controller", "rank-0.a003". One that starts again needs another name, since
-    its ``source_n`` begins again."""
+    """The process that tells of it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". One that starts again needs another name, since
+    its ``source_n`` begins again; hence the random part."""
     source_n: int
     """Position among that source's events, rising from 1."""
     n: int = 0
@@ -46,27 +46,37 @@ class JournalEvent:
 
 @dataclass
 class _Written:
-    """What the journal holds: the last number given, and the last event of each source."""
+    """What the journal holds: the last number given, the last event of each source, and the newest attempt that began."""
 
     last_n: int = 0
     sources: dict[str, int] = field(default_factory=dict)
+    attempt: int = 0
 
     def admit(self, event: JournalEvent) -> JournalEvent | None:
-        """Number an event; None when its source sent it before."""
+        """Number an event; None when its source sent it before, or is a rank of an attempt that a newer one has replaced."""
         if event.source_n <= self.sources.get(event.source, 0):
             return None
+        if is_rank(event.source) and event.attempt < self.attempt:
+            return None
+        self.note_attempt(event.source, event.kind, event.attempt)
         self.last_n += 1
         self.sources[event.source] = event.source_n
         return replace(event, n=self.last_n)
 
+    def note_attempt(self, source: str, kind: str, attempt: int) -> None:
+        """A rank may tell of its attempt before the controller does."""
+        if is_rank(source) or kind == EventKind.ATTEMPT_STARTED:
+            self.attempt = max(self.attempt, attempt)
+
     def mark(self) -> bytes:
-        return _dump({"mark": {"n": self.last_n, "sources": self.sources}})
+        return _dump({"mark": {"n": self.last_n, "sources": self.sources, "attempt": self.attempt}})
 
 
 class JournalWriter:
     """The one writer of a submission's journal. Not thread-safe.
 
-    It numbers events, and drops those that a source sends again because it never heard that they had arrived. A process
+    It numbers events, and drops those that a source sends again because it never heard that they had arrived. It refuses what
+    ranks tell of an attempt once a newer one has begun: they were given up, and what they do is no part of the run. A process
     that takes over from a dead one goes on where that one's last complete line ends.
     """
 
@@ -87,19 +97,20 @@ class JournalWriter:
         """The last event of a source that is durable; 0 for none."""
         return self._written.sources.get(source, 0)
 
-    def append(self, events: Sequence[JournalEvent]) -> None:
-        """Number and write events; durable on return.
+    def append(self, events: Sequence[JournalEvent]) -> list[JournalEvent]:
+        """Number and write events; durable on return. Returns those that were written: neither dropped nor refused.
 
         Raises:
             StorageError: some of them may be written. Appending the same ones again writes each once.
             LogTakenOver: another process has written this journal; the next append goes on after its events.
         """
         log = self._log or self._open()
-        state = _Written(self._written.last_n, dict(self._written.sources))
+        state = _Written(self._written.last_n, dict(self._written.sources), self._written.attempt)
         mark = state.mark()
-        lines = [_encode(fresh) for event in events if (fresh := state.admit(event))]
+        fresh = [admitted for event in events if (admitted := state.admit(event))]
+        lines = [_encode(event) for event in fresh]
         if not lines:
-            return
+            return []
         marked = self._unmarked_bytes >= log.mark_every_bytes
         try:
             log.append([mark, *lines] if marked else lines)
@@ -108,6 +119,7 @@ class JournalWriter:
             raise
         self._written = state
         self._unmarked_bytes = sum(map(len, lines)) + (0 if marked else self._unmarked_bytes)
+        return fresh
 
     def close(self) -> None:
         if self._log is not None:
@@ -124,12 +136,24 @@ class JournalWriter:
         """Open the log and learn from its end what it holds."""
         log = open_log(self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True)
         try:
-            self._written, self._unmarked_bytes = _recover(log)
+            self._written, self._unmarked_bytes, knows_attempt = _recover(log)
+            if not knows_attempt:
+                self._written.attempt = self._newest_attempt()
         except BaseException:
             log.close()
             raise
         self._log = log
         return log
+
+    def _newest_attempt(self) -> int:
+        """From a journal whose marks do not say, being of an older version."""
+        newest, cursor = self._written.attempt, None
+        kinds = (EventKind.ATTEMPT_STARTED, EventKind.RESTORED)
+        while True:
+            events, cursor = read_journal(self._run_dir, self._submission, cursor, kinds=kinds)
+            if not events:
+                return newest
+            newest = max(newest, *(event.attempt for event in events))
 
     def _forget_log(self) -> None:
         """After a failed append: what is there is learnt again from the log itself."""
@@ -137,23 +161,32 @@ class JournalWriter:
             self.close()
 
 
-def _recover(log: LogWriter) -> tuple[_Written, int]:
-    """What a log holds and the bytes since its last mark; lines that a crash of the machine spoilt are cut off."""
-    state, num_bytes = _Written(), 0
+def is_rank(source: str) -> bool:
+    """Whether a source is a rank of an attempt, not the driver or the controller."""
+    return source.startswith("rank-")
+
+
+def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
+    """What a log holds, the bytes since its last mark, and whether that mark says the newest attempt; lines that a crash of the
+    machine spoilt are cut off."""
+    state, num_bytes, knows_attempt = _Written(), 0, True
     lines = log.tail(_is_mark)
     for index, line in enumerate(lines):
         try:
             parsed = plain_text.parse_json(line)
             if _is_mark(line):
-                state = _Written(parsed["mark"]["n"], dict(parsed["mark"]["sources"]))
+                mark = parsed["mark"]
+                knows_attempt = "attempt" in mark
+                state = _Written(mark["n"], dict(mark["sources"]), mark.get("attempt", 0))
                 continue
             state.last_n = parsed["n"]
             state.sources[parsed["source"]] = parsed["source_n"]
+            state.note_attempt(parsed["source"], parsed["kind"], parsed["attempt"])
         except (ValueError, KeyError, TypeError):
             log.cut(sum(len(spoilt) + 1 for spoilt in lines[index:]))
             break
         num_bytes += len(line)
-    return state, num_bytes
+    return state, num_bytes, knows_attempt
 
 
 def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | None:

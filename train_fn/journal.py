@@ -7,6 +7,7 @@ until it is acknowledged; the journal drops what its source has sent before, als
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -98,13 +99,14 @@ class JournalActor:
         return self._writer
 
     def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
-        """Write those of ``events`` that are new; durable on return. Raises StorageError: sending them again is then right."""
+        """Write those of ``events`` that are new; durable on return. Raises StorageError: sending them again is then right.
+
+        Of a rank whose attempt was replaced nothing is written; it hears so by the reply's ``progress``.
+        """
         self._stop = stop or self._stop
         writer = self._open()
         if events:
-            lines = [self._line(source, event) for event in events]
-            writer.append(lines)
-            for line in lines:
+            for line in writer.append([self._line(source, event) for event in events]):
                 self._note(line)
         return Reply(writer.last_source_n(source), self._stop, self._progress.progress(), self._profile)
 
@@ -197,12 +199,13 @@ class ActorJournalClient:
     ) -> None:
         """``interval_s`` is the longest that an event waits here; without events the client asks every ``beat_s``.
 
-        ``source`` must be new for every process, since numbering begins at 1. ``on_superseded`` is called once, on the
-        background thread, when a newer attempt than this client's has started.
+        ``source`` says who tells; a random part is added, since numbering begins at 1, and what a journal has of a source that was
+        there before would be taken for these. ``on_superseded`` is called once, on the background thread, when a newer attempt than
+        this client's has started.
         """
         self.attempt = attempt
         self._call = deliver
-        self._source = source
+        self._source = f"{source}.{secrets.token_hex(4)}"
         self._interval_s = interval_s
         self._beat_s = beat_s
         self._on_superseded = on_superseded

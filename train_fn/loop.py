@@ -89,7 +89,6 @@ class Attempt:
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.source == "checkpoint":
             state.parent = restored.checkpoint
-            self._saver.begun_from_checkpoint()
         # From the first save on a fork needs nothing of its origin. One that is about to be evaluated has it thereafter.
         self._is_unsaved_fork = restored.origin is not None
         if self._is_unsaved_fork and not evaluation_is_due(ctx, replica):

@@ -10,10 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from storage.errors import CheckpointExists, StorageError
+from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
 from storage.manifest import Manifest
 from storage.process_nonce import process_nonce
 from storage.run_dir import Stop
@@ -75,8 +76,9 @@ class Saver:
         self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
-        self._begun_from: tuple[int, int, int] | None = None
-        self._is_begin_told = False
+        self._begun_at = _place(state.step, vars(state))
+        self._is_begin_durable = False
+        """Whether the state that this attempt began with was found to be a checkpoint of an earlier one's."""
         self._told_at = float("-inf")
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
@@ -188,10 +190,6 @@ class Saver:
             self._told_at = now
         return newest
 
-    def begun_from_checkpoint(self) -> None:
-        """The present state was just read from a checkpoint of the run's lineage: it needs no other, unless it is the best one."""
-        self._begun_from = _place(self._state.step, vars(self._state))
-
     def close(self) -> None:
         """Take no more; a save under way is left to its thread, which dies with the process."""
         with self._lock:
@@ -236,7 +234,7 @@ class Saver:
     def _is_committed(self) -> bool:
         if self._committed is not None and self._committed.step == self._state.step:
             return True
-        return self._is_begin_told and _place(self._state.step, vars(self._state)) == self._begun_from
+        return self._is_begin_durable and _place(self._state.step, vars(self._state)) == self._begun_at
 
     def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
         """Called with the lock held: count a save that no longer moves as failed; what is to be told then."""
@@ -286,7 +284,7 @@ class Saver:
         try:
             try:
                 self._told.catch_up()
-                if not save.is_best and _place(save.copy.step, save.copy.state) == self._begun_from:
+                if self._is_there(save):
                     self._note_committed(None)
                     return None
                 manifest, is_new = self._commit(save), True
@@ -308,6 +306,21 @@ class Saver:
             write_files(writer, state, safetensors=safetensors, forms=self._forms, on_write=self._moved)
             self._tried = writer.name
             return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
+
+    def _is_there(self, save: Save) -> bool:
+        """Whether the state that this attempt began with is a checkpoint of the lineage already, which an earlier one committed and
+        perhaps died before it had told so. The best one is saved all the same, by the name under which the state knows it."""
+        state = save.copy.state
+        if save.is_best or _place(save.copy.step, state) != self._begun_at:
+            return False
+        facts = manifest_facts(state)
+        wanted = save.copy.step, facts["sample_digest"], facts["metrics"]
+        for manifest in self._store.lineage():
+            if (manifest.step, manifest.sample_digest, manifest.metrics) == wanted:
+                with suppress(CorruptCheckpoint, StorageNotFound):
+                    self._store.verify(manifest.name)
+                    return True
+        return False
 
     def _own(self, exists: CheckpointExists) -> Manifest:
         """The committed checkpoint in a save's way, where this process wrote it. Raises CheckpointExists where another did, whose
@@ -347,12 +360,12 @@ class Saver:
         self._told.failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
 
     def _note_committed(self, manifest: Manifest | None) -> None:
-        """``None`` stands for the checkpoint that the attempt began from."""
+        """``None`` stands for one of an earlier attempt's."""
         with self._lock:
             self._failures.succeeded()
             self._error = None
             if manifest is None:
-                self._is_begin_told = True
+                self._is_begin_durable = True
             else:
                 self._committed = manifest
 

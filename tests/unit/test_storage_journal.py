@@ -6,6 +6,7 @@ import io
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,45 @@ def test_appending_a_batch_takes_a_few_milliseconds(local_storage: Storage, monk
             durations.append(time.thread_time() - started)
     assert syncs == 50, "one for each batch"
     assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
+
+
+def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_does(local_dir: RunDir) -> None:
+    with JournalWriter(local_dir, 1) as writer:
+        writer.append([replace(event(1, EventKind.ATTEMPT_STARTED, source="controller"), attempt=7)])
+    with Path(local_dir.files.path("runs/run_a/events/s001.jsonl")).open("ab") as file:
+        file.write(b'{"mark":{"n":1,"sources":{"controller":1}}}\n')
+    with JournalWriter(local_dir, 1) as writer:
+        assert writer.append([replace(event(1, source="rank-0.a006"), attempt=6)]) == []
+        assert len(writer.append([replace(event(1, source="rank-0.a007"), attempt=7)])) == 1
+
+
+RANK_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["controller", "rank-0", "rank-1"]), st.integers(1, 4), st.sampled_from(["append", "again", "reopen"])
+    ),
+    max_size=40,
+)
+
+
+@given(history=RANK_EVENTS)
+def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(history: list[tuple[str, int, str]]) -> None:
+    run_dir, _ = memory_run_dir()
+    writer, newest, number = JournalWriter(run_dir, 1), 0, 0
+    expected: list[tuple[str, int]] = []
+    for who, attempt, how in history:
+        if how == "reopen":
+            writer = JournalWriter(run_dir, 1)
+        number += how != "again" or number == 0
+        kind = EventKind.ATTEMPT_STARTED if who == "controller" else EventKind.METRICS
+        source = who if who == "controller" else f"{who}.a{attempt:03d}"
+        told = replace(event(number, kind, source=f"{source}.{number}", points=[]), attempt=attempt)
+        if writer.append([told]):
+            expected.append((told.source, attempt))
+            assert who == "controller" or attempt >= newest
+            newest = max(newest, attempt)
+        else:
+            assert told.source in {known for known, _ in expected} or (who != "controller" and attempt < newest)
+    assert [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]] == expected
 
 
 # What may happen to a journal, in any order. A source sends its next few events, perhaps with some that it sent before.

@@ -383,7 +383,6 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     [manifest] = ctx.run_dir.checkpoints.list()
     ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
     again = Saver(ctx, state, BoundaryCopies(state))
-    again.begun_from_checkpoint()
     again.save_now()
     again.close()
     assert ctx.run_dir.checkpoints.list() == [manifest]
@@ -399,7 +398,6 @@ def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -
     saver.close()
     ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
     again = Saver(ctx, state, BoundaryCopies(state))
-    again.begun_from_checkpoint()
     state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
     again.save_now()
     again.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ class Chronicle:
         """What the next attempt is to tell of its recovery; None where it follows no failure."""
         self.journal = ActorJournalClient(
             deliver_to(engine.job.journal),
-            f"controller.{uuid.uuid4().hex[:8]}",
+            "controller",
             self.attempt,
             interval_s=max(0.1, engine.job.run_dir.storage.batch_s),
         )
