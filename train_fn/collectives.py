@@ -38,6 +38,10 @@ class Peers:
         """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned before reading it."""
         return None if self.alone else dist.broadcast(tensor, source, async_op=True)
 
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to overwrite ``tensor`` by the sum of all ranks' ones; wait for what is returned before reading it."""
+        return None if self.alone else dist.all_reduce(tensor, async_op=True)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (anything that pickles), by rank."""
         if self.alone:

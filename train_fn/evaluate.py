@@ -40,13 +40,14 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     if replica.state.ema is not None:
         with replica.state.ema.in_place():
             metrics |= {f"ema_val_{name}": value for name, value in _averages(ctx, replica).items()}
+    replica.volatile.find_unnoticed()
     return metrics
 
 
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were shared out does not show."""
     own = build_own_metrics(replica.task)
-    with evaluating(replica.state.model):
+    with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
     shares = replica.peers.gather((mine, own.states()))
     measured = [sums for share, _ in shares for sums in share]
@@ -65,6 +66,7 @@ def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> lis
     own.to(device)
     with closing(_whole_pass(ctx, replica) if is_iterable(replica.val_set) else _by_index(ctx, replica)) as batches:
         for number, batch in batches:
+            replica.volatile.rewind()  # a model may change its buffers in eval mode as well
             seed_micro_batch(spec.train.seed, replica.state.step, number, device)
             with autocast(spec.train.precision, device):
                 measured.append(own.update(_measure(replica.task, replica.state.model, batch)))

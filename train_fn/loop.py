@@ -152,11 +152,12 @@ class Attempt:
         assert self._loader is not None and self._saver is not None and self._clock is not None
         num_samples, share, hashes, expected = replica.plans.of(state.step)
         scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
-        replica.volatile.keep()
         replica.carrier.begin(state.step, expected)
         num_passes = replica.num_passes(len(share))
+        volatile = replica.volatile
+        volatile.begin(num_samples, num_passes)
         for position in range(num_passes):
-            batch, number, differs = None, 0, None
+            batch, number, differs, own_samples = None, 0, None, 0
             if position < len(share):
                 self.phase = "data"
                 loaded = next(self._loader)
@@ -164,24 +165,30 @@ class Attempt:
                 differs = difference(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
                 if state.bookmarks is not None:
                     state.bookmarks.note(loaded)
-                number = share[position].number
+                number, own_samples = share[position].number, len(share[position].indices)
                 self.phase = "step"
             last = position == num_passes - 1
             with replica.synchronising(last):
+                if position:
+                    volatile.rewind()
                 replica.seed(state.step, number)
                 loss_sum, weight = replica.forward(batch)
+                volatile.passed(own_samples)
                 replica.carrier.add(loss_sum, weight, differs)
                 loss = state.scaler.scale(loss_sum * scale)
                 if last:  # what all need to know travels with the gradients of the last backward
                     stop, committed, save = self._saver.words(self._reported_checkpoint)
-                    replica.volatile.start()
-                    replica.carrier.backward(loss, ctx.journal.stop_requested or stop, committed, save=save, own_s=self._own_s)
+                    volatile.start()
+                    stop = ctx.journal.stop_requested or stop
+                    replica.carrier.backward(loss, stop, committed, save=save, has_news=volatile.has_news, own_s=self._own_s)
                     replica.finish_exchange()
                 else:
                     loss.backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()  # the device computes meanwhile
-        replica.volatile.wait()
+        volatile.wait()
         known = replica.carrier.take()
+        if known.facts.num_with_news and known.fault(state.step, num_samples) is None:
+            volatile.agree()
         self._own_s = self._clock.gate()
         return known
 
@@ -219,9 +226,9 @@ class Attempt:
                 raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
         set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
         with state.committing():
+            replica.volatile.adopt()  # before hooks of the optimizer's move what they move
             state.scaler.step(state.optimizer)
             state.scaler.update()
-            replica.volatile.adopt()
             if state.ema is not None:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.counted)
@@ -239,6 +246,7 @@ class Attempt:
         # An evaluation that an attempt begins with was interrupted in the one before it, which had closed the epoch.
         if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
             tell_epoch_ended(self._replica)
+            self._replica.volatile.renew()
         if state.evaluated_step == state.step and self._clock is not None:
             self._clock.restart()
         return is_best
@@ -313,8 +321,10 @@ class Attempt:
             state = replica.state
             step = state.step if self._is_restored or state.complete else None
             problem = "the rank was between two states"
-            if state.complete:
-                replica.volatile.put_back()
+            torn = replica.volatile.put_back() if state.complete else []
+            if torn:
+                problem = f"the failed step changed {', '.join(torn)}, and no copy was kept of what was there before"
+            elif state.complete:
                 try:
                     problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
                 except BadTask as exc:  # what broke the attempt says more

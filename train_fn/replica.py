@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.collectives import Peers
@@ -46,7 +45,8 @@ from train_fn.tasks.checks import (
     told,
 )
 from train_fn.tasks.protocol import Sum, Task
-from train_fn.volatile_buffers import Place, VolatileBuffers, is_alike, places_of
+from train_fn.untrained import WarmUp, untrained_places
+from train_fn.volatile_buffers import VolatileBuffers
 from train_fn.whole_exchange import fill_gradients, finish_exchange
 
 logger = logging.getLogger(__name__)
@@ -129,13 +129,16 @@ class Replica:
         self._nothing: Any = None
         self._draws = True
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
-        self.volatile = VolatileBuffers([], self.peers)
+        self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
 
-    def join(self) -> None:
+    def join(self, *, is_fresh: bool = False) -> None:
         """Tie the replica to its peers, and run one backward whose gradients are dropped.
 
         DDP orders its buckets by the first backward that it sees, and with them the summation. Doing this before the state is
         loaded, in every attempt, makes the first real step of a resumed run add up in the same order as the run it resumes.
+
+        Args:
+            is_fresh: whether no state is loaded afterwards.
         """
         if self.peers.alone:
             self.wrapped = self.step_module
@@ -144,13 +147,14 @@ class Replica:
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
-        places = places_of(self.state.model)
-        before = [(buffer, buffer.detach().clone()) for place in places if (buffer := place.buffer()) is not None]
+        places = untrained_places(self.state.model, self.parameters)
+        warm_up = WarmUp(self.state.model, places, is_fresh=is_fresh)
         self.seed(0, 0)
         generators = torch_generators(self.peers.device)
         loss_sum, weight = self.wrapped(batch)
         if self.draws_from_torch_alone:
             self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
+        moving, ignored = warm_up.look()
         check_moves(self.task, loss_sum)
         self.carrier.add(loss_sum, weight)
         self.carrier.backward(loss_sum)
@@ -159,12 +163,14 @@ class Replica:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         drop_gradients(self.state.optimizer, self.idle_parameters)
-        volatile = [place for place, was in zip(places, before, strict=True) if _may_change(place, *was)]
-        for place, (buffer, value) in zip(places, before, strict=True):
-            place.module._buffers[place.name] = buffer
-            with torch.no_grad():
-                buffer.copy_(value)
-        self.volatile = VolatileBuffers(volatile, self.peers)
+        later = warm_up.look()[0] - moving
+        if later and not self.peers.alone:
+            names = ", ".join(places[number].name for number in sorted(later))
+            logger.warning("backward changes %s, which ranks do not agree on; change it in forward or on_epoch_end", names)
+        warm_up.put_back()
+        found = self.peers.gather((moving, ignored))
+        moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
+        self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry)
 
     def num_passes(self, own: int) -> int:
         """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
@@ -211,15 +217,6 @@ class Replica:
         known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
         return [int(size) for size in sizes.split(",") if size.strip()]
-
-
-def _may_change(place: Place, buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a forward pass changes what is there: it just did, by another value or another tensor like it, or running statistics
-    may."""
-    now = place.buffer()
-    if now is not buffer:
-        return now is not None and is_alike(now, buffer)
-    return isinstance(place.module, _NormBase) or not torch.equal(buffer, value)
 
 
 _CPU_BUCKET_MIB = 25

@@ -60,9 +60,10 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     _check_data(replica)
     restored, state = _find(ctx, replica)
     _check_weights(replica, fresh=restored.source == "fresh")
-    replica.join()
+    replica.join(is_fresh=restored.source == "fresh")
     mine = replica.state.state_dict() if restored.source == "fresh" else state
     replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
+    replica.volatile.renew()
     snapshot_store(ctx).remove_after(replica.state.step)
     logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)
     if ctx.world_rank == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from train_fn.event_tail import EventTail
 from train_fn.ledger import Ledger
 from train_fn.optim import Packer, unpacked
 from train_fn.stream_set import Bookmarks
+from train_fn.untrained import Place, copy_all, is_alike, untrained_places
+
+logger = logging.getLogger(__name__)
 
 VERSION = 3
 """Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor of its own."""
@@ -79,6 +83,8 @@ class TrainState:
         self.parent: str | None = None
         """Newest committed checkpoint that this state descends from, as far as this rank knows."""
         self.tail = EventTail()
+        self._unsaved: dict[str, Place] = {}
+        """Buffers that forward passes change and the model's state_dict leaves out, by name."""
         self.complete = False
         """Whether this is a state to resume from: restored, and not left in the middle of a commit."""
 
@@ -89,6 +95,10 @@ class TrainState:
     @property
     def k(self) -> int:
         return self.step % self.steps_per_epoch
+
+    def carry(self, places: Iterable[Place]) -> None:
+        """Save these, too, where the model's ``state_dict`` does not: a forward pass changes them."""
+        self._unsaved |= {place.name: place for place in places if not place.is_saved}
 
     def committing(self) -> _Commit:
         """The one block in which a step changes the state; it holds no collective. Left by an exception, the state is torn."""
@@ -112,6 +122,7 @@ class TrainState:
             "parent": self.parent,
             "tail": self.tail.dump(),
             "model": dict(self.model.state_dict()),
+            "unsaved": {name: place.tensor for name, place in self._unsaved.items()},
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
@@ -141,6 +152,7 @@ class TrainState:
         self._check_contents(state)
         self.complete = False
         self.model.load_state_dict(state["model"])
+        self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
         _match_layout(self.optimizer)
@@ -173,6 +185,17 @@ class TrainState:
                 f"or start a new run. If nothing was changed, each process builds other data: {DRAW_ALIKE}"
             )
 
+    def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
+        """Take over buffers that the model's ``state_dict`` leaves out."""
+        places = {place.name: place for place in untrained_places(self.model, ())} if saved else {}
+        for name, value in saved.items():
+            own = places[name].tensor if name in places else None
+            if own is None or not is_alike(own, value):
+                logger.warning("the buffer %s of the state to resume is not there any more, or has another shape", name)
+                continue
+            copy_all([own], [value.to(own.device)])
+            self.carry([places[name]])
+
 
 class _Commit:
     """A class of its own, since a generator in its place costs ten times as much between a model's passes."""
@@ -204,8 +227,8 @@ def digest(state: dict[str, Any]) -> str:
     tail's clocks, the newest checkpoint) stays out.
     """
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
-    for name in ("model", "optimizer", "scaler", "ema"):
-        for path, leaf in leaves(state[name], name):
+    for name in ("model", "optimizer", "scaler", "ema", "unsaved"):
+        for path, leaf in leaves(state[name], name) if name in state else ():
             hashed.update(f"{path} {_word_sum(leaf) if isinstance(leaf, torch.Tensor) else leaf!r}\n".encode())
     return hashed.hexdigest()
 

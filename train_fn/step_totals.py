@@ -27,8 +27,8 @@ from train_fn.collectives import Peers
 from train_fn.ledger import Count
 from train_fn.randomness import MASK64
 
-_FIELDS = "QBIIIQBBBQ"
-"""Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step; cancel, pause, save; samples' hash.
+_FIELDS = "QBIIIQBBBBQ"
+"""Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step; cancel, pause, save, news; a hash.
 
 All but the last are the same from step to step, mostly."""
 _WHOLE = struct.Struct(f"<{_FIELDS[:-1]}")
@@ -74,6 +74,8 @@ class Facts(NamedTuple):
     cancels: int
     pauses: int
     saves: int
+    num_with_news: int = 0
+    """Ranks that saw a tensor move in a forward pass which the ranks have not agreed on yet (``VolatileBuffers.agree``)."""
 
     @property
     def stop(self) -> Stop | None:
@@ -167,7 +169,14 @@ class Carrier:
             self._expected = expected(self._expected.samples + difference, self._peers.world_size)
 
     def backward(
-        self, loss: torch.Tensor, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False, own_s: float = 0.0
+        self,
+        loss: torch.Tensor,
+        stop: Stop | None = None,
+        checkpoint_step: int = 0,
+        *,
+        save: bool = False,
+        has_news: bool = False,
+        own_s: float = 0.0,
     ) -> None:
         """``loss.backward()``, in which all ranks are told what was gathered.
 
@@ -175,18 +184,27 @@ class Carrier:
             stop: what this rank has heard that the user asked for.
             checkpoint_step: of a checkpoint that has been committed since and is to be reported; 0 for none.
             save: whether the state after this step is to be saved.
+            has_news: whether this rank saw a tensor move that the ranks have not agreed on.
             own_s: of this rank's own work in the step before.
         """
-        torch.autograd.backward((loss, self.numbers), (None, self.gradient(stop, checkpoint_step, save, own_s)))
+        torch.autograd.backward((loss, self.numbers), (None, self.gradient(stop, checkpoint_step, save, own_s, has_news)))
 
-    def gradient(self, stop: Stop | None = None, checkpoint_step: int = 0, save: bool = False, own_s: float = 0.0) -> torch.Tensor:
+    def gradient(
+        self,
+        stop: Stop | None = None,
+        checkpoint_step: int = 0,
+        save: bool = False,
+        own_s: float = 0.0,
+        has_news: bool = False,
+    ) -> torch.Tensor:
         """Return what ``backward`` sends, in a tensor which the next call overwrites. On CUDA nothing here waits for the device."""
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
         whole = math.floor(weight) if 0 <= weight < _MOST_WEIGHT else 0
         counted = (samples.num_samples, samples.num_unexpected, samples.num_missing)
-        fields = _told_fields((whole, nonfinite, *counted, checkpoint_step, stop == "cancel", stop == "pause", save), world_size)
+        words = (checkpoint_step, stop == "cancel", stop == "pause", save, has_news)
+        fields = _told_fields((whole, nonfinite, *counted, *words), world_size)
         fractions = (world_size * loss, world_size * nonfinite * (rank + 1), world_size * (weight - whole))
         _SENT.pack_into(self._written.data, 0, *fractions, fields, told_hash)
         self._written[_NUM_NUMBERS + rank] = world_size * step_mark(self._step)

@@ -1,0 +1,237 @@
+"""The tensors of a model that its optimizer does not move: buffers, and parameters that are not trained. What else moves them?"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from train_fn.errors import BadTask
+
+COPIED_BYTES = 64 << 20
+"""Copies of tensors that are not known to move take no more than this together; of each tensor beyond, a sample is kept."""
+_SAMPLED = 256
+"""Elements in a sample, about."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module has a tensor. A forward pass may put another one there (``self.mean = 0.9 * self.mean + …``)."""
+
+    name: str
+    """As ``named_buffers`` has it."""
+    module: nn.Module
+    key: str
+    is_buffer: bool
+
+    @property
+    def holder(self) -> dict[str, torch.Tensor | None]:
+        return self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[return-value]
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the model's ``state_dict`` has it."""
+        return self.key not in self.module._non_persistent_buffers_set
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self.holder[self.key]
+
+
+def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[Place]:
+    """The places of all tensors that are not among ``trained`` and share no memory with them, each once, in the modules' order."""
+    taken = {parameter.untyped_storage().data_ptr() for parameter in trained}
+    seen: set[int] = set()
+    places = []
+    for prefix, module in model.named_modules():
+        for is_buffer, holder in ((True, module._buffers), (False, module._parameters)):
+            for key, tensor in holder.items():
+                if tensor is None or id(tensor) in seen or is_lazy(tensor) or tensor.layout is not torch.strided:
+                    continue
+                seen.add(id(tensor))
+                if not tensor.numel() or tensor.untyped_storage().data_ptr() not in taken:
+                    places.append(Place(f"{prefix}.{key}".strip("."), module, key, is_buffer))
+    return places
+
+
+def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one can take the other's value: the same shape, and the same dtype or both floating-point numbers."""
+    same_kind = first.dtype == second.dtype or (first.is_floating_point() and second.is_floating_point())
+    return first.shape == second.shape and same_kind
+
+
+@torch.no_grad()
+def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(source))
+
+
+def shape_fault(place: Place, now: torch.Tensor | None, before: torch.Tensor | None) -> BadTask | None:
+    """Return why a tensor of the model's state may not be replaced by one that is not ``is_alike``; None where it may."""
+    fits = now is before or (now is not None and before is not None and is_alike(now, before))
+    if fits or not place.is_saved:
+        return None
+    return BadTask(
+        f"the forward pass replaced {place.name}, {_described(before)}, by {_described(now)}. No checkpoint could be loaded with "
+        "it. Give it its final shape in build_model, or register it with persistent=False if it follows from the batch"
+    )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"a {tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+class Kept(NamedTuple):
+    """What a tensor was: a copy, or of a large one some elements, or both."""
+
+    tensor: torch.Tensor
+    form: torch.Tensor
+    """Without memory: its shape and dtype, which a write to ``tensor.data`` may change."""
+    copy: torch.Tensor | None
+    sample: torch.Tensor | None
+
+    @torch.no_grad()
+    def differs(self, now: torch.Tensor) -> bool:
+        """Whether ``now`` has other contents."""
+        if now.shape != self.form.shape:
+            return True
+        if self.sample is not None:
+            return not torch.equal(_sample(now), self.sample)
+        assert self.copy is not None
+        return not torch.equal(now.detach(), self.copy)
+
+
+def keep(tensors: Iterable[torch.Tensor], limit_bytes: int = COPIED_BYTES) -> list[Kept]:
+    """Copy the tensors while the copies together take up to ``limit_bytes``; sample the others."""
+    kept, left = [], limit_bytes
+    for tensor in tensors:
+        form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor.nbytes <= left:
+            left -= tensor.nbytes
+            kept.append(Kept(tensor, form, tensor.detach().clone(), None))
+        else:
+            kept.append(Kept(tensor, form, None, _sample(tensor)))
+    return kept
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLED)].clone()
+
+
+class Watch:
+    """Tells which of the tensors at some places were moved since it last looked, by their versions and memory.
+
+    A write through ``tensor.data`` leaves both as they are: ``differing`` compares contents.
+    """
+
+    def __init__(self, places: dict[int, Place]) -> None:
+        self._places = {number: place for number, place in places.items() if place.tensor is not None}
+        self._kept = dict(zip(self._places, keep(present(place) for place in self._places.values()), strict=True))
+        self._look()
+
+    def moved(self) -> list[int]:
+        """Numbers of the places whose tensor has another version or memory than before, or is another one."""
+        now = [holder[key] for holder, key in self._slots]
+        marks = _marks(self._tensors)
+        if marks == self._marks and all(map(operator.is_, now, self._tensors)):
+            return []
+        before = zip(self._tensors, self._marks, strict=True)
+        return [
+            number
+            for number, tensor, mark, (was, its_mark) in zip(self._kept, now, marks, before, strict=True)
+            if tensor is not was or mark != its_mark
+        ]
+
+    def differing(self) -> list[int]:
+        """Numbers of the places whose tensor has other contents than before."""
+        return [number for number, kept in self._kept.items() if kept.differs(kept.tensor)]
+
+    def refresh(self, numbers: list[int]) -> None:
+        """Take what is there now, at these places, for unmoved."""
+        for number in numbers:
+            limit = 0 if self._kept[number].copy is None else COPIED_BYTES
+            [self._kept[number]] = keep([present(self._places[number])], limit)
+        self._look()
+
+    def drop(self, numbers: Iterable[int]) -> dict[int, Kept]:
+        """Watch these no longer. Returns what they were."""
+        dropped = {number: self._kept.pop(number) for number in numbers if number in self._kept}
+        if dropped:
+            self._look()
+        return dropped
+
+    def _look(self) -> None:
+        places = [self._places[number] for number in self._kept]
+        self._slots = [(place.holder, place.key) for place in places]
+        self._tensors = [kept.tensor for kept in self._kept.values()]
+        self._marks = _marks(self._tensors)
+
+
+def _marks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def present(place: Place) -> torch.Tensor:
+    """The tensor that a place is known to have."""
+    tensor = place.tensor
+    assert tensor is not None, f"{place.name} is None"
+    return tensor
+
+
+class WarmUp:
+    """Finds out what a first pass moves, by contents, and undoes it.
+
+    Args:
+        is_fresh: whether nothing is loaded afterwards: copies of large parameters are kept then, too, in the host's memory.
+    """
+
+    def __init__(self, model: nn.Module, places: list[Place], *, is_fresh: bool) -> None:
+        self._places = places
+        named = [
+            Place(f"{prefix}.{key}".strip("."), module, key, True)
+            for prefix, module in model.named_modules()
+            for key in module._buffers
+        ]
+        self._empty = [place for place in named if place.tensor is None]
+        self._kept = keep(map(present, places))
+        for at, (place, kept) in enumerate(zip(places, self._kept, strict=True)):
+            if kept.copy is None and (is_fresh or not place.is_saved):
+                self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
+
+    def look(self) -> tuple[set[int], set[int]]:
+        """Numbers of the places where something moved, and of those where something of another shape is now.
+
+        Raises BadTask where the latter is part of the model's state.
+        """
+        faults = [shape_fault(place, place.tensor, None) for place in self._empty]
+        moving, ignored = set(), set()
+        for number, (place, kept) in enumerate(zip(self._places, self._kept, strict=True)):
+            now = place.tensor
+            if now is None or not is_alike(now, kept.form):
+                faults.append(shape_fault(place, now, kept.form))
+                ignored.add(number)
+            elif now is not kept.tensor or kept.differs(now):
+                moving.add(number)
+        for fault in faults:
+            if fault is not None:
+                raise fault
+        return moving, ignored
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put every tensor, and its contents, back."""
+        for place, kept in zip(self._places, self._kept, strict=True):
+            place.holder[place.key] = kept.tensor
+            if kept.copy is not None and kept.differs(kept.tensor):
+                if kept.tensor.shape == kept.copy.shape:
+                    kept.tensor.copy_(kept.copy)
+                else:
+                    kept.tensor.data = kept.copy.clone()
+        for place in self._empty:
+            place.holder[place.key] = None
