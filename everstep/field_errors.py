@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from everstep.close_names import closest
 from everstep.errors import FieldError
+
+MAX_FAULTS = 50
+"""Faults that are described; of more only their number is."""
+_MAX_SUGGESTIONS = 10
+_MAX_MESSAGE_CHARS = 2000
+_MAX_NAME_CHARS = 200
 
 
 def fields_of(annotation: Any, value: Any = None) -> dict[str, Any]:
     """Field name -> annotation, of the model that ``annotation`` is; of a union, of those that ``value``'s name chooses."""
     found: dict[str, Any] = {}
     for model in models_of(annotation, value):
-        hints = typing.get_type_hints(model, include_extras=True)
-        found.update({field: hints[field] for field in model.model_fields if field not in found})
+        found.update({field: hint for field, hint in _hints(model).items() if field not in found})
     return found
+
+
+@lru_cache(maxsize=256)
+def _hints(model: type[BaseModel]) -> Mapping[str, Any]:
+    """Return field name -> annotation. To evaluate the annotations takes a millisecond and more."""
+    hints = typing.get_type_hints(model, include_extras=True)
+    return {field: hints[field] for field in model.model_fields}
 
 
 def models_of(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
@@ -46,12 +59,39 @@ def _names(model: type[BaseModel]) -> Sequence[str]:
 
 
 def field_errors(model: type[BaseModel], raw: Any, error: ValidationError) -> tuple[FieldError, ...]:
-    """One entry for each fault. The alternatives of a union, of which pydantic reports each, are one fault."""
+    """Return one entry for each fault, as ``few`` has them. The alternatives of a union, of which pydantic reports each, are one.
+
+    The work for one fault is small and the same for all: a request that holds thousands is answered at once.
+    """
     messages: dict[tuple[str | int, ...], list[str]] = {}
-    for fault in error.errors(include_url=False):
+    faults = error.errors(include_url=False)
+    num_seen = num_suggested = 0
+    for fault in faults:
         loc, siblings = _locate(model, raw, fault)
-        messages.setdefault(loc, []).append(_words(fault, loc, siblings, raw))
-    return tuple(FieldError(loc, "; or ".join(dict.fromkeys(words))) for loc, words in messages.items())
+        if loc not in messages and len(messages) == MAX_FAULTS:
+            break
+        num_seen += 1
+        num_suggested += fault["type"] == "extra_forbidden"
+        messages.setdefault(loc, []).append(_words(fault, loc, siblings, raw, suggest=num_suggested <= _MAX_SUGGESTIONS))
+    found = [FieldError(loc, "; or ".join(dict.fromkeys(words))) for loc, words in messages.items()]
+    return few(found, len(faults) - num_seen)
+
+
+def few(faults: Sequence[FieldError], num_more: int = 0) -> tuple[FieldError, ...]:
+    """Return at most MAX_FAULTS faults with names and messages cut to a readable length, and one that counts the others."""
+    num_more += max(0, len(faults) - MAX_FAULTS)
+    found = [FieldError(tuple(map(_short, fault.loc)), _cut(fault.msg)) for fault in faults[:MAX_FAULTS]]
+    if num_more:
+        found.append(FieldError((), f"has {num_more} more faults, which are left out: put these right first"))
+    return tuple(found)
+
+
+def _short(part: str | int) -> str | int:
+    return f"{part[:_MAX_NAME_CHARS]}…" if isinstance(part, str) and len(part) > _MAX_NAME_CHARS else part
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}…"
 
 
 def _locate(model: type[BaseModel], raw: Any, fault: ErrorDetails) -> tuple[tuple[str | int, ...], list[str]]:
@@ -85,7 +125,7 @@ def _item_of(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
 
 
-def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any) -> str:
+def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any, *, suggest: bool) -> str:
     """The message, with the way out where pydantic's own does not say it."""
     context = fault.get("ctx", {})
     match fault["type"]:
@@ -96,8 +136,10 @@ def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str],
         case "string_type" if fault["input"] is None:
             return 'must be text, but is empty; write "" for no text, or leave it out'
         case "extra_forbidden":
-            near = difflib.get_close_matches(str(loc[-1]), siblings, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
+            if not suggest:
+                return "is not a field"
+            near = closest(str(loc[-1]), siblings)
+            guess = f"did you mean {near!r}? " if near else ""
             return f"is not a field; {guess}the fields here are {', '.join(siblings)}"
         case "missing":
             return "is required"

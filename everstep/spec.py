@@ -24,7 +24,7 @@ from everstep.catalog import (
 )
 from everstep.code_rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
 from everstep.errors import FieldError, InvalidSpec
-from everstep.field_errors import field_errors
+from everstep.field_errors import few, field_errors
 from everstep.metric_names import mode_of
 from everstep.reserved_env import reserved_reason
 
@@ -401,9 +401,9 @@ def parse_spec(raw: Any) -> RunSpec:
     except ValidationError as exc:
         found = field_errors(RunSpec, raw, exc)
         named = {fault.loc for fault in found}
-        raise InvalidSpec((*found, *(fault for fault in faults if fault.loc not in named))) from exc
+        raise InvalidSpec((*found, *few([fault for fault in faults if fault.loc not in named]))) from exc
     if faults:
-        raise InvalidSpec(faults)
+        raise InvalidSpec(few(faults))
     return spec
 
 

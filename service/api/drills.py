@@ -12,7 +12,7 @@ from everstep.wire import Page
 from service.api import rank_orders
 from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
-from service.api.spec_body import parse_model, read_json
+from service.api.spec_body import read_model
 from service.auth import Caller, VisibleRun
 from service.db import orders
 from service.db.ids import new_drill_id
@@ -45,7 +45,7 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
 )
 async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
     """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
-    wanted = parse_model(DrillRequest, await read_json(request))
+    wanted = await read_model(DrillRequest, request)
     now = context.clock()
     data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
     event = await rank_orders.record(context, run, orders.DRILL, now, data)

@@ -14,7 +14,7 @@ from service.api import rank_orders
 from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROFILE_BODY, problem_answers
-from service.api.spec_body import parse_model, read_json
+from service.api.spec_body import read_model
 from service.auth import ControlledRun, VisibleRun
 from service.db import orders
 from service.db.ids import new_profile_id
@@ -41,7 +41,7 @@ ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `
 async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
     """For runs that are RUNNING. The rank records its next steps with torch's profiler; the other ranks go on as they are, and no
     result changes. The list says when the trace is there."""
-    return await order_profile(run, context, parse_model(ProfileRequest, await read_json(request)))
+    return await order_profile(run, context, await read_model(ProfileRequest, request))
 
 
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:

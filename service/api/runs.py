@@ -20,7 +20,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
-from service.api.spec_body import content_sha256, read_json
+from service.api.spec_body import content_sha256, read_json, validated
 from service.auth import CallerToConfirm, Claimant, ControlledRun, Principal, SeenRunOfPath, VisibleRun
 from service.db.engine import Guard
 from service.db.idempotency import IdempotencyKey
@@ -65,7 +65,7 @@ async def submitted(
 ) -> tuple[JsonObject, bool]:
     """The run that a spec asks for, and whether it is new. ``confirm`` raises where the caller may not have it after all."""
     caller.require("submitter")
-    spec = parse_spec(raw)
+    spec = await validated(parse_spec, raw)
     if not caller.reaches(spec.project):
         raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
     idempotency = _idempotency(idempotency_key, caller, raw)

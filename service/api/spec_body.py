@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -12,23 +15,38 @@ from pydantic import BaseModel, ValidationError
 
 from everstep import plain_text
 from everstep.errors import FieldError
-from everstep.field_errors import field_errors
+from everstep.field_errors import few, field_errors
 from service.problems import ProblemError
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 20_000
+"""Most values in a body, those of lists and mappings counted with these."""
+_SMALL_BYTES: Final = 16 << 10
+_validators: Final = ThreadPoolExecutor(2, "validate")
+"""Few: whoever validates holds the interpreter for much of the time."""
 
 
-def parse_model(model: type[M], raw: Any) -> M:
-    """The body as ``model``. Raises 422 with one entry for each fault."""
+async def validated(parse: Callable[[Any], T], raw: Any) -> T:
+    """Return what ``parse`` makes of a body, in a thread: a large one takes a while, and others are served meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_validators, parse, raw)
+
+
+async def read_model(model: type[M], request: Request) -> M:
+    """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as ``read_json``."""
+    return await validated(partial(_parse_model, model), await read_json(request))
+
+
+def _parse_model(model: type[M], raw: Any) -> M:
     try:
         found = model.model_validate(raw)
     except ValidationError as exc:
         raise _invalid(field_errors(model, raw, exc)) from exc
     if faults := plain_text.faults(raw):
-        raise _invalid(faults)
+        raise _invalid(few(faults))
     return found
 
 
@@ -44,14 +62,19 @@ async def read_json(request: Request) -> Any:
     _check_content_type(request.headers.get("content-type"))
     body = await _read_limited(request)
     try:
-        value = json.loads(body.decode())
+        value = await validated(_parsed, body) if len(body) > _SMALL_BYTES else _parsed(body)
     except RecursionError as exc:
         raise _too_deep() from exc
     except UnicodeDecodeError as exc:
         raise ProblemError(400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
     except ValueError as exc:
         raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
-    check_depth(value)
+    return value
+
+
+def _parsed(body: bytes) -> Any:
+    value = json.loads(body.decode())
+    check_shape(value)
     return value
 
 
@@ -76,13 +99,19 @@ async def _read_limited(request: Request) -> bytes:
     return bytes(body)
 
 
-def check_depth(value: Any) -> None:
-    """Raises 400 for what is nested too deeply."""
-    level = [value]
+def check_shape(value: Any) -> None:
+    """Raise 400 for what is nested too deeply, 413 for what holds more values than any request needs.
+
+    To validate a value takes as long for a few bytes as for many: the size of the body alone is no limit.
+    """
+    level, num_values = [value], 1
     for _ in range(MAX_DEPTH):
         level = [
             item for node in level if isinstance(node, dict | list) for item in (node.values() if isinstance(node, dict) else node)
         ]
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            raise ProblemError(413, "body_too_large", f"the body holds more than {MAX_VALUES} values; send fewer")
         if not level:
             return
     raise _too_deep()

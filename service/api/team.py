@@ -12,7 +12,7 @@ from service.api.answers import maybe_time, to_time
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
-from service.api.spec_body import parse_model, read_json
+from service.api.spec_body import read_model
 from service.auth import EMBEDDED_TRUST, Caller, Principal
 from service.db.audit import note_target
 from service.db.projects import Usage, quotas_of
@@ -48,7 +48,7 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
 )
 async def put_project(_caller: Administrator, request: Request, response: Response, context: Context) -> Project:
     """The quotas replace what the project had; they count for runs that start or are submitted from now on."""
-    wanted = parse_model(ProjectRequest, await read_json(request))
+    wanted = await read_model(ProjectRequest, request)
     row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
     return await _project(context, row.name)
@@ -99,7 +99,7 @@ def _project_answer(row: ProjectRow, usage: Usage) -> Project:
 )
 async def create_token(_caller: Administrator, request: Request, response: Response, context: Context) -> NewToken:
     """The secret is in this answer and nowhere else: only its hash is kept."""
-    wanted = parse_model(TokenRequest, await read_json(request))
+    wanted = await read_model(TokenRequest, request)
     if wanted.role == "admin" and wanted.project is not None:
         raise invalid_request("project", msg="an admin reaches every project; leave project out, or choose another role")
     if wanted.role != "admin" and wanted.project is None:

@@ -13,7 +13,7 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.metric_names import mode_of
 from service.api.context import Context
 from service.api.runs import submitted
-from service.api.spec_body import check_depth, content_sha256
+from service.api.spec_body import check_shape, content_sha256, validated
 from service.problems import ProblemError
 from service.web.rendering import PageRoute
 from service.web.run_pages import run_page
@@ -48,7 +48,7 @@ async def post_fork(request: Request, run: WebRun, context: Context, caller: Web
     caller.require("submitter")
     text, key = form.get("spec", ""), form.get("key", "")
     try:
-        raw = _parsed(text)
+        raw = await validated(_parsed, text)
         made, _ = await submitted(context, caller, raw, f"fork-{key[:64]}-{content_sha256(raw)}")
     except InvalidSpec as exc:
         page = await run_page(request, "fork.html", context, caller, run, text=text, key=key, faults=exc.errors, step="")
@@ -61,7 +61,7 @@ def _parsed(text: str) -> Any:
     """The JSON that was typed. Raises InvalidSpec."""
     try:
         value = json.loads(text)
-        check_depth(value)
+        check_shape(value)
     except (ValueError, RecursionError) as exc:
         raise InvalidSpec((FieldError(("spec",), f"is not JSON: {exc}"),)) from exc
     except ProblemError as exc:

@@ -1,0 +1,23 @@
+"""Suggest the name that somebody meant, with work that stays small however many and however long the names are."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from itertools import islice
+
+_LONGEST_CHARS = 100
+_MOST_NAMES = 500
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name most like ``name``; None where none is, or where there is too much to compare.
+
+    >>> closest("epohcs", ["epochs", "max_steps"])
+    'epochs'
+    """
+    if len(name) > _LONGEST_CHARS:
+        return None
+    near = (each for each in islice(names, 100 * _MOST_NAMES) if abs(len(each) - len(name)) <= len(name) // 2 + 1)
+    found = difflib.get_close_matches(name, islice(near, _MOST_NAMES), n=1)
+    return found[0] if found else None
