@@ -29,7 +29,7 @@ from service.api import (
     team,
 )
 from service.api.context import ApiContext
-from service.request_guard import AuditMiddleware, BodyLimitMiddleware
+from service.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
 from service.web import dashboard
 
 _DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
@@ -55,6 +55,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.state.figures = prometheus.Figures(context)
     app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
     app.add_middleware(AuditMiddleware, context=context)
+    app.add_middleware(AddressMiddleware)
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)

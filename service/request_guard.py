@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import structlog
@@ -12,14 +13,42 @@ from service.api.context import ApiContext
 from service.api.spec_body import MAX_BODY_BYTES
 from service.db.audit import AuditEntry, begin_entry
 from service.db.engine import DatabaseError
+from service.problems import ProblemError, problem_response
 
 logger = structlog.get_logger(__name__)
 
 UPLOAD_PATHS: Final = frozenset({"/v1/code"})
 """Routes that take files: they have a limit of their own."""
+_HOST: Final = re.compile(rb"([A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 _FAULTS_OF_OURS: Final = 500
 """Statuses from here on."""
 _LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+
+
+class AddressMiddleware:
+    """Answer 400 to a request whose address cannot be put together.
+
+    The framework does that of the Host header and the query wherever the address is asked for, as for a redirect, and raises
+    ValueError where one holds half of a bracket or bytes that are no text.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = _address_problem(scope) if scope["type"] == "http" else None
+        if problem is not None:
+            await problem_response(problem)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _address_problem(scope: Scope) -> ProblemError | None:
+    if any(name == b"host" and not _HOST.fullmatch(value) for name, value in scope["headers"]):
+        return ProblemError(400, "malformed_host", "the Host header is no host; send HOST or HOST:PORT")
+    if not scope["query_string"].isascii():
+        return ProblemError(400, "malformed_query", "the query holds bytes beyond ASCII; write them as %XX")
+    return None
 
 
 class BodyLimitMiddleware:

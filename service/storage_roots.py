@@ -64,7 +64,10 @@ def _parts(place: str) -> tuple[str, ...]:
     """What a place is called by, outermost first: scheme, bucket, names; of a path '/' and names."""
     if "://" not in place:
         return PurePosixPath(place).parts
-    split = urlsplit(place)
+    try:
+        split = urlsplit(place)
+    except ValueError:  # as for "s3://[": it lies below nothing
+        return (place,)
     return (split.scheme, split.netloc, *PurePosixPath(split.path.lstrip("/")).parts)
 
 

@@ -117,11 +117,19 @@ async def read_form(request: Request) -> dict[str, str]:
         raise ProblemError(400, "malformed_form", "The form cannot be read; reload the page and send it again.") from exc
 
 
+def _host_of(origin: str) -> str | None:
+    """Return the host and port of an origin; None for what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # as for "http://["
+        return None
+
+
 def _check_origin(request: Request) -> None:
     """Browsers tell where a form is from; what tells nothing is no browser and has no cookie of ours to misuse."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site is not None and site not in ("same-origin", "none")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
+    if origin is not None and _host_of(origin) != request.headers.get("host", ""):
         foreign = True
     if foreign:
         raise ProblemError(403, "foreign_origin", "This form came from another site; nothing was done.")
