@@ -18,6 +18,8 @@ from storage.run_dir import RunDir
 _MARK_PREFIX = b'{"mark":'
 _KIND_BYTES = 120
 """Of a line's beginning, in which its kind stands."""
+_MOST, _MOST_SECONDS = 2**31 - 1, 1e11
+"""Largest number that a column of the database holds, and a time some thousand years from now."""
 _LONG_TEXT_CHARS = 10_000
 _BATCH_BYTES = 32 << 20
 """How much is read of a journal at a time, whatever number of events was asked for."""
@@ -199,7 +201,7 @@ def read_journal(
 ) -> tuple[list[JournalEvent], str]:
     """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
-    They are fewer than ``limit`` at the journal's end, and where events are long: ask again until none is left.
+    They are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``): ask again until none is left.
 
     Never returns a line that is still being written. A journal that does not exist (yet) has no events.
 
@@ -235,6 +237,25 @@ def read_journal(
                 raise
             retried = True
     return events, str(position)
+
+
+def may_be_cut(before: str | None, after: str) -> bool:
+    """Return whether ``read_journal``, which got from one cursor to the other, may have stopped for the length of its events."""
+    begin, end = LogCursor.parse(before), LogCursor.parse(after)
+    if end.segment:
+        return end.segment > begin.segment + 1  # how long a segment is, its cursor does not say
+    return end.offset_bytes - begin.offset_bytes >= _BATCH_BYTES
+
+
+def _check_types(event: JournalEvent) -> None:
+    """Raise ValueError for a field that no writer of a journal makes so: whoever runs code can write its lines, too."""
+    numbers = (event.submission, event.attempt, event.source_n, event.n)
+    if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
+        raise ValueError("submission, attempt, source_n and n must be whole numbers from 0")
+    if type(event.at) not in (int, float) or not 0 <= event.at <= _MOST_SECONDS:
+        raise ValueError("at must be unix seconds")
+    if not isinstance(event.source, str) or not isinstance(event.data, dict):
+        raise ValueError("source must be text, and data a mapping")
 
 
 def _is_mark(line: bytes) -> bool:
@@ -308,6 +329,8 @@ def _decode(line: LogLine) -> JournalEvent | None:
         return None
     try:
         raw = plain_text.loads(line.data)
-        return JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
+        event = JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
+        _check_types(event)
+        return event
     except (ValueError, KeyError, TypeError) as exc:
         raise CorruptFile(f"journal line {line.end.num_lines} is not an event ({exc}): {line.data[:80]!r}") from exc

@@ -16,6 +16,7 @@ from service.db.rows import CheckpointCheck, EventRow, RunRow
 from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
 from service.projections.changes import Changes, project
+from service.projections.fitting import UNFIT, checked
 from storage.journal import JournalEvent
 from storage.run_dir import CheckpointName
 
@@ -143,8 +144,9 @@ def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) ->
 
 def _record_rejected(connection: Connection, run_id: str, event: JournalEvent) -> None:
     """A restore read these checkpoints back, too."""
-    for rejected in event.data.get("rejected") or ():
-        if CheckpointName.parse(str(rejected.get("name"))):
+    given = event.data.get("rejected")
+    for rejected in given if isinstance(given, list) else ():
+        if isinstance(rejected, dict) and CheckpointName.parse(str(rejected.get("name"))):
             _write_check(connection, run_id, CheckpointCheck(rejected["name"], event.at, str(rejected.get("problem"))))
 
 
@@ -166,7 +168,7 @@ def _changes(run: RunRow, event: EventRow) -> Changes:
     It must not stop the tail: what comes behind it still tells how the run goes.
     """
     try:
-        return project(run, event)
-    except (KeyError, TypeError, ValueError) as exc:
+        return checked(project(run, event))
+    except UNFIT as exc:
         logger.error("event_not_understood", run_id=run.id, seq=event.seq, kind=event.kind, error=repr(exc))
         return Changes()

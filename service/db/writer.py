@@ -19,6 +19,7 @@ from service.db.notifications import notification_of
 from service.db.rows import EventRow, MetricPoint, RunRow
 from service.db.tables import events, metrics, notifications, runs, transitions
 from service.projections.changes import NO_WORKERS, preempted
+from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger
 from service.states import TransitionConflict, check_legal
 
@@ -65,7 +66,7 @@ class RunWriter:
         row = EventRow(seq, at, kind, self.run.submission if submission is None else submission, attempt, data)
         try:
             self._ledger.apply(row, latest=self.now)
-        except (KeyError, TypeError, ValueError) as exc:
+        except UNFIT as exc:
             # As for changes: data that is not as it should be must not stop the tail. The time stays in the bucket it was in.
             logger.error("event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc))
         self._events.append({"run_id": self.run.id, **row.columns()})

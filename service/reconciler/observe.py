@@ -15,10 +15,11 @@ from service.db.rows import RunRow
 from service.db.runs import RunStore
 from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.reconciler.decide import submission_id
+from service.reconciler.drains import Drains
 from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
 from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
-from service.states import SUBMITTED, TransitionConflict
+from service.states import SUBMITTED
 from service.storage_gate import StorageGate
 from storage.run_dir import CheckpointName
 
@@ -72,6 +73,7 @@ class Observer:
         self._node_marks = node_marks
         self._projects = projects
         self._tail = tail
+        self._drains = Drains(tail.drain)
         self._ray = ray
         self._delivered = delivered
         self._gate = gate
@@ -212,21 +214,18 @@ class Observer:
         observed, delivered = [], self._delivered()
         self._tail.keep(self._known)
         self._refusals = {key: problem for key, problem in self._refusals.items() if key[0] in self._known}
-        for row in rows:
-            tail, job = TailFact.BEHIND, jobs.get(_key(row), JobFact.UNKNOWN)
-            if row.status in SUBMITTED and may_read:
-                submission = row.submission
-                try:
-                    row, tail = self._tail.drain(row)
-                except TransitionConflict:
-                    continue
-                if row.submission != submission:
-                    continue
+        reading = [row for row in rows if row.status in SUBMITTED] if may_read else []
+        drained, read_ids = self._drains.look(reading), {row.id for row in reading}
+        for known in rows:
+            row, tail = drained.get(known.id, (known, TailFact.BEHIND))
+            if known.id in read_ids and (known.id not in drained or row.submission != known.submission):
+                continue
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
             if row.status == RunStatus.QUEUED:
                 observed.append(self._facts_of_waiting(row))
                 continue
+            job = jobs.get(_key(known), JobFact.UNKNOWN)
             refusal = self._refusals.get((row.id, row.submission)) if job == JobFact.ENDED else None
             observed.append(replace(facts_of(row, delivered, job, tail), storage_problem=refusal))
         self._waiting = {facts.id: (self._known[facts.id], facts) for facts in observed if facts.status == RunStatus.QUEUED}

@@ -14,7 +14,7 @@ from service.reconciler.facts import TailFact
 from service.states import TransitionConflict
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
-from storage.journal import journal_stamp, read_journal
+from storage.journal import journal_stamp, may_be_cut, read_journal
 
 BATCH_EVENTS = 1000
 MAX_BATCHES = 20
@@ -38,7 +38,8 @@ class JournalTail:
 
     def keep(self, run_ids: Collection[str]) -> None:
         """Forget the journals of all other runs."""
-        self._drained = {run_id: known for run_id, known in self._drained.items() if run_id in run_ids}
+        kept = list(self._drained.items())  # at once: journals that take long are read in other threads
+        self._drained = {run_id: known for run_id, known in kept if run_id in run_ids}
 
     def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
         """Apply what the newest submission's journal holds now.
@@ -96,6 +97,7 @@ class JournalTail:
     def _drain(self, run: RunRow, submission: int, cursor: str | None) -> tuple[RunRow, TailFact]:
         newest, run_dir = run.submission, self._storage.run_dir(run.id)
         for _ in range(MAX_BATCHES):
+            begin = cursor
             try:
                 batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS)
             except CorruptFile as exc:
@@ -116,6 +118,7 @@ class JournalTail:
                     return run, TailFact.DRAINED
                 if run.journal_submission == submission:
                     self._figures.applied(run, [event for event in batch if known < event.n <= run.journal_n])
-            if len(batch) < BATCH_EVENTS or run.submission != newest or run.status.terminal:
+            at_end = len(batch) < BATCH_EVENTS and not may_be_cut(begin, cursor)
+            if at_end or run.submission != newest or run.status.terminal:
                 return run, TailFact.DRAINED
         return run, TailFact.BEHIND

@@ -28,7 +28,7 @@ from storage.errors import (
     StorageError,
 )
 from storage.filesystem import Storage
-from storage.journal import JournalWriter, journal_stamp, read_journal
+from storage.journal import JournalWriter, journal_stamp, may_be_cut, read_journal
 from storage.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from storage.rank_logs import last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
@@ -232,12 +232,14 @@ def test_a_journal_of_long_events_comes_in_pieces(local_storage: Storage, monkey
         writer.append([event(n, text="y" * 1_000) for n in range(1, 21)])
     first, cursor = read_journal(run_dir, 1)
     assert 0 < len(first) < 20
+    assert may_be_cut(None, cursor)
     found = list(first)
     while events := read_journal(run_dir, 1, cursor):
         batch, cursor = events
         if not batch:
             break
         found += batch
+    assert not may_be_cut(cursor, cursor)
     assert [each.n for each in found] == list(range(1, 21))
 
 
