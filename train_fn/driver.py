@@ -230,7 +230,8 @@ class Driver:
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=spec.checkpoint,
         )
-        detect_s = round(noticed_at - history.last_at, 3) if history.last_at is not None else None
+        since = history.last_at if spec.runs_own_function or history.moved_at is None else history.moved_at
+        detect_s = round(max(0.0, noticed_at - since), 3) if since is not None else None
         data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size)
         self._client.emit(EventKind.FAILURE, data, attempt=history.last_attempt)
         if history.attempt_open:

@@ -132,7 +132,7 @@ class JournalActor:
         )
 
     def _note(self, event: JournalEvent) -> None:
-        self._progress.note(event.kind, event.attempt, event.data)
+        self._progress.note(event.kind, event.attempt, event.data, event.at)
         if event.kind is EventKind.PROFILE_ORDERED:
             self._profile = ProfileOrder(event.data["id"], event.data["rank"], event.data["steps"], event.attempt)
 
@@ -257,6 +257,11 @@ class ActorJournalClient:
     def last_step(self) -> int | None:
         """Most steps done that the journal knows of, as of its last reply."""
         return self._reply.progress.last_step if self._reply else None
+
+    def moved_at(self, attempt: int) -> float | None:
+        """When that attempt was last seen to move, as of the journal's last reply, in unix seconds; None where it is not told."""
+        progress = self._reply.progress if self._reply else None
+        return progress.moved_at if progress is not None and progress.attempt == attempt else None
 
     def take_progress(self) -> Progress | None:
         """How far the newest attempt is, once for each reply of the journal; None until the next one."""

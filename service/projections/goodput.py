@@ -68,7 +68,9 @@ class TimeLedger:
         if event.kind == EventKind.METRICS:
             for point in event.data["points"]:
                 at, step = min(to_us(point["at"]), limit_us), int(point["step"])
-                if at > self.at_us or step > self.furthest_step:  # else it is told once more, after a recovery
+                if at <= self.at_us and self.bucket == "restarting":
+                    self.furthest_step = max(self.furthest_step, step)  # of the attempt that failed: told late
+                elif at > self.at_us or step > self.furthest_step:  # else it is told once more, after a recovery
                     self._step_done(at, step)
             return
         self._advance(min(to_us(event.at), limit_us))
@@ -88,6 +90,8 @@ class TimeLedger:
                 self._work()
             case EventKind.RECOVERED:
                 self._work()
+            case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED if self.bucket in _WORKING:
+                self.progress_us = self.at_us
             case EventKind.CHECKPOINT_COMMITTED:
                 self._move(self.bucket, "checkpoint_stall", data.get("stall_s"))
             case EventKind.FAILURE:
@@ -141,11 +145,16 @@ class TimeLedger:
         self._work()
 
     def _interrupted(self, detect_s: float | None) -> None:
-        """Work stopped some time ago, unnoticed: since the last step, or as long as the driver says."""
+        """Work stopped some time ago, unnoticed: as long as the driver says, or since the last step.
+
+        No time since the last step was work, whatever the driver says: what is left of it went into the restart.
+        """
         if self.bucket not in _WORKING:
             return
-        unnoticed_s = (self.at_us - self.progress_us) / 1e6 if detect_s is None else detect_s
+        idle_s = (self.at_us - self.progress_us) / 1e6
+        unnoticed_s = idle_s if detect_s is None else max(0.0, detect_s)
         self._move(self.bucket, "detecting", unnoticed_s)
+        self._move(self.bucket, "restarting", idle_s - unnoticed_s)
         self.bucket = "restarting"
 
     def _attempt_ended(self, cause: str | None) -> None:

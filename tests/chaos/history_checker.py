@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import httpx
 
 from everstep.runs import RunHandle
-from everstep.wire import Failure, RunStatus, Verdict
+from everstep.wire import Event, Failure, RunStatus, Verdict
 
 ROUNDING_S = 0.01
+CLOCKS_S = 2.0
+"""By how much times of one failure may differ that two processes told."""
 
 
 @dataclass
@@ -74,6 +76,58 @@ def _time(run: RunHandle) -> Iterator[str]:
     spent = sum(goodput.buckets.model_dump().values())
     if abs(spent - goodput.wall_s) > ROUNDING_S:
         yield f"I6: the buckets of {run.id} have {spent:.3f} s of {goodput.wall_s:.3f} s"
+    yield from _detection(run)
+    working_s = goodput.buckets.productive + goodput.buckets.rework + goodput.buckets.checkpoint_stall
+    moving_s = _moving_s(run)
+    if working_s > moving_s + CLOCKS_S:
+        yield f"I6: {run.id} has {working_s:.1f} s of work, and moved for {moving_s:.1f} s"
+
+
+def _moved_at(event: Event) -> float | None:
+    """Until when training moved, by one event; as train_fn.recovery.progress has it, written anew to be held against it."""
+    if event.kind == "metrics":
+        return max((point["at"] for point in event.data["points"]), default=None)
+    moves = ("training_started", "restored", "epoch_completed", "evaluated", "attempt_started", "recovered")
+    return event.at.timestamp() if event.kind in moves else None
+
+
+def _detection(run: RunHandle) -> Iterator[str]:
+    """A failure was noticed ``recovery_s`` before the first step again, and ``detect_s`` after the last step before it."""
+    moved_at: float | None = None
+    failed: tuple[float, float] | None = None
+    for event in run.events():
+        if event.kind == "failure":
+            detect_s = event.data.get("detect_s")
+            failed = (detect_s, moved_at) if detect_s is not None and moved_at is not None else None
+        elif event.kind == "recovered" and failed is not None:
+            (detect_s, last_at), failed = failed, None
+            true_s = event.at.timestamp() - event.data["recovery_s"] - last_at
+            if abs(true_s - detect_s) > CLOCKS_S:
+                yield f"I6: a failure of {run.id} says that it was noticed after {detect_s:.1f} s, and it took {true_s:.1f} s"
+        at = _moved_at(event)
+        if at is not None:
+            moved_at = max(moved_at or at, at)
+
+
+def _moving_s(run: RunHandle) -> float:
+    """Seconds in which a run may have worked: from an attempt's first work to its last step where it failed, else to its end."""
+    total_s, began_at, moved_at = 0.0, None, 0.0
+    for event in run.events():
+        at = event.at.timestamp()
+        if event.kind in ("training_started", "recovered") and began_at is None:
+            began_at = moved_at = at
+            first = event.data.get("phases", {}).get("first_step") or 0.0
+            began_at -= first
+        elif event.kind == "metrics" and event.data["points"] and began_at is None:
+            began_at = min(point["at"] for point in event.data["points"])
+        moved_at = max(moved_at, _moved_at(event) or moved_at)
+        if began_at is None:
+            continue
+        if event.kind == "failure":
+            total_s, began_at = total_s + moved_at - began_at, None
+        elif event.kind in ("attempt_ended", "finished"):
+            total_s, began_at = total_s + max(at, moved_at) - began_at, None
+    return total_s
 
 
 def _checkpoints(run: RunHandle, expected: Expected) -> Iterator[str]:

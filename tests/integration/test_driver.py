@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -257,11 +258,23 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     run_spec = small_spec(200, **tags).model_copy(update={"recovery": RecoverySpec(hang_timeout_s=5)})
     run = begin(run_spec, small=True)
     run.wait_for_step(35)
+    stopped_at = None
     if how == "stopped process":
         os.kill(run.worker(1)["pid"], signal.SIGSTOP)
+        stopped_at = time.time()
     assert run.wait_for_end() == 0, run.describe()
     failures = run.of(EventKind.FAILURE)
     assert [(event.data["verdict"], event.data["first_rank"]) for event in failures] == [("hang", 1)]
+    recovered = run.last(EventKind.RECOVERED)
+    points = [point["at"] for event in run.of(EventKind.METRICS) for point in event.data["points"]]
+    before = max(at for at in points if at < failures[0].at)
+    after = min(at for at in points if at > failures[0].at)
+    # Without a step from the last one to the first again: first nobody knew, and then it was restarted.
+    detect_s, recovery_s = failures[0].data["detect_s"], recovered.data["recovery_s"]
+    assert detect_s + recovery_s == pytest.approx(after - before, abs=0.5), run.describe()
+    assert detect_s >= 5.0 and recovered.data["detect_s"] == detect_s
+    if stopped_at is not None:
+        assert before == pytest.approx(stopped_at, abs=2.0)
     if how == "endless loop":
         assert "small_loop.py" in failures[0].data["evidence"]["stack"]
     check_lossless(run, 200)

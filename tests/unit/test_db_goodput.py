@@ -68,6 +68,37 @@ def test_a_failure_is_detected_restarted_from_and_made_good() -> None:
     assert buckets(history, 10)["detecting"] == pytest.approx(5), "never more than there was"
 
 
+@pytest.mark.parametrize("detect_s", [None, 0.0, 5.0, 12.8])
+def test_time_without_progress_is_never_productive(detect_s: float | None) -> None:
+    """A rank is stopped after step 3, and taken for hung 12.8 s later; older drivers told 0.0 of it."""
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 0),
+        steps((1, 1), (2, 2), (3, 3)),
+        event(EventKind.FAILURE, 15.8, verdict="hang", detect_s=detect_s),
+        event(EventKind.RECOVERED, 17),
+        steps((4, 17), (5, 18)),
+    ]
+    found = buckets(history, 18)
+    told = 12.8 if detect_s is None else detect_s
+    assert found["productive"] == pytest.approx(3 + 1)
+    assert found.get("detecting", 0) == pytest.approx(told) and found["restarting"] == pytest.approx(1.2 + 12.8 - told)
+
+
+def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 0),
+        steps((1, 1)),
+        event(EventKind.EVALUATED, 8),
+        event(EventKind.FAILURE, 10, verdict="worker_lost", detect_s=None),
+        steps((2, 9)),  # by a survivor that took its time
+        event(EventKind.RESTORED, 12, step=2),
+        event(EventKind.RECOVERED, 13),
+    ]
+    assert buckets(history, 14) == pytest.approx({"productive": 9, "detecting": 2, "restarting": 3})
+
+
 def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None:
     """The first step travels alone; those that a dead rank may not have told follow with the next one."""
     history = [
@@ -82,7 +113,7 @@ def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None
         steps((5, 124)),
     ]
     found = buckets(history, 124)
-    assert "rework" not in found and found["productive"] == pytest.approx(30 + 30 + 1 + 30 + 30)
+    assert "rework" not in found and found["productive"] == pytest.approx(30 + 30 + 30 + 30), "nor the second without a step"
 
 
 def test_a_driver_that_vanishes() -> None:

@@ -12,10 +12,12 @@ import pytest
 from everstep import Client
 from everstep.events import EventKind
 from everstep.wire import RunStatus
+from service.projections.goodput import TimeLedger
+from storage.journal import JournalEvent
 from tests.chaos import soak
 from tests.chaos.faults import KINDS
 from tests.chaos.history_checker import Expected, strangers, violations
-from tests.unit.api_service import ApiService
+from tests.unit.api_service import ApiService, Journal
 
 FAILURE: dict[str, Any] = {
     "verdict": "worker_lost",
@@ -84,6 +86,47 @@ async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
 async def test_a_failure_that_names_nobody(api: ApiService) -> None:
     nameless = FAILURE | {"first_rank": None, "verdict": "unknown"}
     assert await found(api, await ended(api, "failed", nameless), RunStatus.FAILED) == ["I7"]
+
+
+def hung(journal: Journal, detect_s: float) -> list[JournalEvent]:
+    """Rank 1 is stopped after step 2; 12.8 s later it is taken for hung, and a second later step 3 is done."""
+    noon = journal.at
+    seconds = [journal.event(EventKind.METRICS, at=noon + 2, points=[{"step": 2, "at": noon + 2, "values": {"loss": 1.0}}])]
+    failed = FAILURE | {"verdict": "hang", "detect_s": detect_s}
+    seconds.append(journal.event(EventKind.FAILURE, at=noon + 15, **failed))
+    seconds.append(journal.event(EventKind.ATTEMPT_ENDED, at=noon + 15, cause="hang", last_step=2))
+    told = {"detect_s": detect_s, "recovery_s": 1.0, "steps_lost": 0, "world_size_before": 2, "world_size_after": 2}
+    seconds.append(journal.event(EventKind.RECOVERED, at=noon + 15.8, phases={}, **told))
+    seconds.append(journal.event(EventKind.METRICS, at=noon + 16, points=[{"step": 3, "at": noon + 15.8, "values": {"loss": 1.0}}]))
+    return seconds
+
+
+@pytest.mark.parametrize(("detect_s", "broken"), [(12.8, []), (0.0, ["I6"]), (30.0, ["I6"])])
+async def test_a_failure_that_tells_another_time_than_it_took_to_notice(
+    api: ApiService, detect_s: float, broken: list[str]
+) -> None:
+    run_id, journal = await api.running()
+    api.clock.now += 20
+    events = hung(journal, detect_s)
+    reason = {"code": "user_error", "message": "broken"}
+    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)])
+    assert await found(api, run_id, RunStatus.FAILED) == broken
+
+
+async def test_time_without_progress_that_is_booked_as_work(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger as it was: only as long as the driver says is taken out of the work."""
+
+    def as_it_was(self: TimeLedger, detect_s: float | None) -> None:
+        self._move(self.bucket, "detecting", detect_s)
+        self.bucket = "restarting"
+
+    monkeypatch.setattr(TimeLedger, "_interrupted", as_it_was)
+    run_id, journal = await api.running()
+    api.clock.now += 20
+    events = hung(journal, 0.0)
+    reason = {"code": "user_error", "message": "broken"}
+    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)])
+    assert await found(api, run_id, RunStatus.FAILED) == ["I6", "I6"]
 
 
 async def test_what_strangers_are_told(api: ApiService) -> None:

@@ -150,3 +150,25 @@ def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() ->
     closing: dict[int, str | None] = {1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'}
     assert find_silent(asked_at, closing, [0, 1], 12.0) == [0]
     assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], "no rank that answers is held up"
+
+
+def test_an_attempt_moves_when_its_steps_were_done_not_when_they_are_told() -> None:
+    def done(step: int, at: float) -> dict[str, Any]:
+        return {"points": [{"step": step, "at": at, "values": {}}]}
+
+    tracker = ProgressTracker()
+    assert tracker.progress().moved_at is None
+    story: list[tuple[EventKind, int, dict[str, Any], float, float]] = [
+        (EventKind.ATTEMPT_STARTED, 1, {}, 10.0, 10.0),
+        (EventKind.TRAINING_STARTED, 1, {"total_steps": 70}, 11.0, 11.0),
+        (EventKind.METRICS, 1, done(5, 20.0), 25.0, 20.0),
+        (EventKind.GPU_USE, 1, {}, 60.0, 20.0),
+        (EventKind.CHECKPOINT_COMMITTED, 1, {"step": 5}, 61.0, 20.0),
+        (EventKind.EVALUATED, 1, {"step": 5}, 62.0, 62.0),
+        (EventKind.METRICS, 1, done(4, 19.0), 63.0, 62.0),
+        (EventKind.ATTEMPT_STARTED, 2, {}, 80.0, 80.0),
+        (EventKind.METRICS, 1, done(6, 90.0), 91.0, 80.0),
+    ]
+    for kind, attempt, data, at, moved_at in story:
+        tracker.note(kind, attempt, data, at)
+        assert tracker.progress().moved_at == moved_at, kind

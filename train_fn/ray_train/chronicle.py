@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.events import EventKind
+from everstep.wire import Verdict
 from train_fn.journal import ActorJournalClient, deliver_to
 from train_fn.ray_train.seam import Worker
 from train_fn.recovery.history import past_failure
@@ -25,6 +26,7 @@ class Chronicle:
 
     def __init__(self, engine: Engine) -> None:
         self.attempt = engine.history.last_attempt
+        self._own_function = engine.job.spec.runs_own_function
         self.world_size = 0
         self.is_open = False
         """Whether the attempt's begin was told, and its end was not."""
@@ -71,8 +73,7 @@ class Chronicle:
 
     def failed(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
         """The attempt failed, and so has ended where it had begun."""
-        first_error_at = min((r.error.at for r in evidence.ranks if r.error is not None), default=None)
-        detect_s = round(max(0.0, evidence.noticed_at - first_error_at), 3) if first_error_at is not None else None
+        detect_s = self._detect_s(evidence, judgement)
         data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=self.world_size)
         self.failures.append(past_failure(data))
         self.journal.emit(EventKind.FAILURE, data)
@@ -80,6 +81,19 @@ class Chronicle:
             self.ended(judgement.verdict.value, evidence.last_step)
         self.recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self.world_size, time.time())
         logger.warning("attempt %d failed: %s, %s; %s", self.attempt, judgement.verdict, judgement.exception, decision.action)
+
+    def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:
+        """Seconds without progress until the failure was noticed; None where ranks left as they were asked to.
+
+        They count from the last committed step: a rank that is stopped raises nothing, and its peers do only once it is killed.
+        Between two reports of a user's function nothing is known; there they count from the first error.
+        """
+        errors = [report.error.at for report in evidence.ranks if report.error is not None]
+        if judgement.verdict is Verdict.PREEMPTION and not errors and not any(report.died for report in evidence.ranks):
+            return None
+        moved_at = None if self._own_function else self.journal.moved_at(evidence.attempt)
+        since = moved_at if moved_at is not None else min(errors, default=None)
+        return None if since is None else round(max(0.0, evidence.noticed_at - since), 3)
 
     def evidence(self, attempt: int, place: dict[str, Any], found: dict[str, Any]) -> None:
         """What was found out about a failure after it had been told."""

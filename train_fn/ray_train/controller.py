@@ -14,6 +14,7 @@ import ray
 
 from everstep.wire import Verdict
 from storage.run_dir import STOPS, Stop
+from train_fn import head_clock
 from train_fn.rank_logging import collect_log
 from train_fn.ray_train.chronicle import Chronicle
 from train_fn.ray_train.fitness import Fitness
@@ -335,7 +336,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             return FailureDecision.RETRY
 
     def _weigh(self, error: Any) -> Any:
-        noticed_at = time.time()
+        noticed_at = head_clock.now()
         if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
             # What was seen free is not: a matter of waiting, not a failure.
             self._sizes.back_off(_RELEASE_S)

@@ -10,6 +10,7 @@ from everstep.events import EventKind
 from everstep.wire import Verdict
 from storage.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
+from train_fn.recovery.progress import moved_at
 from train_fn.verdict import PastFailure
 
 READ_BATCH = 5000
@@ -48,6 +49,8 @@ class History:
     """Whether the last submission came to its end; it did not where its driver was lost."""
     last_at: float | None = None
     """When the last event happened, in unix seconds."""
+    moved_at: float | None = None
+    """When training was last seen to move, in unix seconds."""
 
     @property
     def steps_done(self) -> bool:
@@ -57,6 +60,9 @@ class History:
     def with_event(self, event: JournalEvent) -> History:
         """The same with one event more."""
         changes: dict[str, Any] = {"last_attempt": max(self.last_attempt, event.attempt), "last_at": event.at}
+        moved = moved_at(event.kind, event.at, event.data)
+        if moved is not None:
+            changes["moved_at"] = max(self.moved_at or moved, moved)
         if event.kind is EventKind.SUBMISSION_STARTED:
             changes["finished"] = False
         elif event.kind is EventKind.FINISHED:

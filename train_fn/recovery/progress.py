@@ -14,6 +14,26 @@ _STEPS_KEPT = 512
 _BESIDE_TRAINING = frozenset({EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED})
 """Told by threads that live on while training hangs: no signs of life."""
 
+_MOVES = frozenset(
+    {
+        EventKind.ATTEMPT_STARTED,
+        EventKind.RESTORED,
+        EventKind.TRAINING_STARTED,
+        EventKind.EPOCH_COMPLETED,
+        EventKind.EVALUATED,
+    }
+)
+
+
+def moved_at(kind: EventKind, at: float, data: dict[str, Any]) -> float | None:
+    """Return until when training is known to have moved, in unix seconds, by one event; None where it says nothing of that.
+
+    What is told by threads that live on beside training does not count, nor does the moment at which a step is told.
+    """
+    if kind is EventKind.METRICS:
+        return max((float(point["at"]) for point in data["points"]), default=None)
+    return at if kind in _MOVES else None
+
 
 class Phase(StrEnum):
     """What an attempt is doing; each has a time that it may take without a sign of life."""
@@ -43,6 +63,8 @@ class Progress:
     """99th percentile of the last steps' seconds; None before there are enough."""
     quiet_s: float = 0.0
     """Seconds since the last sign of life arrived."""
+    moved_at: float | None = None
+    """When it was last seen to move, its newest committed step above all, in unix seconds; None where it has not begun."""
 
 
 class ProgressTracker:
@@ -60,17 +82,21 @@ class ProgressTracker:
         self._total_steps: int | None = None
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._sign_at = time.monotonic()
+        self._moved_at: float | None = None
 
-    def note(self, kind: EventKind, attempt: int, data: dict[str, Any]) -> None:
-        """Take one event."""
+    def note(self, kind: EventKind, attempt: int, data: dict[str, Any], at: float = 0.0) -> None:
+        """Take one event, which happened at ``at`` (unix seconds)."""
         self._note_steps(kind, data)
         if kind is EventKind.ATTEMPT_STARTED:
             if attempt > self._attempt:
                 self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
-                self._sign_at = time.monotonic()
+                self._sign_at, self._moved_at = time.monotonic(), at
             return
         if attempt != self._attempt:
             return
+        moved = moved_at(kind, at, data)
+        if moved is not None:
+            self._moved_at = max(self._moved_at or moved, moved)
         if kind in _BESIDE_TRAINING:
             return
         self._num_signs += 1
@@ -94,7 +120,7 @@ class ProgressTracker:
         """As of the last event."""
         p99 = sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
         quiet_s = time.monotonic() - self._sign_at
-        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99, quiet_s)
+        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99, quiet_s, self._moved_at)
 
     def _after_step(self) -> Phase:
         if self._total_steps is not None and self._step >= self._total_steps:
