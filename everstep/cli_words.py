@@ -174,7 +174,8 @@ def event(item: Event) -> str | None:
             rejected = "".join(f"; rejected {bad.get('name')}: {bad.get('problem')}" for bad in data.get("rejected") or ())
             return f"goes on from step {data.get('step')} ({data.get('checkpoint') or data.get('source')}){rejected}"
         case EventKind.TRAINING_STARTED:
-            return f"training on {data.get('device')} over {data.get('backend')}: {data.get('total_steps')} steps"
+            warnings = "".join(f"; warning: {text}" for text in data.get("warnings") or ())
+            return f"training on {data.get('device')} over {data.get('backend')}: {data.get('total_steps')} steps{warnings}"
         case EventKind.SNAPSHOTS if data.get("problem"):
             return f"no state is kept on the nodes: {data.get('problem')}; checkpoints remain"
         case EventKind.SNAPSHOTS:

@@ -36,8 +36,8 @@ class EventKind(StrEnum):
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
     device, backend, snapshots ("published" by rank 0 of a group on one node, left by "survivors", or "none"), guarantee (what may
-    be relied on of the samples' use over restarts, in words) | null where it was told before. Of a user's Ray Train function only
-    the last four are known, and the others null."""
+    be relied on of the samples' use over restarts, in words) | null where it was told before, warnings [sentences about the task].
+    Of a user's Ray Train function only device, backend, snapshots and guarantee are known; the others are null or not there."""
     SNAPSHOTS = "snapshots"
     """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" | "none"), problem | null."""
     METRICS = "metrics"

@@ -17,7 +17,15 @@ from everstep.spec import CodeSpec
 
 REQUIRED_METHODS = {"build_model": 0, "build_datasets": 0, "loss": 2}
 """Methods that a task must have, and how many arguments each is called with."""
-OPTIONAL_METHODS = {"metrics": 2, "build_metrics": 0, "build_optimizer": 1, "collate": 1, "on_epoch_end": 3}
+OPTIONAL_METHODS = {
+    "metrics": 2,
+    "build_metrics": 0,
+    "build_optimizer": 1,
+    "collate": 1,
+    "on_epoch_end": 3,
+    "state_dict": 0,
+    "load_state_dict": 1,
+}
 
 _MAX_SOURCE_BYTES = 256 << 10
 """A larger file is not parsed: nobody writes so much by hand, and other requests wait for the parser."""

@@ -66,7 +66,7 @@ class LocalJournal:
                 return (
                     f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, {self._total_steps:,} steps, "
                     f"micro-batches of {data['micro_batch_size']}, on {data['device']}"
-                ) + (f"\n{warned}{warning}" if warned else "")
+                ) + "".join(f"\nWARNING: {each}" for each in [*([warning] if warned else []), *(data.get("warnings") or ())])
             case EventKind.METRICS:
                 return self._steps(data["points"])
             case EventKind.EVALUATED:

@@ -30,6 +30,7 @@ from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store
+from train_fn.state import tree_digest
 from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepTotals
 from train_fn.stragglers import StragglerWatch
@@ -225,7 +226,9 @@ class Attempt:
             if not math.isfinite(grad_norm) and not state.scaler.is_enabled():  # a scaler leaves such a step out
                 raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
         set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        of_task = replica.task_state.capture()
         with state.committing():
+            state.task = of_task
             replica.volatile.adopt()  # before hooks of the optimizer's move what they move
             state.scaler.step(state.optimizer)
             state.scaler.update()
@@ -247,9 +250,19 @@ class Attempt:
         if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
             tell_epoch_ended(self._replica)
             self._replica.volatile.renew()
+            self._renew_task_state(self._replica)
         if state.evaluated_step == state.step and self._clock is not None:
             self._clock.restart()
         return is_best
+
+    def _renew_task_state(self, replica: Replica) -> None:
+        """``on_epoch_end`` may have changed the task's state; at an epoch's end ranks also compare theirs. A collective."""
+        if not replica.task_state:
+            return
+        replica.state.task = replica.task_state.capture()
+        digests = replica.peers.gather(tree_digest(replica.state.task))
+        if len(set(digests)) > 1:
+            logger.warning("state_dict() of the task differs between ranks; a restart gives all of them that of one rank")
 
     def _report_checkpoint(self, step: int) -> None:
         """Tell Ray Train of a checkpoint that was committed since; all ranks at the same step."""
@@ -360,6 +373,7 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "rests": evaluation_is_due(ctx, replica),  # before the attempt's first step
         "guarantee": replica.train_set.guarantee() if replica.state.step == 0 or ctx.attempt == 1 else None,
         "snapshots": snapshots_of(ctx),
+        "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": "nccl" if ctx.device.type == "cuda" else "gloo",
     }

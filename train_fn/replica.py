@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.collectives import Peers
-from train_fn.contents import Contents
+from train_fn.contents import Contents, few
 from train_fn.context import WorkerContext
 from train_fn.ema import Ema
 from train_fn.errors import BadTask
@@ -24,6 +24,7 @@ from train_fn.modes import set_modes_for_training
 from train_fn.optim import build_optimizer, drop_gradients
 from train_fn.own_code import add_to_path
 from train_fn.own_packages import bring_packages
+from train_fn.plain_attributes import PlainAttributes
 from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import seed_building, seed_micro_batch, torch_generators
 from train_fn.sampler import MicroBatch, Sampler
@@ -32,6 +33,7 @@ from train_fn.step_plans import StepPlans
 from train_fn.step_totals import Carrier
 from train_fn.stream_sampler import StreamSampler, num_streams_of
 from train_fn.stream_set import StreamSet
+from train_fn.task_state import TaskState
 from train_fn.tasks.build import build_task
 from train_fn.tasks.checks import (
     check_gradients,
@@ -105,6 +107,8 @@ class Replica:
     weight_per_sample: float = 1.0
     """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
     and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
+    warnings: list[str] = field(default_factory=list)
+    """What the run's user should know of the task."""
     draws_from_torch_alone: bool = False
     """Whether forward passes are known to draw from no generator but torch's, and all do if one does: Everstep's own models."""
 
@@ -128,6 +132,7 @@ class Replica:
         """In the order in which DDP numbers them."""
         self._nothing: Any = None
         self._draws = True
+        self.task_state = TaskState(self.task)
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
 
@@ -149,6 +154,8 @@ class Replica:
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         places = untrained_places(self.state.model, self.parameters)
         warm_up = WarmUp(self.state.model, places, is_fresh=is_fresh)
+        self.state.task = self.task_state.capture()
+        attributes = PlainAttributes(self._owners())
         self.seed(0, 0)
         generators = torch_generators(self.peers.device)
         loss_sum, weight = self.wrapped(batch)
@@ -166,11 +173,28 @@ class Replica:
         later = warm_up.look()[0] - moving
         if later and not self.peers.alone:
             names = ", ".join(places[number].name for number in sorted(later))
-            logger.warning("backward changes %s, which ranks do not agree on; change it in forward or on_epoch_end", names)
+            self.warn(f"backward changes {names}, which ranks do not agree on; change it in forward or on_epoch_end")
         warm_up.put_back()
+        if changed := attributes.changed():
+            self.warn(
+                f"the first pass changes {few(changed)}, which no checkpoint holds: a restart begins with the first values. "
+                "Register tensors as buffers of the model, and let state_dict() and load_state_dict() of the task keep the rest"
+            )
+        attributes.put_back()
+        self.task_state.load(self.state.task)
         found = self.peers.gather((moving, ignored))
         moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
         self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry)
+
+    def _owners(self) -> dict[str, object]:
+        """Whose plain attributes a forward pass may change: modules, and a task that keeps no state of its own."""
+        modules: dict[str, object] = dict(self.state.model.named_modules())
+        return modules if self.task_state else {**modules, type(self.task).__name__: self.task}
+
+    def warn(self, text: str) -> None:
+        """Have the user know: in the log, and in the attempt's ``training_started`` event."""
+        logger.warning("%s", text)
+        self.warnings.append(text)
 
     def num_passes(self, own: int) -> int:
         """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
@@ -264,8 +288,6 @@ def build_replica(ctx: WorkerContext) -> Replica:
     seed_building(train.seed, _MODEL)
     model = checked_model(task, task.build_model()).to(ctx.device)
     in_eval = set_modes_for_training(model)
-    if in_eval:
-        logger.info("stays in eval mode, as built: %s", ", ".join(in_eval))
     if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
     train_set, sampler = _training_data(ctx, task, datasets["train"])
@@ -286,7 +308,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     all_steps = train.epochs * sampler.steps_per_epoch
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     carrier = Carrier(peers)
-    return Replica(
+    replica = Replica(
         peers=peers,
         task=task,
         state=state,
@@ -298,6 +320,9 @@ def build_replica(ctx: WorkerContext) -> Replica:
         total_steps=min(all_steps, train.max_steps or all_steps),
         draws_from_torch_alone=spec.code is None,
     )
+    if in_eval:
+        replica.warn(f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() there if that is not meant")
+    return replica
 
 
 def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:

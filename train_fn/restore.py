@@ -63,6 +63,7 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     replica.join(is_fresh=restored.source == "fresh")
     mine = replica.state.state_dict() if restored.source == "fresh" else state
     replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
+    replica.task_state.load(replica.state.task)
     replica.volatile.renew()
     snapshot_store(ctx).remove_after(replica.state.step)
     logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)

@@ -83,6 +83,8 @@ class TrainState:
         self.parent: str | None = None
         """Newest committed checkpoint that this state descends from, as far as this rank knows."""
         self.tail = EventTail()
+        self.task: Any = None
+        """The task's own state (``TaskState``) after the last step."""
         self._unsaved: dict[str, Place] = {}
         """Buffers that forward passes change and the model's state_dict leaves out, by name."""
         self.complete = False
@@ -123,6 +125,7 @@ class TrainState:
             "tail": self.tail.dump(),
             "model": dict(self.model.state_dict()),
             "unsaved": {name: place.tensor for name, place in self._unsaved.items()},
+            "task": self.task,
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
@@ -159,6 +162,7 @@ class TrainState:
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+        self.task = copy.deepcopy(state["task"]) if state.get("task") is not None else self.task
         self.ledger.load_state_dict(state["ledger"])
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
@@ -227,10 +231,27 @@ def digest(state: dict[str, Any]) -> str:
     tail's clocks, the newest checkpoint) stays out.
     """
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
-    for name in ("model", "optimizer", "scaler", "ema", "unsaved"):
-        for path, leaf in leaves(state[name], name) if name in state else ():
-            hashed.update(f"{path} {_word_sum(leaf) if isinstance(leaf, torch.Tensor) else leaf!r}\n".encode())
+    for name in ("model", "optimizer", "scaler", "ema"):
+        hashed.update(_text(state[name], name))
+    for name in ("unsaved", "task"):  # which older states do not have
+        if state.get(name):
+            hashed.update(_text(state[name], name))
     return hashed.hexdigest()
+
+
+def tree_digest(tree: Any) -> str:
+    """Digest of nested plain values and tensors."""
+    return hashlib.sha256(_text(tree, "")).hexdigest()
+
+
+def _text(tree: Any, name: str) -> bytes:
+    return "".join(f"{path} {_leaf_text(leaf)}\n" for path, leaf in leaves(tree, name)).encode()
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return str(_word_sum(leaf))
+    return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     except _Unkept as exc:
         raise BadTask(
             f"the training state cannot be kept: {exc.path} is a {exc.kind.__module__}.{exc.kind.__qualname__}, which no "
-            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the model or optimizer give tensors, "
+            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the model, optimizer or task give tensors, "
             "numbers, strings, lists and dicts in its place"
         ) from None
     _copy(pairs)

@@ -105,8 +105,8 @@ def trained(storage: str, name: str, shared_memory: Path, break_at: int | None) 
 
 
 def test_a_step_that_fails_leaves_no_trace_in_a_buffer_that_is_replaced(storage: str, tmp_path: Path) -> None:
-    """The warm-up is one pass; after it the second pass of the fifth step is the eleventh. Micro-batches are of seven and three."""
+    """The second pass of the fifth step is the tenth: the warm-up's is not counted. Micro-batches are of seven and three."""
     plain = trained(storage, "run_plain", tmp_path, None)
-    broken = trained(storage, "run_broken", tmp_path, 1 + 2 * 5)
+    broken = trained(storage, "run_broken", tmp_path, 2 * 5)
     assert plain["0.mean"].abs().sum() > 0
     assert {name: value.tolist() for name, value in broken.items()} == {name: value.tolist() for name, value in plain.items()}

@@ -13,7 +13,7 @@ Sum = torch.Tensor | float | int
 
 class Task(Protocol):
     """The part that every task has. Optional methods: ``metrics``, ``build_metrics``, ``build_optimizer``, ``collate``,
-    ``on_epoch_end``."""
+    ``on_epoch_end``, ``state_dict`` and ``load_state_dict``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is seeded."""

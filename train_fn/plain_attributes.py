@@ -1,0 +1,101 @@
+"""Plain attributes of modules and of the task: which of them a first pass changes, since no state holds them, and how they were."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, tuple, dict, set, deque)
+_MAX_ELEMENTS = 256
+_MAX_TENSOR_BYTES = 1 << 20
+_OWN_TO_MODULES = frozenset(vars(nn.Module()))
+_ABSENT = object()
+
+
+class PlainAttributes:
+    """Numbers, strings, tensors and small containers of these, as they are when this is made.
+
+    Args:
+        owners: by the name to call them.
+    """
+
+    def __init__(self, owners: dict[str, object]) -> None:
+        self._owners = {name: owner for name, owner in owners.items() if not type(owner).__module__.startswith("torch.")}
+        self._before = {name: _values_of(owner) for name, owner in self._owners.items()}
+        self._keys = {name: set(vars(owner)) for name, owner in self._owners.items()}
+
+    def changed(self) -> list[str]:
+        """Names of the attributes that have another value now."""
+        return [f"{name}.{key}".strip(".") for name, owner in self._owners.items() for key in self._changed(name, owner)]
+
+    def put_back(self) -> None:
+        """Give every attribute the value that it had."""
+        for name, owner in self._owners.items():
+            for key in self._changed(name, owner):
+                if key in self._before[name]:
+                    vars(owner)[key] = _restored(*self._before[name][key])
+                else:
+                    del vars(owner)[key]
+
+    def _changed(self, name: str, owner: object) -> list[str]:
+        before, now = self._before[name], _values_of(owner)
+        changed = [key for key, (_, value) in before.items() if key in now and not _is_same(value, now[key][1])]
+        gone = [key for key in before if key not in vars(owner)]
+        return changed + gone + [key for key in now if key not in self._keys[name]]
+
+
+def _values_of(owner: object) -> dict[str, tuple[Any, Any]]:
+    """Each plain attribute and a copy of it."""
+    internal = _OWN_TO_MODULES if isinstance(owner, nn.Module) else ()
+    named = ((key, value, _copied(value)) for key, value in vars(owner).items() if key not in internal)
+    return {key: (value, copied) for key, value, copied in named if copied is not _ABSENT}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a plain value; _ABSENT for any other."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is torch.Tensor:  # not a parameter, and no part of a graph
+        is_fit = value.grad_fn is None and value.layout is torch.strided and value.nbytes <= _MAX_TENSOR_BYTES
+        return value.detach().clone() if is_fit else _ABSENT
+    if type(value) not in _CONTAINERS or len(value) > _MAX_ELEMENTS:
+        return _ABSENT
+    parts = [_copied(part) for part in (value.values() if isinstance(value, dict) else value)]
+    if any(part is _ABSENT for part in parts) or (isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)):
+        return _ABSENT
+    if isinstance(value, dict):
+        return dict(zip(value, parts, strict=True))
+    return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(_is_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return bool(first == second) or (first != first and second != second)
+
+
+@torch.no_grad()
+def _restored(value: Any, copied: Any) -> Any:
+    """The very object that was there, where that can be changed, with what was in it."""
+    copied = copy.deepcopy(copied)
+    if isinstance(value, torch.Tensor) and value.shape == copied.shape and value.dtype == copied.dtype:
+        value.copy_(copied)
+    elif isinstance(value, list):
+        value[:] = copied
+    elif isinstance(value, dict | set | deque):
+        value.clear()
+        value.extend(copied) if isinstance(value, deque) else value.update(copied)
+    else:
+        return copied
+    return value
