@@ -12,6 +12,7 @@ from typing import IO, Literal, TypeVar, cast
 
 from storage.archive import Archive, file_blocks
 from storage.checkpoint_writer import BEGUN, TRASH, CheckpointWriter, begin_checkpoint, put_back
+from storage.claims import successor
 from storage.errors import (
     CorruptCheckpoint,
     CorruptFile,
@@ -230,8 +231,8 @@ class CheckpointStore:
         process that saves, between saves.
 
         Args:
-            origin: submission and attempt of who asks. Where a newer submission has a journal, nothing is deleted; nor is ever what
-                a newer attempt wrote.
+            origin: submission and attempt of who asks. Where a newer one has begun, nothing is deleted, also where it begins
+                meanwhile: it may go on from just this checkpoint.
             written: what the caller has just committed, and need not be read back.
             best_by: metric and mode by which the best of those that are there is kept as well: ``best`` itself may never have been
                 committed, where its rank died with it.
@@ -264,7 +265,7 @@ class CheckpointStore:
         newest = _name_of(lineage[-1])
         counted = {manifest.name for manifest in lineage}
         doomed = [name for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))]
-        deleted = [str(name) for name in doomed if self._delete_unless_held(name, committed[name])]
+        deleted = [str(name) for name in doomed if self._delete_unless_held(name, committed[name], origin)]
         self._sweep(entries - set(map(str, committed)), newest)
         return deleted
 
@@ -286,15 +287,19 @@ class CheckpointStore:
             self._clear(name)
         return orphans
 
-    def _delete_unless_held(self, name: CheckpointName, manifest: Manifest | None) -> bool:
-        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found a valid manifest."""
+    def _delete_unless_held(self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None) -> bool:
+        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found a valid manifest. So does
+        an attempt that has begun since."""
         path = self._manifest_path(name)
         self._files.delete_file(path)
-        if manifest is not None and str(name) in held_checkpoints(self._run_dir, self._holds):
+        if manifest is not None and (str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)):
             self._files.write(path, manifest.to_bytes())  # which are the bytes that it was read from
             return False
         self._files.delete_dir(self._directory(str(name)))
         return True
+
+    def _is_replaced(self, origin: Origin | None) -> bool:
+        return origin is not None and successor(self._run_dir, origin) is not None
 
     def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
         """Remove those of these directories that never became checkpoints and never will."""

@@ -10,6 +10,7 @@ StorageError
 ├── StorageUnavailable     the filesystem did not answer, or answered with something else
 ├── StorageMismatch        the storage is not the one that is known, or holds less than is known
 ├── LogTakenOver           another process writes the same log
+├── AlreadyClaimed         another process has this submission or attempt, or a newer one has begun
 ├── CorruptFile            complete, but not what was written
 │   ├── NotRegularFile     a FIFO, a directory or a device where a file is expected
 │   │   └── LinkedFile     a link, which also counts as StorageDenied
@@ -100,6 +101,10 @@ class LinkedFile(NotRegularFile, StorageDenied):
 class FileTooLarge(CorruptFile):
     def __init__(self, path: str, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"{path} has {size_bytes} bytes or more, over the limit of {limit_bytes}; remove what was put there")
+
+
+class AlreadyClaimed(StorageError):
+    pass
 
 
 class CheckpointExists(StorageError):

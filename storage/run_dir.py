@@ -326,6 +326,11 @@ class RunDir:
     def holds_path(self, name: str = "") -> str:
         return self._path(f"control/holds/{name}" if name else "control/holds")
 
+    def claim_path(self, origin: Origin) -> str:
+        """Of the claim of an attempt, or with attempt 0 of a submission."""
+        submission, attempt = origin
+        return self._path(f"control/claims/s{submission:03d}" + (f".a{attempt:03d}" if attempt else "") + ".json")
+
     def _probe_path(self, submission: int, name: str) -> str:
         if not _NAME.fullmatch(name):
             raise InvalidStorage(f"{name!r} cannot name a node's probe")

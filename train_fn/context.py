@@ -51,6 +51,11 @@ class WorkerContext:
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
     """The newest profile that was asked for, as far as this rank has heard; never blocks."""
 
+    hears_journal: Callable[[float], bool] = lambda timeout_s: True
+    """Whether the journal has said lately that no newer attempt has begun; it is asked for so long where it has not."""
+    on_replaced: Callable[[str], None] = lambda why: None
+    """What follows once the storage says that a newer attempt, or submission, has begun; under a driver the process ends."""
+
     def checkpoint_name(self, step: int) -> CheckpointName:
         """Of the checkpoint of a step that this attempt writes."""
         return CheckpointName(step, self.submission, self.attempt)

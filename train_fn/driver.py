@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
+from storage.claims import claim_submission, succeed_submission, successor
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
 from storage.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
@@ -108,6 +109,7 @@ class Driver:
         Raises Replaced when a newer submission has taken over.
         """
         self._check_newest()
+        claim_submission(self._run_dir, self._submission)
         spec = self._run_dir.read_spec()
         if spec.recovery.hang_timeout_s is not None:
             health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
@@ -118,6 +120,7 @@ class Driver:
         os.environ.update(ray_train_env(self._settings))
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         self._end_older_submissions(spec)
+        succeed_submission(self._run_dir, self._submission)
         history = read_history(self._run_dir)
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         actor = start_journal(self._run_dir, self._submission, DriverProcess.own(), ray.get_runtime_context().get_node_id())
@@ -300,6 +303,9 @@ class Driver:
         newest = max(self._run_dir.submissions(), default=0)
         if newest > self._submission:
             raise Replaced(f"submission {newest} of run {self._run_dir.run_id} has taken over from submission {self._submission}")
+        why = successor(self._run_dir, (self._submission, 0))
+        if why is not None:
+            raise Replaced(why)
 
     def _watch(self) -> None:
         """Hand the user's stop, or the deadline's, to the journal, whose replies tell every rank; end this driver once it is

@@ -34,6 +34,9 @@ MAX_POINTS = 20_000
 """Metric points that a client holds while the journal is away; beyond it every second one is let go."""
 LONELY_S = 10.0
 """A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so twice a second."""
+LEASE_S = 2.5
+"""For so long an answer counts that no newer attempt has begun: less than it takes until a silent node is given up, which is 3 s on
+the embedded cluster. Rank 0 asks twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
 _METRICS = EventKind.METRICS  # asked of the class, a member is found by Python's own code
@@ -224,6 +227,8 @@ class ActorJournalClient:
         self.profile_ordered: ProfileOrder | None = None
         """The newest profile that was asked for, of whatever rank and attempt."""
         self._replied_at = 0.0
+        self._asked_at = float("-inf")
+        """When the last question was sent that was answered."""
         self._num_replies = 0
         self._num_replies_taken = 0
         self._asked = False
@@ -280,6 +285,15 @@ class ActorJournalClient:
             self._hurry.set()
             if not self._lock.wait_for(lambda: self._num_replies > before, timeout_s):
                 logger.warning("the journal did not answer within %g s; going on with what it said before", timeout_s)
+
+    def hears(self, timeout_s: float) -> bool:
+        """Whether the journal has answered a question that is not older than ``LEASE_S``; where not, it is asked for so long.
+
+        The question's time counts, by this process's own monotonic clock: what the answer says may have changed since then.
+        """
+        if time.monotonic() - self._asked_at > LEASE_S and timeout_s > 0:
+            self.ask(timeout_s)
+        return time.monotonic() - self._asked_at <= LEASE_S
 
     def announce_stop(self, stop: Stop) -> None:
         """Tell the journal, and through its replies every client, what the user asked for; sent again with every delivery."""
@@ -352,11 +366,11 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
-        asked_at, batch = time.time(), tuple(self._sealed)
+        asked, asked_at, batch = time.monotonic(), time.time(), tuple(self._sealed)
         reply = self._call(self._source, batch, self._announced)
         head_clock.learn(asked_at, reply.at, time.time())
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
-        self._reply, self._replied_at = reply, time.monotonic()
+        self._reply, self._replied_at, self._asked_at = reply, time.monotonic(), asked
         self.stop_requested, self.profile_ordered = reply.stop, reply.profile
         self._num_replies += 1
         self._count_delivered()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from everstep.events import EventKind
+from storage.claims import claim_attempt, successor
 from storage.errors import StorageUnavailable
 from storage.lineage import attempt_starts, told_checkpoints
 from storage.run_dir import CheckpointName
@@ -58,6 +59,8 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
         StorageError: the storage could not be asked for checkpoints, or has lost all that the run had.
     """
     _check_data(replica)
+    if ctx.world_rank == 0:
+        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))  # before it looks at what older ones leave
     restored, state = _find(ctx, replica)
     _check_weights(replica, fresh=restored.source == "fresh")
     replica.join(is_fresh=restored.source == "fresh")
@@ -76,19 +79,22 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
 def claim(ctx: WorkerContext) -> None:
     """Make sure, before the first step, that this attempt's beginning is durable, and then that no newer submission has begun.
 
-    A submission writes its journal before it looks at those of older ones. So it either sees where this attempt began, and
-    what that makes void, or this attempt sees its journal here, and leaves no state behind. Called by rank 0: without it no rank
-    can take a step.
+    A submission writes its journal before it looks at those of older ones, and an attempt its claim. So it either sees where this
+    attempt began, and what that makes void, or this attempt sees its journal or claim here, and leaves no state behind. Called by
+    rank 0: without it no rank can take a step.
 
     Raises:
         StorageUnavailable: the beginning did not become durable.
-        Replaced: a newer submission has begun.
+        Replaced: a newer submission, or attempt, has begun.
     """
     if not ctx.journal.flush(CLAIM_S):
         raise StorageUnavailable(f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the storage writable?")
     newest = max(ctx.run_dir.submissions(), default=0)
     if newest > ctx.submission:
         raise Replaced(f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission {ctx.submission}")
+    why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
+    if why is not None:
+        raise Replaced(why)
 
 
 def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:

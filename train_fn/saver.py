@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from storage.claims import successor
 from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
 from storage.manifest import Manifest
 from storage.process_nonce import process_nonce
@@ -23,7 +24,7 @@ from train_fn.boundary_copy import BoundaryCopies, BoundaryCopy
 from train_fn.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.checkpoint_files import manifest_facts, write_files
 from train_fn.context import WorkerContext
-from train_fn.errors import CheckpointFailed
+from train_fn.errors import CheckpointFailed, Replaced
 from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
@@ -38,6 +39,8 @@ MEET_S = 10.0
 TELL_EVERY_S = 15.0
 """All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for its controller and for every
 rank, for a small model almost as much as the save itself. A run that saves more often tells of the newest one."""
+CONFIRM_S = 2.0
+"""How long the journal is waited for before old checkpoints are deleted, where it has not been heard for a while."""
 WRITER_NICENESS = 10
 """By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
 
@@ -305,7 +308,17 @@ class Saver:
         with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
             write_files(writer, state, safetensors=safetensors, forms=self._forms, on_write=self._moved)
             self._tried = writer.name
+            if not ctx.hears_journal(0.0):
+                self._require_newest()
             return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
+
+    def _require_newest(self) -> None:
+        """Ask the storage, where nobody else answers, whether this attempt is the newest. Raises Replaced."""
+        ctx = self._ctx
+        why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
+        if why is not None:
+            ctx.on_replaced(why)
+            raise Replaced(why)
 
     def _is_there(self, save: Save) -> bool:
         """Whether the state that this attempt began with is a checkpoint of the lineage already, which an earlier one committed and
@@ -337,6 +350,9 @@ class Saver:
         spec = self._ctx.spec.checkpoint
         best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
         origin = (self._ctx.submission, self._ctx.attempt)
+        if not self._ctx.hears_journal(CONFIRM_S):
+            logger.warning("the journal does not answer; old checkpoints are deleted once it does")
+            return
         try:
             deleted = self._store.retain(spec.keep_latest, save.best, origin, written, best_by)
         except StorageError:

@@ -41,8 +41,9 @@ from everstep.events import EventKind
 from everstep.overrides import apply_overrides
 from everstep.spec import RunSpec, parse_spec
 from everstep.spec_file import read_spec
+from storage.claims import claim_submission, succeed_submission
 from storage.code_store import CodeStore
-from storage.errors import StorageError, StorageNotFound
+from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.journal import read_journal
 from storage.run_dir import RunDir, Stop
@@ -146,7 +147,22 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> St
     last_attempt = read_history(run_dir).last_attempt
     newest = submissions[-1] if submissions else 0
     same = newest > 0 and _launched_by(run_dir, newest) == launch
-    return Start(newest if same else newest + 1, last_attempt + 1)
+    if not same:
+        newest = _claim_next(run_dir, newest)
+    return Start(newest, last_attempt + 1)
+
+
+def _claim_next(run_dir: RunDir, newest: int) -> int:
+    """The first submission behind ``newest`` that nobody has begun: two starts at the same time have one each."""
+    number = newest + 1
+    while True:
+        try:
+            claim_submission(run_dir, number)
+        except AlreadyClaimed:
+            number += 1
+        else:
+            succeed_submission(run_dir, number)
+            return number
 
 
 def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:

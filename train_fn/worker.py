@@ -189,6 +189,9 @@ class RankJournal:
     def flush(self, timeout_s: float) -> bool:
         return self._client.flush(timeout_s)
 
+    def hears(self, timeout_s: float) -> bool:
+        return self._client.hears(timeout_s)
+
     def _note(self, kind: EventKind, data: dict[str, Any]) -> None:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
@@ -283,6 +286,8 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         journal=journal,
         report_checkpoint=reports.add,
         profile_ordered=journal.profile_ordered,
+        hears_journal=journal.hears,
+        on_replaced=lambda why: _leave_at_once(),
     )
     logger.info(
         "rank %d of %d, attempt %d, on node %s, device %s",

@@ -56,6 +56,9 @@ class MemoryObjects:
         return sorted({Entry(parts[0], len(parts) > 1) for parts in below})
 
     def write(self, relpath: str, data: bytes) -> None:
+        self._put(relpath, data)
+
+    def _put(self, relpath: str, data: bytes) -> None:
         failure, self.fail_next_write = self.fail_next_write, None
         if failure != "before":
             self.objects[relpath] = data
@@ -65,7 +68,7 @@ class MemoryObjects:
     def create_new(self, relpath: str, data: bytes) -> bool:
         if relpath in self.objects:
             return False
-        self.write(relpath, data)
+        self._put(relpath, data)
         return True
 
     def create(self, relpath: str) -> Any:

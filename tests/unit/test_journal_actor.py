@@ -208,6 +208,21 @@ def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_d
     assert controller.close(timeout_s=20)
 
 
+def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005, beat_s=0.01)
+    assert client.hears(timeout_s=20)
+    with way.lock:  # a question is under way, which is answered late
+        asked = client._asked_at
+        monkeypatch.setattr(journal, "LEASE_S", 0.2)
+        wait_for(lambda: time.monotonic() > asked + 0.5, 60, "the lease's end")
+        assert not client.hears(timeout_s=0.0)
+        assert not client.hears(timeout_s=0.05)
+        way.lose_calls = 2
+    assert client.hears(timeout_s=20)
+    assert client.close(timeout_s=20)
+
+
 def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunDir) -> None:
     calls: list[float] = []
     actor = JournalActor(run_dir, 1)

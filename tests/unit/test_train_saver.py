@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import io
@@ -21,9 +22,10 @@ from torch import nn
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage import checkpoint_writer
+from storage import checkpoint_writer, claims
 from storage.checkpoint_writer import CheckpointFile
 from storage.checkpoints import CheckpointStore
+from storage.claims import claim_attempt
 from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName
 from tests.unit.one_rank import journal_of, one_rank
@@ -429,6 +431,31 @@ def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -
     newest, _ = ctx.run_dir.checkpoints.newest_valid()
     assert newest is not None and newest.attempt == 2
     assert weight_in(ctx, newest.name) == pytest.approx(1.001)
+
+
+def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and_deletes_nothing(tmp_path: Path) -> None:
+    """Cut off from the head alone. While nobody has taken over checkpoints go on; once somebody has, none does."""
+    ctx = make_context(tmp_path, keep_latest=1)
+    replaced: list[str] = []
+    ctx = dataclasses.replace(ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append)
+    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
+    claim_attempt(ctx.run_dir, (1, 1))
+    state = make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20):
+        advance(state, step)
+        saver.save_now()
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20], "which of them is needed is not known"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "process_nonce", lambda: "the second attempt's")
+        claim_attempt(ctx.run_dir, (1, 2))
+    advance(state, 30)
+    with pytest.raises(CheckpointFailed, match="attempt 2 of run run_saver has taken over from attempt 1"):
+        saver.save_now(patience_s=0.1)
+    saver.close()
+    assert set(replaced) == {"attempt 2 of run run_saver has taken over from attempt 1"}
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20]
+    assert not [entry for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path()) if entry.name.startswith(".")]
 
 
 def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_own(
