@@ -7,7 +7,7 @@ from typing import Any
 
 from storage.checkpoint_writer import CheckpointWriter
 from train_fn.safetensors_file import safetensors_name, write_safetensors
-from train_fn.torch_file import FormFile
+from train_fn.torch_file import save
 
 MODEL_FILE = "model.pt"
 """The model's plain ``state_dict`` on the CPU."""
@@ -22,13 +22,11 @@ def write_files(
     state: Mapping[str, Any],
     *,
     safetensors: bool,
-    forms: Mapping[str, FormFile],
     on_write: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the files of ``state``, a whole state as ``TrainState.state_dict`` gives it, on the CPU.
 
     Args:
-        forms: by file name; whoever saves again and again keeps them.
         on_write: called whenever the storage took bytes.
     """
     rest = dict(state)
@@ -38,7 +36,7 @@ def write_files(
         files[EMA_FILE] = {**model, **ema}
     for name, content in files.items():
         with writer.write_file(name, on_write) as file:
-            forms[name].save(content, file)
+            save(content, file)
         if name != STATE_FILE and safetensors:
             with writer.write_file(safetensors_name(name), on_write) as file:
                 write_safetensors(content, file)

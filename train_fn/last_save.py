@@ -6,7 +6,6 @@ No rank is needed, and none of the user's code runs: a snapshot holds all that a
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from storage.run_dir import RunDir
 from train_fn.checkpoint_files import manifest_facts, write_files
 from train_fn.election import Offer, elect, in_lineage
 from train_fn.snapshot import Label, SnapshotStore
-from train_fn.torch_file import FormFile
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ def commit_state(run_dir: RunDir, spec: RunSpec, submission: int, attempt: int, 
     checkpoints = run_dir.checkpoints
     try:
         with checkpoints.begin(state["step"], submission, attempt) as writer:
-            write_files(writer, state, safetensors=spec.checkpoint.safetensors, forms=defaultdict(FormFile))
+            write_files(writer, state, safetensors=spec.checkpoint.safetensors)
             return writer.commit(world_size=world_size, **manifest_facts(state))
     except CheckpointExists as exc:
         return checkpoints.manifest(exc.name)

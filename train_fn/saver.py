@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -28,7 +27,6 @@ from train_fn.errors import CheckpointFailed, Replaced
 from train_fn.save_failures import STALLED_S, SaveFailures
 from train_fn.saves_told import SavesTold
 from train_fn.state import TrainState
-from train_fn.torch_file import FormFile
 
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
@@ -71,7 +69,6 @@ class Saver:
         self._active = ctx.world_rank == 0
         self._store = ctx.run_dir.checkpoints
         self._told = SavesTold(ctx)
-        self._forms: defaultdict[str, FormFile] = defaultdict(FormFile)
         self._mutex = threading.RLock()
         self._lock = threading.Condition(self._mutex)
         self._waiting: Save | None = None
@@ -306,7 +303,7 @@ class Saver:
         ctx, state = self._ctx, save.copy.state
         safetensors = ctx.spec.checkpoint.safetensors
         with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
-            write_files(writer, state, safetensors=safetensors, forms=self._forms, on_write=self._moved)
+            write_files(writer, state, safetensors=safetensors, on_write=self._moved)
             self._tried = writer.name
             if not ctx.hears_journal(0.0):
                 self._require_newest()

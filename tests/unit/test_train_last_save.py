@@ -96,7 +96,7 @@ def test_a_state_that_a_later_attempt_went_on_without_is_not_saved(tmp_path: Pat
 
 
 def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(store: CheckpointStore, step: int, submission: int) -> None:
+    def refuse(store: CheckpointStore, step: int, submission: int, attempt: int) -> None:
         raise StorageFull("no space left")
 
     ctx = left(tmp_path, 6)
