@@ -18,6 +18,19 @@ def modes_of(model: nn.Module) -> Modes:
     return [(module, module.training) for module in model.modules()]
 
 
+class BuiltModes:
+    """The modes in which a model begins, and what its state keeps of later ones: those that differ, by the modules' names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._built = [(name, module, module.training) for name, module in model.named_modules()]
+
+    def state_dict(self) -> dict[str, bool]:
+        return {name: module.training for name, module, built in self._built if module.training != built}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        _set_modes([(module, state.get(name, built)) for name, module, built in self._built])
+
+
 def set_modes_for_training(model: nn.Module) -> list[str]:
     """Put a new model into train mode, except for the modules that the task put into eval mode.
 

@@ -170,6 +170,7 @@ class Replica:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         drop_gradients(self.state.optimizer, self.idle_parameters)
+        runs_again = warm_up.has_moved_again()
         later = warm_up.look()[0] - moving
         if later and not self.peers.alone:
             names = ", ".join(places[number].name for number in sorted(later))
@@ -184,7 +185,7 @@ class Replica:
         self.task_state.load(self.state.task)
         found = self.peers.gather((moving, ignored))
         moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-        self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry)
+        self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again)
 
     def _owners(self) -> dict[str, object]:
         """Whose plain attributes a forward pass may change: modules, and a task that keeps no state of its own."""

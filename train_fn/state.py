@@ -18,6 +18,7 @@ from train_fn.ema import Ema
 from train_fn.errors import DataChanged
 from train_fn.event_tail import EventTail
 from train_fn.ledger import Ledger
+from train_fn.modes import BuiltModes
 from train_fn.optim import Packer, unpacked
 from train_fn.stream_set import Bookmarks
 from train_fn.untrained import Place, copy_all, is_alike, untrained_places
@@ -60,6 +61,7 @@ class TrainState:
         self.model = model
         self.optimizer = optimizer
         self._packer = Packer()
+        self._modes = BuiltModes(model)
         self.scaler = scaler
         self.ema = ema
         self.steps_per_epoch = steps_per_epoch
@@ -124,6 +126,7 @@ class TrainState:
             "parent": self.parent,
             "tail": self.tail.dump(),
             "model": dict(self.model.state_dict()),
+            "modes": self._modes.state_dict(),
             "unsaved": {name: place.tensor for name, place in self._unsaved.items()},
             "task": self.task,
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
@@ -155,6 +158,7 @@ class TrainState:
         self._check_contents(state)
         self.complete = False
         self.model.load_state_dict(state["model"])
+        self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))

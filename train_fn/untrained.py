@@ -15,6 +15,7 @@ from train_fn.errors import BadTask
 
 COPIED_BYTES = 64 << 20
 """Copies of tensors that are not known to move take no more than this together; of each tensor beyond, a sample is kept."""
+_SEEN_BYTES = 1 << 20
 _SAMPLED = 256
 """Elements in a sample, about."""
 
@@ -200,6 +201,7 @@ class WarmUp:
         ]
         self._empty = [place for place in named if place.tensor is None]
         self._kept = keep(map(present, places))
+        self._seen: dict[int, Kept] = {}
         for at, (place, kept) in enumerate(zip(places, self._kept, strict=True)):
             if kept.copy is None and (is_fresh or not place.is_saved):
                 self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
@@ -218,10 +220,15 @@ class WarmUp:
                 ignored.add(number)
             elif now is not kept.tensor or kept.differs(now):
                 moving.add(number)
+                [self._seen[number]] = keep([now], _SEEN_BYTES)
         for fault in faults:
             if fault is not None:
                 raise fault
         return moving, ignored
+
+    def has_moved_again(self) -> bool:
+        """Whether what moved has other contents than at the last look: gradient checkpointing runs forward passes again."""
+        return any((now := self._places[number].tensor) is None or seen.differs(now) for number, seen in self._seen.items())
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -59,6 +59,7 @@ class VolatileBuffers:
         moving: numbers of those that are known to move, the same on every rank.
         ignored: numbers of those that follow from the batch (a mask made for its length, say), and are left alone.
         carry: hears of what moves.
+        runs_again: whether backward passes run forward passes again, which moves buffers a second time.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class VolatileBuffers:
         ignored: Iterable[int],
         peers: Peers,
         carry: Callable[[list[Place]], None],
+        *,
+        runs_again: bool = False,
     ) -> None:
         self._places, self._peers, self._ignored, self._carry = places, peers, set(ignored), carry
+        self._may_be_plain = peers.alone and not runs_again
         self._late: dict[int, _Late] = {}
         self._unfit: dict[int, Kept] = {}
         """What took another shape since the watch began."""
@@ -124,7 +128,7 @@ class VolatileBuffers:
             num_samples: of the global batch.
             num_passes: forward passes of this rank.
         """
-        self._is_plain = self._peers.alone and num_passes == 1
+        self._is_plain = self._may_be_plain and num_passes == 1
         self._num_samples, self._own_samples, self._num_passes = num_samples, 0, 0
         if moved := self._watch.moved():  # by a hook of the optimizer's, say
             self._watch.refresh(moved)

@@ -65,8 +65,8 @@ def _at_start(strike: Strike) -> None:
 def _in_all_reduce(strike: Strike) -> None:
     join = Replica.join
 
-    def join_and_watch(self: Replica) -> None:
-        join(self)
+    def join_and_watch(self: Replica, *, is_fresh: bool = False) -> None:
+        join(self, is_fresh=is_fresh)
 
         def gradient_is_there(_: Any) -> None:
             is_last = getattr(self.wrapped, "require_backward_grad_sync", True)  # of the step's micro-batches

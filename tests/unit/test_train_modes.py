@@ -18,6 +18,7 @@ from train_fn import replica
 from train_fn.loop import train
 from train_fn.modes import evaluating, set_modes_for_training
 from train_fn.saver import Saver
+from train_fn.state import TrainState
 
 
 class NormInEval(nn.Module):
@@ -70,6 +71,23 @@ def test_after_an_evaluation_every_module_is_in_the_mode_it_was_in_whatever_happ
         raise KeyError
     assert [module.training for module in model.modules()] == before
     torch.testing.assert_close(model[0].weight.detach(), weight)
+
+
+def test_modes_that_a_hook_changed_are_part_of_the_state() -> None:
+    def make_state() -> TrainState:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout().eval())
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+        return TrainState(model, optimizer, scaler, None, steps_per_epoch=9, fingerprint="data")
+
+    frozen, restored, old = make_state(), make_state(), make_state()
+    frozen.model[1].eval()  # type: ignore[index]
+    frozen.model[2].train()  # type: ignore[index]
+    state = frozen.state_dict()
+    restored.load_state_dict(state)
+    assert [module.training for module in restored.model.modules()] == [True, True, False, True]
+    del state["modes"]
+    old.load_state_dict(state)
+    assert [module.training for module in old.model.modules()] == [True, True, True, False]
 
 
 class FrozenNorm(Regression):
