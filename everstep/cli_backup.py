@@ -31,10 +31,15 @@ def backup(
     database_only: Annotated[
         bool, typer.Option("--database-only", help="Leave the storage out, for instance an object store.")
     ] = False,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A directory of the storage that is a link of your own (runs, code); may be repeated."),
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Copy database and storage to a new directory, while the service runs; on its machine."""
-    _run("create", directory, database, storage, ["--database-only"] if database_only else [])
+    only = ["--database-only"] if database_only else []
+    _run("create", directory, database, storage, [*only, *(text for name in follow or () for text in ("--follow", name))])
 
 
 @command

@@ -15,8 +15,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from service.home import HomeError, HomeLock
 from service.settings import Settings, SettingsError, database_url, home_directory
 from service.storage_adoption import adopt_storage
 from service.storage_gate import StorageGate
+from service.tree_copy import LinkedRoot, Skipped, copy_tree, sync
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
 
@@ -55,12 +56,18 @@ class Summary:
     missing: tuple[str, ...]
     """Checkpoints that the database names and the storage lacks, as ``RUN_ID/NAME``."""
     size_bytes: int
+    num_skipped: int = 0
+    """Links, FIFOs and the like in the storage, which are never copied."""
+    skipped: tuple[str, ...] = ()
+    """The first of them, each with the reason."""
 
 
-def create(settings: Settings, directory: Path, *, with_storage: bool = True) -> Summary:
+def create(settings: Settings, directory: Path, *, with_storage: bool = True, follow: Collection[str] = ()) -> Summary:
     """Copy database and storage of a service, which may run meanwhile, to a new directory.
 
-    The directory appears under its name once the copy is whole. Raises BackupError, StorageError, DatabaseError.
+    The directory appears under its name once the copy is whole. ``follow``: as for ``copy_tree``.
+
+    Raises BackupError, LinkedRoot, StorageError, DatabaseError.
     """
     if directory.exists():
         raise BackupError(f"{directory} exists; a copy is never changed: name a new directory")
@@ -75,8 +82,9 @@ def create(settings: Settings, directory: Path, *, with_storage: bool = True) ->
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
     name = _copy_database(url, draft)
+    skipped = Skipped()
     if with_storage:
-        _copy_tree(Path(storage.uri), draft / _STORAGE)
+        skipped = copy_tree(Path(storage.uri), draft / _STORAGE, follow)
     manifest = {
         "format": FORMAT,
         "everstep": version("everstep"),
@@ -88,9 +96,9 @@ def create(settings: Settings, directory: Path, *, with_storage: bool = True) ->
     }
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for path in (draft / name, draft / MANIFEST, draft):
-        _sync(path)
+        sync(path)
     draft.rename(directory)
-    return _summary(settings, storage, directory)
+    return replace(_summary(settings, storage, directory), num_skipped=skipped.num, skipped=tuple(skipped.first))
 
 
 def restore(settings: Settings, directory: Path) -> Summary:
@@ -110,7 +118,7 @@ def restore(settings: Settings, directory: Path) -> Summary:
                     f"the copy's storage is a directory, and {storage.uri} is not; upload it, then restore with its URI"
                 )
             _refuse_filled(Path(storage.uri))
-            _copy_tree(directory / _STORAGE, Path(storage.uri))
+            copy_tree(directory / _STORAGE, Path(storage.uri))
         _put_database(url, source)
         database = Database(settings.database_url)
         try:
@@ -170,7 +178,7 @@ def _copy_sqlite(source: Path, target: Path) -> None:
     if answer != "ok":
         raise BackupError(f"{source} is damaged: {answer}")
     draft.chmod(0o600)
-    _sync(draft)
+    sync(draft)
     draft.rename(target)
 
 
@@ -186,49 +194,9 @@ def _run_postgresql(command: Sequence[str], url: URL) -> None:
         raise BackupError(f"{command[0]} ended with {ended.returncode}: {ended.stderr.strip()[-500:]}")
 
 
-def _copy_tree(source: Path, target: Path) -> None:
-    """Every file as it is when its turn comes; those that vanish meanwhile are left out, as are drafts of atomic writes.
-
-    A directory of the root may be an operator's link to another disk. Below it links are left out: a run's code may have put them
-    there.
-    """
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for top in sorted(source.iterdir()):
-        if top.is_dir():
-            root = top.resolve()
-            for place, directories, names in os.walk(root):
-                # Last: else journals, copied after them, would tell of newer checkpoints than the copy has.
-                directories.sort(key=lambda name: name == "checkpoints")
-                there = target / top.name / Path(place).relative_to(root)
-                there.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for name in names:
-                    _copy_file(Path(place) / name, there / name)
-                _sync(there)
-        else:
-            _copy_file(top, target / top.name)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    if source.name.startswith(".") or source.is_symlink():
-        return
-    try:
-        shutil.copy2(source, target, follow_symlinks=False)
-    except FileNotFoundError:
-        return
-    _sync(target)
-
-
 def _refuse_filled(root: Path) -> None:
     if root.exists() and any(root.iterdir()):
         raise BackupError(f"the storage {root} is not empty; move it away first, or give another --storage")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:
@@ -276,16 +244,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--database", default="", metavar="URL")
     parser.add_argument("--storage", default="", metavar="URI")
     parser.add_argument("--database-only", action="store_true", help="create: leave the storage out")
+    parser.add_argument(
+        "--follow", action="append", default=[], metavar="NAME", help="create: a directory of the storage that is your own link"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of words")
     given = parser.parse_args(argv)
     try:
         settings = Settings(home=home_directory(), database_url=given.database or database_url(), storage_uri=given.storage)
         directory = given.directory.absolute()
         if given.what == "create":
-            done = create(settings, directory, with_storage=not given.database_only)
+            done = create(settings, directory, with_storage=not given.database_only, follow=given.follow)
         else:
             done = restore(settings, directory)
-    except (BackupError, SettingsError, HomeError, StorageError, DatabaseError, OSError) as exc:
+    except (BackupError, LinkedRoot, SettingsError, HomeError, StorageError, DatabaseError, OSError) as exc:
         words = f"everstep {'backup' if given.what == 'create' else 'restore'}: {exc}"
         print(json.dumps({"error": {"message": str(exc)}}) if given.json else printable_lines(words), file=sys.stderr)
         return 1
@@ -295,6 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{done.directory}: {done.num_runs} runs, {done.num_checkpoints} checkpoints, {done.size_bytes / 1e6:.1f} MB")
     for name in done.missing:
         print(f"  not there: {printable(name)}, which retention took away meanwhile")
+    if done.num_skipped:
+        print(f"  left out: {done.num_skipped} links, FIFOs and the like, which no run needs:")
+    for words in done.skipped:
+        print(f"    {printable(words)}")
     return 0
 
 

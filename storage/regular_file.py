@@ -31,13 +31,13 @@ class _Reader(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
     """Return a descriptor of a regular file, without waiting. It is an ``opener`` for ``open``, too.
 
     Raises LinkedFile, NotRegularFile, OSError.
     """
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC, 0o644, dir_fd=dir_fd)
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise linked(path) from exc

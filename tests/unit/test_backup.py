@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.spec import parse_spec
-from service import backup
+from service import backup, tree_copy
 from service.backup import BackupError, create, restore
 from service.db.engine import Database, DatabaseError
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.home import HomeError, HomeLock
 from service.settings import Settings
+from service.tree_copy import LinkedRoot
 from tests.unit.api_service import spec
 from tests.unit.postgres_server import PostgresServer
 
@@ -83,13 +86,13 @@ def test_a_copied_journal_tells_of_no_checkpoint_that_was_committed_after_it_was
         (run / name).mkdir(parents=True)
         (run / name / "file").touch()
     copied: list[str] = []
-    copy = shutil.copy2
+    copy = tree_copy._copy_file
 
-    def note(source: Path, *arguments: object, **more: object) -> object:
+    def note(directory: int, source: Path, *more: Any) -> None:
         copied.append(str(source))
-        return copy(source, *arguments, **more)  # type: ignore[call-overload]
+        copy(directory, source, *more)
 
-    monkeypatch.setattr(shutil, "copy2", note)
+    monkeypatch.setattr(tree_copy, "_copy_file", note)
     create(served, tmp_path / "copy")
     assert any("/events/" in path for path in copied[:-1]) and "/checkpoints/" in copied[-1]
 
@@ -177,3 +180,39 @@ def test_the_database_may_be_named_in_a_file(
     assert "1 runs, 0 checkpoints" in capsys.readouterr().out
     monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "none"))
     assert backup.main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1
+
+
+def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
+    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link at the storage's root was followed (a private key was copied), and any FIFO ended the backup."""
+    outside, root = tmp_path / "keys", Path(served.storage_uri)
+    outside.mkdir()
+    (outside / "id_rsa").write_text("private")
+    (root / "planted").symlink_to(outside)
+    (root / "planted-file").symlink_to(outside / "id_rsa")
+    (root / "runs" / "run_a" / "events" / "linked").symlink_to(outside)
+    os.mkfifo(root / "pipe")
+    os.mkfifo(root / "runs" / "run_a" / "events" / "s002.jsonl")
+    with (root / "runs" / "run_a" / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    made = create(served, tmp_path / "copy")
+    copied = tmp_path / "copy" / "storage"
+    assert not list(copied.rglob("id_rsa")) and not [path for path in copied.rglob("*") if path.is_symlink()]
+    assert {path.name for path in copied.rglob("*") if not path.is_dir()} >= {"s001.jsonl", "huge"}
+    assert (copied / "runs" / "run_a" / "huge").stat().st_blocks == 0
+    assert made.num_skipped == 6 and any("pipe: not a regular file" in words for words in made.skipped)
+    assert any("planted: a link" in words for words in made.skipped)
+    monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
+    assert backup.main(["create", str(tmp_path / "told")]) == 0
+    assert "left out: 6 links" in capsys.readouterr().out
+
+
+def test_an_operators_own_link_is_followed_where_it_is_named(served: Settings, tmp_path: Path) -> None:
+    root = Path(served.storage_uri)
+    (root / "runs").rename(tmp_path / "disk")
+    (root / "runs").symlink_to(tmp_path / "disk")
+    with pytest.raises(LinkedRoot, match="give --follow runs"):
+        create(served, tmp_path / "copy")
+    create(served, tmp_path / "copy", follow=["runs"])
+    assert (tmp_path / "copy" / "storage" / "runs" / "run_a" / "events" / "s001.jsonl").read_bytes() == b'{"n":1}\n'
