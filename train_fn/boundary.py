@@ -48,7 +48,7 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
     if not evaluates:
         return False
     reporter.hand_over()
-    metrics = evaluate(ctx, replica)
+    metrics = reporter.limited(evaluate(ctx, replica), ctx.spec.checkpoint.best_metric)
     state.metrics, state.evaluated_step = metrics, state.step
     if metrics:
         epoch = (state.step - 1) // state.steps_per_epoch

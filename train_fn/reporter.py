@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from everstep.events import EventKind
+from everstep.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
 from train_fn import head_clock
 from train_fn.context import WorkerContext
 from train_fn.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 TAIL_S = 10.0
 """How far back points are reported again after a recovery. Reports are durable within a fraction of this."""
@@ -31,6 +35,8 @@ class Reporter:
         self._state = state
         self._late_points: list[dict[str, Any]] = []
         self._points: list[dict[str, Any]] = []
+        self._names = NameLimit()
+        self._told_of_limit = False
         self._hand_over_at = float("-inf")
         self._step_began = self._epoch_began = time.perf_counter()
 
@@ -42,6 +48,8 @@ class Reporter:
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
+        if not values.keys() <= self._names.known:
+            self._leave_out(values, self._names.refused(values, MAX_STEP_NAMES))
         values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
         point = {"step": self._state.step, "at": at, "values": values}
         self._state.tail.points.append({"kind": _METRICS_KIND, "at": at, "data": point})
@@ -50,6 +58,24 @@ class Reporter:
             if now >= self._hand_over_at:
                 self.hand_over()
         return step_s
+
+    def limited(self, metrics: dict[str, float], best_metric: str | None) -> dict[str, float]:
+        """Return an evaluation's metrics without those that are beyond the run's limit of names. Never without the best metric."""
+        always = () if best_metric is None else (best_metric, validation_name(best_metric))
+        kept = dict(metrics)
+        self._leave_out(kept, self._names.refused(metrics, always=always))
+        return kept
+
+    def _leave_out(self, values: dict[str, Any], names: list[str]) -> None:
+        for name in names:
+            del values[name]
+        if names and not self._told_of_limit:
+            self._told_of_limit = True
+            logger.warning(
+                "a run has at most %d names of metrics, %d of them of steps: %d more are left out from here on, such as %r; "
+                "report fewer, or sum them up",
+                *(MAX_NAMES, MAX_STEP_NAMES, len(names), names[0][:100]),
+            )
 
     def hand_over(self) -> None:
         """Give the journal all points that were gathered. To be called before anything that may take long."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.events import EventKind
-from everstep.metric_names import lookup, validation_name
+from everstep.metric_names import NameLimit, lookup, validation_name
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from service.db.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
 from service.projections.checkpoints import stands
@@ -97,10 +97,13 @@ def _metrics(run: RunRow, event: EventRow) -> Changes:
     if not points:
         return Changes()
     latest = dict(run.metrics)
+    limit = NameLimit(latest)
     rows = []
     for point in points:
         for told, value in point["values"].items():
             name = told[:METRIC_NAME_CHARS]
+            if name not in limit.known and limit.refused([name]):
+                continue
             rows.append(MetricPoint(name, int(point["step"]), float(point["at"]), value))
             if value is None:
                 latest.pop(name, None)
@@ -118,6 +121,10 @@ def _metrics(run: RunRow, event: EventRow) -> Changes:
 def _evaluated(run: RunRow, event: EventRow) -> Changes:
     step, values = int(event.data["step"]), event.data["metrics"]
     named = {validation_name(name)[:METRIC_NAME_CHARS]: value for name, value in values.items()}
+    best_metric = run.spec["checkpoint"]["best_metric"]
+    always = () if best_metric is None else (validation_name(best_metric),)
+    for name in NameLimit(run.metrics).refused(list(named), always=always):
+        del named[name]
     columns: dict[str, Any] = {"metrics": run.metrics | {name: value for name, value in named.items() if value is not None}}
     best = _better(run, step, values)
     if best is not None:

@@ -20,6 +20,7 @@ import ray.train.collective
 from ray.exceptions import RayError
 
 from everstep.events import EventKind
+from everstep.metric_names import MAX_NAMES, NameLimit
 from everstep.spec import CodeSpec
 from storage.run_dir import Stop
 from train_fn import head_clock
@@ -57,6 +58,8 @@ class Reports:
         self._kept = kept
         self._profiler = StepProfiler(ctx, list)
         self._began = time.perf_counter()
+        self._names = NameLimit()
+        self._told_of_limit = False
         self.stop: Stop | None = None
         """What the ranks agreed on."""
 
@@ -102,6 +105,12 @@ class Reports:
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
         values = {**_numbers(metrics), "step_s": step_s}
+        if refused := self._names.refused(values, always=("step_s",)):
+            values = {name: value for name, value in values.items() if name in self._names.known}
+            if not self._told_of_limit:
+                self._told_of_limit = True
+                words = "a run has at most %d names of metrics: %d more are left out from here on, such as %r; report fewer"
+                logger.warning(words, MAX_NAMES, len(refused), refused[0][:100])
         self._ctx.journal.emit(EventKind.METRICS, {"points": [{"step": self.step, "at": head_clock.now(), "values": values}]})
 
 
