@@ -259,9 +259,9 @@ class SegmentedLog:
 
     def append(self, lines: Sequence[bytes]) -> None:
         relpath = _segment(self._stem, self._next)
-        if self._files.exists(relpath):
+        # Under a condition: of two writers that put the same segment one hears that it has, and is told so.
+        if not self._files.create_new(relpath, b"".join(line + b"\n" for line in lines)):
             raise LogTakenOver(f"{self._files.path(relpath)} exists: another process writes this log")
-        self._files.write(relpath, b"".join(line + b"\n" for line in lines))
         self._next += 1
 
     @property

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from storage.errors import AlreadyClaimed, StorageNotFound
+from storage.filesystem import require_exclusive_creates
 from storage.process_nonce import process_nonce
 from storage.run_dir import Origin, RunDir
 
@@ -21,8 +22,14 @@ _GAP = 3
 
 
 def claim_submission(run_dir: RunDir, submission: int) -> None:
-    """Take a submission's number for this process. Raises AlreadyClaimed where another process has it."""
+    """Take a submission's number for this process.
+
+    Raises:
+        AlreadyClaimed: another process has it.
+        InvalidStorage: the storage cannot tell them apart.
+    """
     path = run_dir.claim_path((submission, 0))
+    require_exclusive_creates(run_dir.files, path.rpartition("/")[0])
     if not run_dir.files.create_new(path, _claim()):
         found = _read(run_dir, (submission, 0))
         raise AlreadyClaimed(

@@ -68,6 +68,7 @@ class Storage:
                 found = self.files.read(relpath)
             finally:
                 self.files.delete_file(relpath)
+            require_exclusive_creates(self.files, "")
         except StorageError as exc:
             raise type(exc)(f"storage {self.uri} cannot be used: {exc}") from exc
         if found != data:
@@ -75,6 +76,20 @@ class Storage:
 
     def __reduce__(self) -> tuple[object, ...]:
         return open_storage, (self.uri,)
+
+
+def require_exclusive_creates(files: Files, directory: str) -> None:
+    """Raise InvalidStorage where the storage creates a file that is there already: two processes would overwrite each other's."""
+    relpath = f"{directory}/.create-{secrets.token_hex(6)}".lstrip("/")
+    try:
+        honoured = files.create_new(relpath, b"1") and not files.create_new(relpath, b"2")
+    finally:
+        files.delete_file(relpath)
+    if not honoured:
+        raise InvalidStorage(
+            f"{files.path(directory)} creates a file although there is one: an object store that ignores If-None-Match: * on "
+            "a put, by which processes would overwrite each other's journals; use a store that honours it, or a filesystem"
+        )
 
 
 def open_storage(uri: str) -> Storage:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import SplitResult, parse_qs
 
+from storage.conditional_puts import S3ConditionalPuts
 from storage.errors import InvalidStorage, StorageNotFound, mapped
 from storage.files import Entry, ReadStream
 from storage.regular_file import READ_LIMIT_BYTES, read_whole
@@ -36,6 +37,7 @@ def open_object_files(parts: SplitResult) -> ObjectFiles:
                     **options,
                 ),
                 base,
+                S3ConditionalPuts(options, _CONNECT_TIMEOUT_S, _REQUEST_TIMEOUT_S),
             )
         return ObjectFiles(fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S), **options), base)
 
@@ -93,9 +95,11 @@ class ObjectFiles:
 
     can_append = False
 
-    def __init__(self, filesystem: Any, base: str) -> None:
+    def __init__(self, filesystem: Any, base: str, puts: S3ConditionalPuts | None = None) -> None:
+        """``puts`` is None of Google's store, whose conditions pyarrow does not speak: there a look comes before the put."""
         self._fs = filesystem
         self.base = base
+        self._puts = puts
 
     def path(self, relpath: str) -> str:
         return f"{self.base}/{relpath}" if relpath not in ("", ".") else self.base
@@ -136,6 +140,8 @@ class ObjectFiles:
         stream.close()
 
     def create_new(self, relpath: str, data: bytes) -> bool:
+        if self._puts is not None:
+            return self._puts.put_new(self.path(relpath), data) or self.read(relpath) == data
         if self.exists(relpath):
             return self.read(relpath) == data
         self.write(relpath, data)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from storage.errors import StorageError, StorageNotFound
+from storage.claims import claim_submission
+from storage.conditional_puts import S3ConditionalPuts
+from storage.errors import InvalidStorage, LogTakenOver, StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.journal import JournalWriter, read_journal
 from storage.make_bucket import main as make_bucket
@@ -79,6 +83,50 @@ def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> Non
     newest, rejected = run_dir.checkpoints.newest_valid()
     assert newest is not None and newest.step == 50
     assert rejected == []
+
+
+def test_of_two_writers_of_one_log_one_hears_that_it_has_written(s3_storage: Storage) -> None:
+    """Both have looked, and nothing was there. The other one's lines stay, and its own are written behind them."""
+    run_dir = s3_storage.run_dir("run_a")
+    one, other = JournalWriter(run_dir, 1), JournalWriter(run_dir, 1)
+    one.append([event(1, source="one")])
+    with pytest.raises(LogTakenOver):
+        other.append([event(1, source="other")])
+    other.append([event(1, source="other")])
+    assert [(found.n, found.source) for found in read_journal(run_dir, 1)[0]] == [(1, "one"), (2, "other")]
+
+
+def test_many_that_create_one_object_at_the_same_time_make_it_once(s3_storage: Storage) -> None:
+    files = s3_storage.files
+    for number in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda who, number=number: files.create_new(f"one/{number}", b"%d" % who), range(8)))  # type: ignore[misc]
+        assert made.count(True) == 1
+        assert files.read(f"one/{number}") == b"%d" % made.index(True)
+
+
+def test_a_put_whose_answer_was_lost_is_taken_for_done(s3_storage: Storage) -> None:
+    assert s3_storage.files.create_new("one", b"same")
+    assert s3_storage.files.create_new("one", b"same"), "as a client sends it again that has heard nothing"
+    assert not s3_storage.files.create_new("one", b"other")
+
+
+def test_a_store_that_ignores_the_condition_is_refused(s3_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older object stores do, which do not know the header."""
+    call = S3ConditionalPuts._call
+
+    def without_the_header(self: S3ConditionalPuts, operation: str, bucket: str, key: str, **arguments: Any) -> None:
+        arguments.pop("IfNoneMatch", None)
+        call(self, operation, bucket, key, **arguments)
+
+    monkeypatch.setattr(S3ConditionalPuts, "_call", without_the_header)
+    with pytest.raises(InvalidStorage, match=r"cannot be used: .*ignores If-None-Match: \* on a put"):
+        s3_storage.probe()
+    with pytest.raises(InvalidStorage, match="use a store that honours it, or a filesystem"):
+        claim_submission(s3_storage.run_dir("run_a"), 1)
+    monkeypatch.undo()
+    s3_storage.probe()
+    claim_submission(s3_storage.run_dir("run_a"), 1)
 
 
 def test_a_large_file_goes_up_in_parts(s3_storage: Storage) -> None:
