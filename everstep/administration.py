@@ -23,7 +23,15 @@ class Tokens:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def create(self, name: str, *, role: Role, project: str | None = None, expires_at: datetime | None = None) -> NewToken:
+    def create(
+        self,
+        name: str,
+        *,
+        role: Role,
+        project: str | None = None,
+        expires_at: datetime | None = None,
+        create_project: bool = False,
+    ) -> NewToken:
         """Make a token; ``token`` of the answer is its secret, shown only here.
 
         Args:
@@ -31,6 +39,7 @@ class Tokens:
             role: ``viewer``, ``submitter`` or ``admin``.
             project: the one project that it reaches; left out for an admin.
             expires_at: with a time zone; None never.
+            create_project: make the project where it does not exist, which is a fault otherwise.
 
         Raises InvalidSpec for what cannot be, AuthError for others than administrators.
         """
@@ -39,7 +48,8 @@ class Tokens:
             body["project"] = project
         if expires_at is not None:
             body["expires_at"] = format_time(expires_at)
-        return self._transport.parse(self._transport.send("POST", "/v1/tokens", body=body), NewToken)
+        params = {"create_project": "true"} if create_project else None
+        return self._transport.parse(self._transport.send("POST", "/v1/tokens", params=params, body=body), NewToken)
 
     def list(self) -> Iterator[Token]:
         """Every token that is not revoked, oldest first."""

@@ -43,6 +43,9 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="The same key and spec give the same run, however often.")
     ] = None,
+    create_project: Annotated[
+        bool, typer.Option("--create-project", help="Make the run's project where it does not exist.")
+    ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -52,8 +55,8 @@ def submit(
     parsed = parse_spec(raw)
     client = terminal().client()
     if archive is not None:
-        client.code.upload_packed(archive)
-    run = client.runs.create(parsed, idempotency_key)
+        client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
+    run = client.runs.create(parsed, idempotency_key, create_project=create_project)
     _note_best_mode(raw, parsed)
     if watch:
         _watch_to_the_end(run)

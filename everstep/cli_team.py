@@ -75,6 +75,7 @@ def create_token(
     project_name: Annotated[
         str | None, typer.Option("--project", metavar="NAME", help="The one project that it reaches; none for an admin.")
     ] = None,
+    create_project: Annotated[bool, typer.Option("--create-project", help="Make the project where it does not exist.")] = False,
     expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="For example 12h or 30d; never where left out.")] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -83,7 +84,13 @@ def create_token(
     out = terminal()
     expires_at = None if expires_in is None else datetime.now(UTC) + _duration(expires_in)
     # The service judges the role, and says which there are.
-    made = out.client().tokens.create(name, role=role, project=project_name, expires_at=expires_at)  # type: ignore[arg-type]
+    made = out.client().tokens.create(
+        name,
+        role=role,  # type: ignore[arg-type]
+        project=project_name,
+        expires_at=expires_at,
+        create_project=create_project,
+    )
     if out.as_json:
         out.json(made)
         return

@@ -140,15 +140,20 @@ class Runs:
         self._transport = transport
         self._patience = patience
 
-    def create(self, spec: RunSpec | Mapping[str, Any], idempotency_key: str | None = None) -> RunHandle:
+    def create(
+        self, spec: RunSpec | Mapping[str, Any], idempotency_key: str | None = None, *, create_project: bool = False
+    ) -> RunHandle:
         """Submit a run. It is tried again where that is needed, and makes one run however often: by an idempotency key of its own,
-        or by ``idempotency_key``, with which the same call gives the same run at any time.
+        or by ``idempotency_key``, with which the same call gives the same run at any time. A project that does not exist is a fault
+        of the spec unless ``create_project`` makes it.
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
         body = spec.model_dump(mode="json") if isinstance(spec, RunSpec) else _jsonable(dict(spec))
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-        response = self._transport.send("POST", "/v1/runs", body=body, headers={"Idempotency-Key": key}, repeatable=True)
+        params = {"create_project": "true"} if create_project else None
+        headers = {"Idempotency-Key": key}
+        response = self._transport.send("POST", "/v1/runs", params=params, body=body, headers=headers, repeatable=True)
         return self._handle(self._transport.parse(response, Run))
 
     def get(self, run_id: str) -> RunHandle:

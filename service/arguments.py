@@ -75,7 +75,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     args = parser.parse_args(argv)
     cordon_runs, cordon_failures, cordon_window_s = cordon_settings()
     scrub_mb_per_s, scrub_interval_s = scrub_settings()
-    rate_per_s, max_upload_bytes = request_limits()
+    rate_per_s, max_upload_bytes, max_code_bytes = request_limits()
     tls_cert, tls_key = tls_settings()
     return Settings(
         home=home_directory(),
@@ -99,6 +99,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         scrub_interval_s=scrub_interval_s,
         rate_per_s=rate_per_s,
         max_upload_bytes=max_upload_bytes,
+        max_code_bytes=max_code_bytes,
         metrics_token=metrics_token(),
         tls_cert=tls_cert,
         tls_key=tls_key,

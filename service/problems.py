@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from everstep.errors import FieldError, InvalidSpec
 from service.db.engine import DatabaseUnavailable, Unstorable
 from service.db.idempotency import IdempotencyConflict
-from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded
+from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
 from service.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 
@@ -84,6 +84,8 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(409, "invalid_transition", str(exc))
         case QuotaExceeded():
             return ProblemError(409, "quota_exceeded", str(exc))
+        case UnknownProject():
+            return invalid_request("project", msg=str(exc))
         case ProjectInUse():
             return ProblemError(409, "conflict", str(exc))
         case IdempotencyConflict():

@@ -152,6 +152,7 @@ async def serve(
             public_url=settings.public_url or url,
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
+            max_code_bytes=settings.max_code_bytes,
             storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
             notify=settings.notify,

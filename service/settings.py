@@ -26,6 +26,7 @@ DEFAULT_SCRUB_MB_PER_S = 10.0
 DEFAULT_SCRUB_INTERVAL_S = 24 * 3600.0
 DEFAULT_RATE_PER_S = 1000.0
 DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
+DEFAULT_MAX_CODE_BYTES = 4 << 30
 _CREDENTIALS = {"s3": "AWS_*", "gs": "GOOGLE_*"}
 """Variables that reach the storage of a scheme; ranks read and write it with them."""
 
@@ -94,6 +95,8 @@ class Settings:
     """Requests a second that one token may make for ever, twice as many at once; 0 is no limit."""
     max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     """Largest upload of code."""
+    max_code_bytes: int = DEFAULT_MAX_CODE_BYTES
+    """Bytes of all uploaded archives of one project; 0 is no limit."""
     metrics_token: str = ""
     """A secret, made by the operator, that is a viewer's token of all projects: for Prometheus. Empty for none."""
     tls_cert: Path | None = None
@@ -123,6 +126,8 @@ class Settings:
             raise SettingsError(f"rate_per_s {self.rate_per_s:g} is no rate; give requests a second, or 0 for no limit")
         if self.max_upload_bytes < 1:
             raise SettingsError(f"max_upload_bytes {self.max_upload_bytes} is too few; give a number of bytes")
+        if self.max_code_bytes < 0:
+            raise SettingsError(f"max_code_bytes {self.max_code_bytes} is negative; give bytes for each project, 0 for no limit")
         if not 0 < self.cordon_window_s < float("inf"):
             raise SettingsError(f"cordon_window_s {self.cordon_window_s:g} is no length of time; give seconds above 0")
         if not 0 <= self.scrub_mb_per_s < float("inf"):
@@ -234,14 +239,15 @@ def cluster_env(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(name.strip() for name in environ.get("EVERSTEP_CLUSTER_ENV", "").split(",") if name.strip())
 
 
-def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int]:
-    """``rate_per_s`` and ``max_upload_bytes`` from EVERSTEP_RATE_PER_S and EVERSTEP_MAX_UPLOAD_BYTES, or their defaults.
+def request_limits(environ: Mapping[str, str] = os.environ) -> tuple[float, int, int]:
+    """``rate_per_s``, ``max_upload_bytes`` and ``max_code_bytes`` from EVERSTEP_RATE_PER_S and so on, or their defaults.
 
     Raises SettingsError naming a variable that is not a number.
     """
     return (
         _number(environ, "EVERSTEP_RATE_PER_S", DEFAULT_RATE_PER_S),
         _number(environ, "EVERSTEP_MAX_UPLOAD_BYTES", DEFAULT_MAX_UPLOAD_BYTES),
+        _number(environ, "EVERSTEP_MAX_CODE_BYTES", DEFAULT_MAX_CODE_BYTES),
     )
 
 

@@ -14,7 +14,7 @@ from storage.filesystem import Storage
 
 @dataclass(frozen=True)
 class StoredCode:
-    """An archive that is there."""
+    """What an archive is."""
 
     digest: str
     """``sha256:`` and 64 hex digits, over the archive's bytes."""
@@ -31,17 +31,14 @@ class CodeStore:
 
     def put(self, data: bytes) -> StoredCode:
         """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what is not safe, or of no use."""
-        paths = {member.path for member in read_members(data)}
-        problems = collisions(paths)
-        if problems:
-            raise InvalidArchive("; ".join(problems))
-        names = modules(paths)
-        if not names:
-            raise InvalidArchive("the archive holds no Python module; pack the directory that holds yours")
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if not self._holds(digest):
-            self._files.write(_path(digest), data)
-        return StoredCode(digest, len(data), names)
+        looked_at = look_at(data)
+        self.keep(looked_at, data)
+        return looked_at
+
+    def keep(self, looked_at: StoredCode, data: bytes) -> None:
+        """Keep the bytes of an archive that was looked at before."""
+        if not self._holds(looked_at.digest):
+            self._files.write(_path(looked_at.digest), data)
 
     def read(self, digest: str) -> bytes:
         """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not those that were stored."""
@@ -58,6 +55,17 @@ class CodeStore:
         except (StorageNotFound, CorruptFile):
             return False
         return True
+
+
+def look_at(data: bytes) -> StoredCode:
+    """Return what an archive holds, without keeping it. Raises InvalidArchive for what is not safe, or of no use."""
+    paths = {member.path for member in read_members(data)}
+    if problems := collisions(paths):
+        raise InvalidArchive("; ".join(problems))
+    names = modules(paths)
+    if not names:
+        raise InvalidArchive("the archive holds no Python module; pack the directory that holds yours")
+    return StoredCode(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data), names)
 
 
 def _path(digest: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.types import Message
 
 from everstep.code_rules import MAX_ARCHIVE_BYTES
@@ -12,12 +12,13 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.spec import CodeSpec
 from everstep.wire import CodeArchive
 from service.api.context import ApiContext, Context
-from service.api.openapi import problem_answers
-from service.auth import Caller
+from service.api.openapi import CreateProject, problem_answers
+from service.auth import Caller, Principal
 from service.code_look import faults_of
+from service.db.projects import DEFAULT_PROJECT
 from service.problems import ProblemError, invalid_request
 from storage.code_archive import read_members
-from storage.code_store import CodeStore
+from storage.code_store import CodeStore, look_at
 from storage.errors import StorageNotFound
 
 router: Final = APIRouter(prefix="/v1/code", tags=["code"])
@@ -45,32 +46,68 @@ ARCHIVE_BODY: Final[dict[str, Any]] = {
     "",
     status_code=201,
     summary="Upload code",
-    responses=problem_answers(400, 403, 413, 415, 422),
+    responses=problem_answers(400, 403, 409, 413, 415, 422),
     openapi_extra=ARCHIVE_BODY,
 )
-async def upload_code(request: Request, context: Context, caller: Caller) -> CodeArchive:
-    """Takes a zip or tar.gz with a Python module or package. The same bytes are stored once, and have the same digest, however
-    often they are sent. Refused with 422 are links, paths that lead elsewhere, archives that unpack to too much, and modules whose
-    names belong to Everstep, torch, Ray or Python itself."""
+async def upload_code(
+    request: Request,
+    context: Context,
+    caller: Caller,
+    project: Annotated[
+        str | None,
+        Query(max_length=64, description="Whose runs may use it; by default the token's own project, `default` for an admin."),
+    ] = None,
+    create_project: CreateProject = False,
+) -> CodeArchive:
+    """Takes a zip or tar.gz with a Python module or package, for the runs of one project. The same bytes have the same digest, and
+    count once, however often they are sent; beyond what a project may have the answer is 409. Refused with 422 are links, paths
+    that lead elsewhere, archives that unpack to too much, and modules whose names belong to Everstep, torch, Ray or Python."""
     caller.require("submitter")
+    owner = project or caller.project or DEFAULT_PROJECT
+    if not caller.reaches(owner):
+        raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {owner!r}")
     data = await _read_file(request)
     await context.storage_call(context.storage_gate.require)
-    stored = await context.storage_call(CodeStore(context.storage).put, data)
-    return CodeArchive(digest=stored.digest, size_bytes=stored.size_bytes, modules=stored.modules)
+    found = await context.storage_call(look_at, data)
+    # The record first: an upload that is over the limit leaves nothing behind, and one that breaks off is simply sent again.
+    await context.database_call(
+        context.code_archives.record,
+        owner,
+        found.digest,
+        found.size_bytes,
+        caller.token_id,
+        context.max_code_bytes,
+        create_project=create_project or caller.project is not None,
+    )
+    await context.storage_call(CodeStore(context.storage).keep, found, data)
+    return CodeArchive(digest=found.digest, size_bytes=found.size_bytes, modules=found.modules)
 
 
-async def check_code(context: ApiContext, code: CodeSpec) -> None:
-    """Look at the code that a run brings, without running any of it. Raises InvalidSpec with every fault that can be seen."""
-    faults = await context.storage_call(_look, CodeStore(context.storage), code)
+async def check_code(context: ApiContext, caller: Principal, project: str, code: CodeSpec) -> None:
+    """Look at the code that a run of a project brings, without running any of it.
+
+    An archive is one of the project's own; administrators, who reach all projects, may take any. Raises InvalidSpec with every
+    fault that can be seen.
+    """
+    if caller.project is not None and not await context.database_look(context.code_archives.holds, project, code.archive):
+        raise InvalidSpec((_missing(project),))
+    faults = await context.storage_call(_look, CodeStore(context.storage), project, code)
     if faults:
         raise InvalidSpec(tuple(faults))
+    if caller.project is None:  # the project's own people may then use what an administrator gave it
+        await context.database_call(context.code_archives.share, project, code.archive, caller.token_id)
 
 
-def _look(store: CodeStore, code: CodeSpec) -> list[FieldError]:
+def _missing(project: str) -> FieldError:
+    words = f"no such archive in project {project!r}; upload the code first (client.code.upload, POST /v1/code)"
+    return FieldError(("code", "archive"), words)
+
+
+def _look(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
     try:
         data = store.read(code.archive)
     except StorageNotFound:
-        return [FieldError(("code", "archive"), "no such archive; upload the code first (client.code.upload, POST /v1/code)")]
+        return [_missing(project)]
     return faults_of(code, {member.path: member.data for member in read_members(data)})
 
 

@@ -21,6 +21,7 @@ from service.api.readiness import ReadinessCheck
 from service.api.token_use import TokenUse
 from service.api.write_queue import WriteQueue
 from service.db.audit import AuditStore
+from service.db.code_archives import CodeArchives
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.node_marks import NodeMarkStore
@@ -37,7 +38,7 @@ from service.notify import NOBODY, NotifyRule
 from service.pip_rule import NO_PACKAGES, PipRule
 from service.rate_limit import RateLimit
 from service.ray_jobs import RayJobs
-from service.settings import DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
+from service.settings import DEFAULT_MAX_CODE_BYTES, DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.storage_gate import StorageGate
 from service.storage_roots import ANYWHERE, StorageRoots
 from service.time_book import TimeBook
@@ -78,6 +79,7 @@ class ApiContext:
         public_url: str | None = None,
         rate_per_s: float = DEFAULT_RATE_PER_S,
         max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES,
+        max_code_bytes: int = DEFAULT_MAX_CODE_BYTES,
         storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
         notify: NotifyRule = NOBODY,
@@ -94,6 +96,7 @@ class ApiContext:
         self.public_url = public_url
         """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
         self.max_upload_bytes = max_upload_bytes
+        self.max_code_bytes = max_code_bytes
         self.storage_roots = storage_roots
         self.notify = notify
         self.embedded = embedded
@@ -107,6 +110,7 @@ class ApiContext:
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)
         self.projects = ProjectStore(database, clock)
+        self.code_archives = CodeArchives(database, clock)
         self.audit = AuditStore(database, clock)
         database.companion = self.audit.join
         self.rate_limit = RateLimit(rate_per_s)

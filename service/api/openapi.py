@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
@@ -67,6 +67,8 @@ DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1}
 PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
 PROJECT_BODY: Final = json_body("ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}})
 TOKEN_BODY: Final = json_body("TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"})
+
+CreateProject = Annotated[bool, Query(description="Make the project where there is none of this name; else that is a fault.")]
 
 STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
 """Second media type of a 200 answer that may be a stream."""

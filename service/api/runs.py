@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from everstep.wire import Page, Run, RunStatus
 from service.api.answers import JsonObject, as_json, run_answer, run_json
 from service.api.code import check_code
 from service.api.context import ApiContext, Context
-from service.api.openapi import SPEC_BODY, problem_answers
+from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
 from service.api.spec_body import content_sha256, read_json, validated
@@ -25,6 +25,7 @@ from service.auth import CallerToConfirm, Claimant, ControlledRun, Principal, Se
 from service.db.engine import Guard
 from service.db.idempotency import IdempotencyKey
 from service.db.new_run import first_transition
+from service.db.projects import UnknownProject
 from service.db.rows import RunHead, RunRow, TransitionRow
 from service.db.run_lookup import Place, RunFilter
 from service.problems import ProblemError, invalid_request
@@ -54,16 +55,33 @@ async def create_run(
         str | None,
         Header(description="1 to 255 printable ASCII characters. The same key and body give the same run again with 200."),
     ] = None,
+    create_project: CreateProject = False,
 ) -> Response:
     """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
-    made, is_new = await submitted(context, caller, raw, idempotency_key, partial(caller.confirm, context))
+    confirm = partial(caller.confirm, context)
+    made, is_new = await submitted(context, caller, raw, idempotency_key, confirm, create_project=create_project)
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
 
 async def submitted(
-    context: ApiContext, caller: Principal, raw: object, idempotency_key: str | None, confirm: Guard | None = None
+    context: ApiContext,
+    caller: Principal,
+    raw: object,
+    idempotency_key: str | None,
+    confirm: Guard | None = None,
+    *,
+    create_project: bool = False,
 ) -> tuple[JsonObject, bool]:
-    """The run that a spec asks for, and whether it is new. ``confirm`` raises where the caller may not have it after all."""
+    """The run that a spec asks for, and whether it is new.
+
+    Args:
+        context: The service's.
+        caller: Who asks.
+        raw: The spec as it came.
+        idempotency_key: The client's name for the request.
+        confirm: Raises where the caller may not have it after all.
+        create_project: Make a project that is missing; a caller's own project is made anyhow.
+    """
     caller.require("submitter")
     spec = await validated(parse_spec, raw)
     if not caller.reaches(spec.project):
@@ -80,13 +98,24 @@ async def submitted(
         await context.database_look(_confirmed, context, confirm)
     if spec.code is not None:
         with _gathered(faults):
-            await check_code(context, spec.code)
+            await check_code(context, caller, spec.project, spec.code)
     if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
         with _gathered(faults):
             spec = await with_origin(context, spec, keep=not faults)
     if faults:
         raise InvalidSpec(tuple(faults))
-    (run, transitions), is_new = await context.database_write(_made, context, spec, caller.token_id, idempotency, confirm)
+    make = partial(
+        context.runs.create,
+        spec,
+        caller.token_id,
+        idempotency,
+        confirm,
+        create_project=create_project or caller.project is not None,
+    )
+    try:
+        (run, transitions), is_new = await context.database_write(_made, context, make)
+    except UnknownProject as exc:
+        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
     return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
 
 
@@ -112,10 +141,8 @@ def _confirmed(context: ApiContext, confirm: Guard) -> None:
         confirm(connection)
 
 
-def _made(
-    context: ApiContext, spec: RunSpec, token_id: str, idempotency: IdempotencyKey | None, confirm: Guard | None
-) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
-    run, is_new = context.runs.create(spec, token_id, idempotency, confirm)
+def _made(context: ApiContext, make: Callable[[], tuple[RunRow, bool]]) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
+    run, is_new = make()
     return (run, [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id]), is_new
 
 

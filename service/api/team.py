@@ -10,7 +10,7 @@ from everstep.team import AuditEntry, NewToken, Project, ProjectRequest, Project
 from everstep.wire import Page
 from service.api.answers import maybe_time, to_time
 from service.api.context import ApiContext, Context
-from service.api.openapi import PROJECT_BODY, TOKEN_BODY, problem_answers
+from service.api.openapi import PROJECT_BODY, TOKEN_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
 from service.api.spec_body import read_model
 from service.auth import EMBEDDED_TRUST, Caller, Principal
@@ -97,7 +97,9 @@ def _project_answer(row: ProjectRow, usage: Usage) -> Project:
     responses=problem_answers(400, 403, 413, 415, 422),
     openapi_extra=TOKEN_BODY,
 )
-async def create_token(_caller: Administrator, request: Request, response: Response, context: Context) -> NewToken:
+async def create_token(
+    _caller: Administrator, request: Request, response: Response, context: Context, create_project: CreateProject = False
+) -> NewToken:
     """The secret is in this answer and nowhere else: only its hash is kept."""
     wanted = await read_model(TokenRequest, request)
     if wanted.role == "admin" and wanted.project is not None:
@@ -108,7 +110,12 @@ async def create_token(_caller: Administrator, request: Request, response: Respo
     if expires_at is not None and expires_at <= context.clock():
         raise invalid_request("expires_at", msg="has passed already; give a time to come, or leave it out")
     row, secret = await context.database_call(
-        context.tokens.create, wanted.name, wanted.role, wanted.project, expires_at=expires_at
+        context.tokens.create,
+        wanted.name,
+        wanted.role,
+        wanted.project,
+        expires_at=expires_at,
+        create_project=create_project,
     )
     response.headers["Cache-Control"] = "no-store"
     warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None

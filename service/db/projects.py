@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from service.db.few import IS_LIVE
 from service.db.rows import ProjectRow
 from service.db.tables import projects, runs, tokens
 
+DEFAULT_PROJECT: Final = "default"
 _MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bindparam("name"))
 
 
@@ -30,6 +32,19 @@ class QuotaExceeded(ProjectError):
 
 class ProjectInUse(ProjectError):
     """A project with runs or tokens cannot be deleted."""
+
+
+class UnknownProject(ProjectError):
+    """There is no project of this name, and nobody asked to make it."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f", did you mean {near[0]}?" if near else ";"
+        super().__init__(
+            f"project {name!r} does not exist{meant} make it with `everstep project create {name}`, or with this request by "
+            "--create-project (create_project=true)"
+        )
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -86,25 +101,29 @@ class ProjectStore:
             return bool(connection.execute(delete(projects).where(projects.c.name == name)).rowcount)
 
 
-def ensure_project(connection: Connection, name: str, now: float) -> bool:
+def ensure_project(connection: Connection, name: str, now: float, *, create: bool = True) -> bool:
     """See that there is a project of this name; whether it is new.
 
-    Raises IntegrityError where another replica made it at the same moment: try again.
+    The project ``default`` is always made; others where ``create`` asks for it. Raises UnknownProject, and IntegrityError where
+    another replica made it at the same moment: try again.
     """
     if connection.execute(select(projects.c.name).where(projects.c.name == name)).one_or_none() is not None:
         return False
+    if not create and name != DEFAULT_PROJECT:
+        raise UnknownProject(name, connection.execute(select(projects.c.name)).scalars().all())
     connection.execute(insert(projects).values(name=name, created_at=now))
     return True
 
 
-def join_queue(connection: Connection, name: str, now: float) -> None:
-    """See that one more run of the project may wait; a project that is not there is made.
+def join_queue(connection: Connection, name: str, now: float, *, create: bool) -> None:
+    """See that one more run of the project may wait; ``create`` makes a project that is not there.
 
-    Raises QuotaExceeded where as many wait as may, IntegrityError where another replica made it at the same moment: try again.
+    Raises QuotaExceeded where as many wait as may, UnknownProject, and IntegrityError where another replica made it at the same
+    moment: try again.
     """
     found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
     if found is None:
-        connection.execute(insert(projects), {"name": name, "created_at": now})
+        ensure_project(connection, name, now, create=create)
         return
     most = found[0]
     if most is None:

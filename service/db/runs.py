@@ -70,7 +70,13 @@ class RunStore:
     # ---------------------------------------------------------------- made and read
 
     def create(
-        self, spec: RunSpec, created_by: str, idempotency: IdempotencyKey | None = None, guard: Guard | None = None
+        self,
+        spec: RunSpec,
+        created_by: str,
+        idempotency: IdempotencyKey | None = None,
+        guard: Guard | None = None,
+        *,
+        create_project: bool = True,
     ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
 
@@ -79,6 +85,7 @@ class RunStore:
             created_by: Token id.
             idempotency: The request's key, where it has one.
             guard: Called first in the transaction; raises where the run is not to be made after all.
+            create_project: Make the run's project where it is missing.
 
         Returns:
             The run, and whether it is new: False for a repeated request.
@@ -86,6 +93,7 @@ class RunStore:
         Raises:
             IdempotencyConflict: The key belongs to another body, or to a run that is deleted.
             QuotaExceeded: The project has as many waiting runs as it may.
+            UnknownProject: It is missing, and is not to be made.
         """
         resolved = spec.model_dump(mode="json")
         for _ in range(_CREATE_ATTEMPTS):
@@ -97,6 +105,7 @@ class RunStore:
                     if known is not None:
                         note_target(known.id)
                         return known, False
+                    join_queue(connection, resolved["project"], self._clock(), create=create_project)
                     return self._insert(connection, resolved, created_by, idempotency), True
             except IntegrityError:
                 # Another replica used the key first, or the id is taken: look again.
@@ -105,7 +114,6 @@ class RunStore:
 
     def _insert(self, connection: Connection, spec: dict[str, Any], created_by: str, idempotency: IdempotencyKey | None) -> RunRow:
         now = self._clock()
-        join_queue(connection, spec["project"], now)
         writer = RunWriter(connection, new_row(new_run_id(now), spec, created_by, now), now, new=True)
         writer.begin()
         run = writer.save()

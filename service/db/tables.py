@@ -192,6 +192,16 @@ projects = Table(
     Column("created_at", Double, nullable=False),
 )
 
+code_archives = Table(  # who uploaded what; storage keeps equal archives once
+    "code_archives",
+    metadata,
+    Column("project", String(64), primary_key=True),
+    Column("digest", String(80), primary_key=True),
+    Column("size_bytes", Integer, nullable=False),  # 0: from before sizes were kept
+    Column("created_by", String(32), nullable=False),  # token id
+    Column("created_at", Double, nullable=False),
+)
+
 audit_log = Table(
     "audit_log",
     metadata,

@@ -103,6 +103,7 @@ class TokenStore:
         *,
         expires_at: float | None = None,
         token_id: str | None = None,
+        create_project: bool = True,
     ) -> tuple[TokenRow, str]:
         """Make a token; its secret is returned here and never again.
 
@@ -112,15 +113,27 @@ class TokenStore:
             project: The one project that it reaches; None reaches all.
             expires_at: Unix seconds; None never.
             token_id: Id of a token to replace; the old secret is worthless from then on.
+            create_project: Make the project where it is missing; else that raises UnknownProject.
         """
         secret = new_secret()
-        return self._put(secret, name, role, project, expires_at, token_id or new_token_id()), secret
+        row = self._put(secret, name, role, project, expires_at, token_id or new_token_id(), create_project=create_project)
+        return row, secret
 
     def take_over(self, secret: str, name: str, role: Role, *, token_id: str) -> TokenRow:
         """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it reaches all projects."""
         return self._put(secret, name, role, None, None, token_id)
 
-    def _put(self, secret: str, name: str, role: Role, project: str | None, expires_at: float | None, token_id: str) -> TokenRow:
+    def _put(
+        self,
+        secret: str,
+        name: str,
+        role: Role,
+        project: str | None,
+        expires_at: float | None,
+        token_id: str,
+        *,
+        create_project: bool = True,
+    ) -> TokenRow:
         row = TokenRow(
             id=token_id,
             name=name,
@@ -135,7 +148,7 @@ class TokenStore:
         note_target(row.id)
         with self._database.write() as connection:
             if project is not None:
-                ensure_project(connection, project, row.created_at)
+                ensure_project(connection, project, row.created_at, create=create_project)
             connection.execute(delete(tokens).where(tokens.c.id == row.id))
             connection.execute(insert(tokens), row.columns())
         return row

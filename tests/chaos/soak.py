@@ -110,7 +110,7 @@ class Soak:
         self.client: Client = service.client()
         self.random = random.Random(record.seed)
         self.record = record
-        self.stranger = self.client.tokens.create("stranger", role="submitter", project="elsewhere").token
+        self.stranger = self.client.tokens.create("stranger", role="submitter", project="elsewhere", create_project=True).token
         self.drained: dict[str, float] = {}
         with tempfile.TemporaryDirectory() as directory:
             code = Path(shutil.copytree(EXAMPLE, Path(directory) / "code"))

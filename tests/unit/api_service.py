@@ -173,7 +173,7 @@ class ApiService:
 
     async def create(self, **fields: Any) -> str:
         """Submit a run; its id."""
-        answer = await self.http.post("/v1/runs", json=spec(**fields))
+        answer = await self.http.post("/v1/runs?create_project=true", json=spec(**fields))
         assert answer.status_code == 201, answer.text
         run_id: str = answer.json()["id"]
         return run_id

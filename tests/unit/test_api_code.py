@@ -8,10 +8,17 @@ from typing import Any
 
 import httpx
 import pytest
+from alembic import command
+from alembic.config import Config
 
+from everstep.spec import parse_spec
 from everstep.wire import CodeArchive
 from service.api import code as code_api
+from service.db.code_archives import CodeArchives
+from service.db.engine import MIGRATIONS, Database
+from service.db.runs import RunStore
 from service.pip_rule import PipRule
+from tests.unit import api_service
 from tests.unit.api_service import ApiService
 from tests.unit.code_archives import TASK, tar_gz, zip_of
 
@@ -98,3 +105,70 @@ async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiServ
     ]
     api.context.pip_rule = PipRule.of("default:EINOPS")
     assert (await api.http.post("/v1/runs", json=spec)).status_code == 201
+
+
+# ---------------------------------------------------------------- whose it is
+
+
+async def test_an_archive_is_of_the_project_that_uploaded_it(api: ApiService) -> None:
+    mine, theirs = [await api.client(api.token("submitter", project)) for project in ("mine", "theirs")]
+    digest = (await upload(api, tar_gz(FILES), mine)).json()["digest"]
+    absent = own_spec("sha256:" + "0" * 64)
+    taken = await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})
+    missing = await theirs.post("/v1/runs", json=absent | {"project": "theirs"})
+    assert taken.status_code == missing.status_code == 422
+    assert taken.json() == missing.json(), "whether another project has it cannot be told"
+    assert taken.json()["errors"][0]["loc"] == ["code", "archive"]
+    assert (await mine.post("/v1/runs", json=own_spec(digest) | {"project": "mine"})).status_code == 201
+    assert (await upload(api, tar_gz(FILES), theirs)).status_code == 201
+    assert (await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
+
+
+async def test_an_administrator_may_take_any_archive_and_gives_it_to_the_project(api: ApiService) -> None:
+    digest = (await upload(api, tar_gz(FILES), await api.client(api.token("submitter", "mine")))).json()["digest"]
+    theirs = await api.client(api.token("submitter", "theirs"))
+    assert (await api.http.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
+    assert (await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
+
+
+async def test_an_upload_is_for_a_project_that_the_caller_reaches_and_that_exists(api: ApiService) -> None:
+    async def status(client: httpx.AsyncClient, query: str) -> int:
+        return (await client.post(f"/v1/code{query}", files={"file": ("code.tar.gz", tar_gz(FILES))})).status_code
+
+    mine = await api.client(api.token("submitter", "mine"))
+    assert await status(mine, "?project=theirs") == 403
+    assert await status(api.http, "?project=typo") == 422
+    assert await status(api.http, "?project=new&create_project=true") == 201
+    new = await api.client(api.token("submitter", "new"))
+    assert (
+        await new.post("/v1/runs", json=own_spec((await upload(api, tar_gz(FILES))).json()["digest"]) | {"project": "new"})
+    ).is_success
+
+
+async def test_a_project_has_room_for_so_much_code(api: ApiService, tmp_path: Path) -> None:
+    archives = [zip_of(FILES | {"mine/note.txt": "x" * 64 + str(number)}) for number in range(3)]
+    api.context.max_code_bytes = len(archives[0]) + len(archives[1])
+    mine, theirs = [await api.client(api.token("submitter", project)) for project in ("mine", "theirs")]
+    answers = [await upload(api, archive, mine) for archive in (*archives[:2], archives[0], archives[2])]
+    assert [answer.status_code for answer in answers] == [201, 201, 201, 409], "the same bytes count once"
+    assert answers[-1].json()["code"] == "quota_exceeded" and "EVERSTEP_MAX_CODE_BYTES" in answers[-1].json()["detail"]
+    assert len(list((tmp_path / "storage" / "code").iterdir())) == 2, "what is refused is not kept"
+    assert (await upload(api, archives[2], theirs)).status_code == 201, "each project has its own"
+
+
+async def test_code_that_a_project_s_runs_used_before_stays_usable(database_url: str) -> None:
+    database = Database(database_url)
+    database.migrate()
+    digest = "sha256:" + "a" * 64
+    runs = RunStore(database)
+    runs.create(parse_spec(own_spec(digest) | {"project": "mine"}), "tok_a")
+    runs.create(parse_spec(api_service.spec(project="other")), "tok_b")
+    with database.write() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0009")
+    database.migrate()
+    archives = CodeArchives(database)
+    assert archives.holds("mine", digest) and not archives.holds("other", digest)
+    database.close()

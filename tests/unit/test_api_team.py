@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import delete
 
 from everstep import AuthError, Client, Conflict, InvalidSpec, NotFound
+from service.db.tables import projects
 from service.rate_limit import RateLimit
 from tests.unit.api_service import NOON, ApiService, spec
 from tests.unit.test_cli import everstep
@@ -26,10 +28,48 @@ async def api(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 
 
 async def made_token(api: ApiService, **fields: Any) -> dict[str, Any]:
-    answer = await api.http.post("/v1/tokens", json={"name": "ci", "role": "submitter", "project": "vision", **fields})
+    body = {"name": "ci", "role": "submitter", "project": "vision", **fields}
+    answer = await api.http.post("/v1/tokens?create_project=true", json=body)
     assert answer.status_code == 201, answer.text
     body: dict[str, Any] = answer.json()
     return body
+
+
+# ---------------------------------------------------------------- projects that are not there
+
+
+async def test_a_project_by_a_slip_of_the_pen_is_refused_unless_it_is_asked_for(api: ApiService) -> None:
+    assert (await api.http.post("/v1/projects", json={"name": "vision"})).status_code == 201
+    token = {"name": "ci", "role": "submitter", "project": "visoin"}
+    for path, body, code in (("/v1/runs", spec(project="visoin"), "invalid_spec"), ("/v1/tokens", token, "invalid_request")):
+        answer = await api.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["code"]) == (422, code), answer.text
+        [fault] = answer.json()["errors"]
+        assert fault["loc"] == ["project"] and "'visoin' does not exist, did you mean vision?" in fault["msg"]
+        assert "create_project=true" in fault["msg"]
+    names = {item["name"] for item in (await api.get("/v1/projects"))["items"]}
+    assert names == {"default", "vision"} and (await api.get("/v1/runs"))["items"] == []
+    assert (await api.http.post("/v1/runs?create_project=true", json=spec(project="speech"))).status_code == 201
+    assert (await api.http.post("/v1/tokens?create_project=true", json=token | {"project": "text"})).status_code == 201
+    assert {item["name"] for item in (await api.get("/v1/projects"))["items"]} == {"default", "vision", "speech", "text"}
+
+
+async def test_the_default_project_and_a_token_s_own_are_always_there(api: ApiService) -> None:
+    theirs = await api.client(api.token("submitter", "vision"))
+    for client, project in ((api.http, "default"), (theirs, "vision")):
+        with api.database.write() as connection:
+            connection.execute(delete(projects).where(projects.c.name == project))
+        assert (await client.post("/v1/runs", json=spec(project=project))).status_code == 201
+
+
+async def test_the_command_line_makes_a_project_where_it_is_asked_to(api: ApiService, tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec(project="speech")))
+    refused = await everstep("submit", str(file))
+    assert refused.exit_code == 2 and "--create-project" in refused.stderr
+    assert (await everstep("submit", str(file), "--create-project")).exit_code == 0
+    assert (await everstep("token", "create", "ci", "--project", "text")).exit_code == 2
+    assert (await everstep("token", "create", "ci", "--project", "text", "--create-project")).exit_code == 0
 
 
 # ---------------------------------------------------------------- tokens
@@ -56,6 +96,7 @@ async def test_a_token_is_shown_once_used_and_revoked_at_once(api: ApiService) -
 
 async def test_a_token_that_can_do_more_than_its_role_says_comes_with_a_warning(api: ApiService) -> None:
     create = ("token", "create", "ci", "--project", "vision")
+    await api.http.post("/v1/projects", json={"name": "vision"})
     assert (await made_token(api))["warning"] is None
     assert "warning" not in (await everstep(*create)).stderr
     api.context.embedded = True
@@ -233,7 +274,7 @@ async def test_the_sdk_makes_lists_and_revokes(api: ApiService) -> None:
         assert client.projects.create("vision", max_workers=8).quotas.max_workers == 8
         assert client.projects.get("vision").usage.queued == 0
         until = datetime.fromtimestamp(NOON, UTC) + timedelta(days=1)
-        made = client.tokens.create("ci", role="submitter", project="vision", expires_at=until)
+        made = client.tokens.create("ci", role="submitter", project="vision", expires_at=until, create_project=True)
         assert made.expires_at == until and made.token not in repr(made) and made.token not in str(made)
         theirs = Client(token=made.token)
         with pytest.raises(AuthError, match="needs the role admin"):
