@@ -63,7 +63,7 @@ sbom: $(STAMP)  ## Write the bill of materials, CycloneDX, to out/sbom.json
 audit: $(STAMP)  ## Known vulnerabilities of the pinned packages; says so where the advisories cannot be asked
 	@$(BIN)/python scripts/audit.py
 
-lock: $(STAMP)  ## Write constraints.txt anew from what is installed
+lock: $(STAMP)  ## Write constraints.txt anew from what is installed, and the locks with hashes
 	@scripts/lock.sh $(BIN)/python
 
 clean:  ## Remove the virtual environment and what builds and tests left
