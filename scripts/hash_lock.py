@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).parents[1]
 LOCKS = REPOSITORY / "locks"
 PYTHONS = ("3.11", "3.12")
 MANYLINUX = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
-LEFT_OUT = {"everstep": "this repository", "torch": "another file for CPUs than for each version of CUDA, from indexes of their own"}
+LEFT_OUT = ("everstep", "torch")
+"""This repository; and what has another file for CPUs than for each version of CUDA, from indexes of their own."""
 HEADER = """\
 # Packages of a service or a node for CPython {python} on Linux x86-64, each with its file's SHA-256. `make lock` writes this file.
 #   pip install --require-hashes --no-deps --requirement {name}

@@ -148,7 +148,7 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
     file.write_text("name: mine\ncode: {train_fn: 'train:train_fn', config: {epochs: 3}}\n")
     result = await everstep("submit", file, "--code", root)
     assert result.exit_code == 0, result.stderr
-    spec = await api.get(f"/v1/runs/{result.stdout.strip()}/spec")
+    spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
     assert spec["code"]["config"] == {"epochs": 3}
     for arguments, words in (
         (("--code", root, "--train-fn", "train:nothing"), "train.py has no function 'nothing'"),
