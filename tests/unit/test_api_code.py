@@ -112,7 +112,7 @@ async def test_packages_come_with_code_where_the_operator_allows_it(api: ApiServ
 
 async def test_an_archive_is_of_the_project_that_uploaded_it(api: ApiService) -> None:
     mine, theirs = [await api.client(api.token("submitter", project)) for project in ("mine", "theirs")]
-    digest = (await upload(api, tar_gz(FILES), mine)).json()["digest"]
+    digest = (await upload(api, zip_of(FILES), mine)).json()["digest"]
     absent = own_spec("sha256:" + "0" * 64)
     taken = await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})
     missing = await theirs.post("/v1/runs", json=absent | {"project": "theirs"})
@@ -120,12 +120,12 @@ async def test_an_archive_is_of_the_project_that_uploaded_it(api: ApiService) ->
     assert taken.json() == missing.json(), "whether another project has it cannot be told"
     assert taken.json()["errors"][0]["loc"] == ["code", "archive"]
     assert (await mine.post("/v1/runs", json=own_spec(digest) | {"project": "mine"})).status_code == 201
-    assert (await upload(api, tar_gz(FILES), theirs)).status_code == 201
+    assert (await upload(api, zip_of(FILES), theirs)).status_code == 201
     assert (await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
 
 
 async def test_an_administrator_may_take_any_archive_and_gives_it_to_the_project(api: ApiService) -> None:
-    digest = (await upload(api, tar_gz(FILES), await api.client(api.token("submitter", "mine")))).json()["digest"]
+    digest = (await upload(api, zip_of(FILES), await api.client(api.token("submitter", "mine")))).json()["digest"]
     theirs = await api.client(api.token("submitter", "theirs"))
     assert (await api.http.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
     assert (await theirs.post("/v1/runs", json=own_spec(digest) | {"project": "theirs"})).status_code == 201
@@ -133,7 +133,7 @@ async def test_an_administrator_may_take_any_archive_and_gives_it_to_the_project
 
 async def test_an_upload_is_for_a_project_that_the_caller_reaches_and_that_exists(api: ApiService) -> None:
     async def status(client: httpx.AsyncClient, query: str) -> int:
-        return (await client.post(f"/v1/code{query}", files={"file": ("code.tar.gz", tar_gz(FILES))})).status_code
+        return (await client.post(f"/v1/code{query}", files={"file": ("code.tar.gz", zip_of(FILES))})).status_code
 
     mine = await api.client(api.token("submitter", "mine"))
     assert await status(mine, "?project=theirs") == 403
@@ -141,7 +141,7 @@ async def test_an_upload_is_for_a_project_that_the_caller_reaches_and_that_exist
     assert await status(api.http, "?project=new&create_project=true") == 201
     new = await api.client(api.token("submitter", "new"))
     assert (
-        await new.post("/v1/runs", json=own_spec((await upload(api, tar_gz(FILES))).json()["digest"]) | {"project": "new"})
+        await new.post("/v1/runs", json=own_spec((await upload(api, zip_of(FILES))).json()["digest"]) | {"project": "new"})
     ).is_success
 
 
