@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, tuple, dict, set, deque)
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda own: own.bit_generator.state, lambda own, state: setattr(own.bit_generator, "state", state)),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+}
+"""Generators of a module's own, which no seed of ours reaches, with what gets and sets their states."""
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _ABSENT = object()
 
 
+class _State:
+    """A generator's state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = copy.deepcopy(state)
+        self.text = repr(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state)
+
+
 class PlainAttributes:
-    """Numbers, strings, tensors and small containers of these, as they are when this is made.
+    """Numbers, strings, tensors, small containers of these, and random generators, as they are when this is made.
 
     Args:
         owners: by the name to call them.
@@ -63,10 +82,14 @@ def _copied(value: Any) -> Any:
     if type(value) is torch.Tensor:  # not a parameter, and no part of a graph
         is_fit = value.grad_fn is None and value.layout is torch.strided and value.nbytes <= _MAX_TENSOR_BYTES
         return value.detach().clone() if is_fit else _ABSENT
+    if type(value) in _GENERATORS:
+        return _State(_GENERATORS[type(value)][0](value))
     if type(value) not in _CONTAINERS or len(value) > _MAX_ELEMENTS:
         return _ABSENT
     parts = [_copied(part) for part in (value.values() if isinstance(value, dict) else value)]
-    if any(part is _ABSENT for part in parts) or (isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)):
+    if any(part is _ABSENT or isinstance(part, _State) for part in parts) or (
+        isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)
+    ):
         return _ABSENT
     if isinstance(value, dict):
         return dict(zip(value, parts, strict=True))
@@ -76,6 +99,8 @@ def _copied(value: Any) -> Any:
 def _is_same(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
+    if isinstance(first, _State):
+        return bool(first.text == second.text)
     if isinstance(first, torch.Tensor):
         return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
@@ -88,6 +113,9 @@ def _is_same(first: Any, second: Any) -> bool:
 @torch.no_grad()
 def _restored(value: Any, copied: Any) -> Any:
     """The very object that was there, where that can be changed, with what was in it."""
+    if isinstance(copied, _State):
+        _GENERATORS[type(value)][1](value, copied.state)
+        return value
     copied = copy.deepcopy(copied)
     if isinstance(value, torch.Tensor) and value.shape == copied.shape and value.dtype == copied.dtype:
         value.copy_(copied)

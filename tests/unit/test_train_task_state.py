@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,6 +112,28 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     attributes.put_back()
     assert (owner.number, owner.tensor.tolist(), owner.values, list(owner.last)) == (1, [0.0, 0.0], {"a": [1]}, [1])
     assert owner.tensor is tensor and owner.values is values and owner.last is last and not hasattr(owner, "new")
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda own: float(torch.rand((), generator=own))),
+        (random.Random(1), lambda own: own.random()),
+        (np.random.default_rng(1), lambda own: own.random()),
+        (np.random.RandomState(1), lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_a_modules_own_is_named_and_begins_as_it_was(generator: Any, draw: Callable[[Any], float]) -> None:
+    owner = type("Own", (nn.Module,), {"__module__": "own"})()
+    owner.rng = generator
+    attributes = PlainAttributes({"own": owner})
+    assert attributes.changed() == []
+    first = draw(owner.rng)
+    assert attributes.changed() == ["own.rng"]
+    attributes.put_back()
+    assert attributes.changed() == []
+    assert owner.rng is generator
+    assert draw(generator) == first
 
 
 def test_a_state_that_could_not_be_loaded_is_refused_with_its_place_and_so_is_half_a_pair() -> None:
