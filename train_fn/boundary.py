@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,13 +32,17 @@ def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
         raise BadTask("checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it to null")
 
 
-def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> bool:
+def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter, keep: Callable[[], None] = lambda: None) -> bool:
     """Do what the present step calls for and the state does not yet have: after a resume, what was interrupted is done again.
 
     A collective. Returns whether the state was just found to be the best so far.
+
+    Args:
+        keep: called before code of the user's that may take the ranks along.
     """
     state = replica.state
     evaluates = evaluation_is_due(ctx, replica)
+    rests = evaluates
     if state.closed_epochs < state.epoch:
         closed = state.ledger.close_epoch()
         seconds = reporter.seconds_of_epoch()
@@ -45,6 +50,8 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> 
         facts = {"epoch": state.closed_epochs, **closed, "seconds": round(seconds, 3), "rests": rests}
         reporter.emit(EventKind.EPOCH_COMPLETED, facts)
         state.closed_epochs += 1
+    if rests:
+        keep()
     if not evaluates:
         return False
     reporter.hand_over()

@@ -26,28 +26,31 @@ class BoundaryCopy:
 class BoundaryCopies:
     """Makes the copies, in memory that is used again. Who asks at the same boundary shares one copy.
 
-    Two callers at one step see one boundary: the state changes only with its step, and what closes an epoch comes before.
+    Between two steps the state changes where an epoch is closed, and where it is evaluated.
     """
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None
+        self._boundary = (-1, -1, -1)
+        """What the newest copy is of: steps done, epochs closed, step of the last evaluation."""
         self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
         """A copy of the present state. Called by the training thread, between two steps; whoever calls must release it."""
         began = time.perf_counter()
+        boundary = (self._state.step, self._state.closed_epochs, self._state.evaluated_step)
         with self._lock:
             newest = self._newest
-            if newest is not None and newest.num_holders and newest.step == self._state.step:
+            if newest is not None and newest.num_holders and boundary == self._boundary:
                 newest.num_holders += 1
                 return newest
             reuse, self._free = self._free, None
         tree = copy_to_cpu(self._state.state_dict(), reuse)
         copy = BoundaryCopy(self._state.step, self._state.epoch, tree, time.perf_counter() - began)
         with self._lock:
-            self._newest = copy
+            self._newest, self._boundary = copy, boundary
         return copy
 
     def release(self, copy: BoundaryCopy) -> None:

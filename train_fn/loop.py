@@ -6,16 +6,18 @@ import gc
 import logging
 import math
 import traceback
+from collections.abc import Callable
 
 import torch
 
-from everstep.events import EventKind
+from everstep.events import BEGINNINGS, EventKind
 from storage.run_dir import Stop
 from train_fn.boundary import close_boundary, evaluation_is_due, renew_best, require_best_metric, tell_epoch_ended
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, StepNotWhole, forget_frames
+from train_fn.evaluate import try_evaluation
 from train_fn.forgotten import sweep_forgotten
 from train_fn.gpu_memory import memory_summary
 from train_fn.last_save import newest_durable
@@ -85,6 +87,10 @@ class Attempt:
         self.phase = "restore"
         restored = restore(ctx, replica)
         self._is_restored = True
+        if restored.source in BEGINNINGS:
+            self.phase = "evaluation"
+            try_evaluation(ctx, replica)
+            self.phase = "restore"
         state, sampler = replica.state, replica.sampler
         copies = BoundaryCopies(state)
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
@@ -142,7 +148,7 @@ class Attempt:
             self._stragglers.note(state.step - 1, totals.own_s, step_s)
         self._report_checkpoint(totals.facts.checkpoint_step)
         stop = totals.facts.stop if state.step < replica.total_steps else None
-        is_best = stop is None and self._close_boundary()
+        is_best = stop is None and self._close_boundary(publisher.keep)
         saver.offer(due=totals.facts.save, is_best=is_best)
         publisher.offer()
         return is_best, stop
@@ -239,13 +245,16 @@ class Attempt:
         values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": state.optimizer.param_groups[0]["lr"]}
         return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
 
-    def _close_boundary(self) -> bool:
-        """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far."""
+    def _close_boundary(self, keep: Callable[[], None] = lambda: None) -> bool:
+        """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far.
+
+        ``keep`` publishes the state before that; a state that was just restored is kept already.
+        """
         assert self._replica is not None and self._reporter is not None
         self.phase = "evaluation"
         state = self._replica.state
         before = state.closed_epochs, state.evaluated_step
-        is_best = close_boundary(self.ctx, self._replica, self._reporter)
+        is_best = close_boundary(self.ctx, self._replica, self._reporter, keep)
         # An evaluation that an attempt begins with was interrupted in the one before it, which had closed the epoch.
         if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
             tell_epoch_ended(self._replica)

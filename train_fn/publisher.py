@@ -62,9 +62,9 @@ class Publisher:
         self._writing = False
         self._closed = False
         self._problem: str | None = None
-        self._checked = False
+        self._checked = self._is_running = False
         if self._active:
-            threading.Thread(target=self._run, name="snapshot-publisher", daemon=True).start()
+            self._start()
 
     def offer(self) -> None:
         """Publish the present state in the background if that is due. Called by the training thread, between two steps."""
@@ -75,8 +75,25 @@ class Publisher:
             busy = self._waiting is not None or self._writing or self._closed
         if busy or not self._cadence.is_due(time.monotonic()):
             return
+        self._hand_over()
+
+    def keep(self) -> None:
+        """Publish the present state, whether that is due or not and also where survivors leave states: code of the user's runs next
+        on all ranks alike, and may take all of them along."""
+        if self._ctx.world_rank == 0 and not self._closed:
+            if not self._is_running:
+                self._start()
+            self._hand_over()
+
+    def _start(self) -> None:
+        self._is_running = True
+        threading.Thread(target=self._run, name="snapshot-publisher", daemon=True).start()
+
+    def _hand_over(self) -> None:
         copy = self._copies.take()
         with self._lock:
+            if self._waiting is not None:
+                self._copies.release(self._waiting)
             self._waiting = copy
             self._lock.notify_all()
 

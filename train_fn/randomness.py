@@ -7,6 +7,8 @@ number generators", 2014), on Python integers for keys and on numpy arrays for s
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -82,6 +84,20 @@ def torch_generators(device: torch.device) -> list[torch.Tensor]:
     """States of those of torch's generators that a forward pass on ``device`` may draw from."""
     states = [torch.default_generator.get_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put python's, numpy's and torch's global generators back, afterwards, to what they are now."""
+    python, numpy, torchs = random.getstate(), np.random.get_state(), torch_generators(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(torchs[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(torchs[1], device)
 
 
 def _seed_all(keyed: int) -> None:

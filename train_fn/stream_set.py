@@ -13,6 +13,7 @@ import io
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,12 +239,22 @@ def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterat
 class WholePass(IterableDataset[Loaded]):
     """One pass over an iterable validation set, cut into batches of which a rank keeps its own: every rank reads all of it."""
 
-    def __init__(self, dataset: Any, size: int, rank: int, world_size: int, seed: int, collate: Collate) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        collate: Collate,
+        most: int | None = None,
+    ) -> None:
+        """``most`` batches are cut, and nothing beyond them is read; None for all."""
         self._dataset, self._size, self._rank, self._world_size = dataset, size, rank, world_size
-        self._seed, self._collate = seed, collate
+        self._seed, self._collate, self._most = seed, collate, most
 
     def __iter__(self) -> Iterator[Loaded]:
-        for number, samples in enumerate(self._chunks()):
+        for number, samples in enumerate(islice(self._chunks(), self._most)):
             if number % self._world_size == self._rank:
                 yield Loaded(np.array([number]), self._collate(samples))
 

@@ -84,3 +84,12 @@ def test_what_is_no_metric_or_is_not_fed_is_refused() -> None:
     own: OwnMetrics = build_own_metrics(Task(f1=torchmetrics.F1Score(task="binary")))
     with pytest.raises(BadTask, match=r"Task\.metrics \(.*line \d+\) must return 'f1' as well, a tuple of what .*F1Score\.update"):
         own.update({"loss": (1, 2)})
+
+
+def test_a_batch_that_has_nothing_for_a_metric_says_none() -> None:
+    own = build_own_metrics(Task(f1=torchmetrics.F1Score(task="binary"), recall=classification.BinaryRecall()))
+    assert own.update({"f1": None, "recall": (SCORES[:10], TARGETS[:10])}) == {}
+    assert own.update({"f1": (SCORES[10:], TARGETS[10:]), "recall": None}) == {}
+    expected = {"f1": torchmetrics.F1Score(task="binary")(SCORES[10:], TARGETS[10:])}
+    expected |= {"recall": classification.BinaryRecall()(SCORES[:10], TARGETS[:10])}
+    assert own.computed([own.states()]) == pytest.approx({name: float(value) for name, value in expected.items()})

@@ -29,12 +29,14 @@ class OwnMetrics:
             metric.to(device)
 
     def update(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Enter what ``metrics`` returned of a micro-batch; the rest of it, which are sums. Raises BadTask."""
+        """Enter what ``metrics`` returned of a micro-batch, but for None; return the rest of it, which are sums. Raises BadTask."""
         for name, metric in self._metrics.items():
+            if name in values and values[name] is None:
+                continue
             if not isinstance(values.get(name), tuple | list):
                 raise BadTask(
                     f"{told(self._task, 'metrics')} must return {name!r} as well, a tuple of what {type(metric).__name__}.update "
-                    f"takes, for it is in {told(self._task, 'build_metrics')}"
+                    f"takes, for it is in {told(self._task, 'build_metrics')}; None for a batch that has nothing for it"
                 )
             metric.update(*values[name])
         return {name: value for name, value in values.items() if name not in self._metrics}

@@ -1,0 +1,139 @@
+"""Tasks whose evaluation is what a test is about. Each function changes its own process only."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from tests.integration.trainees import Lines, Regression, publishing_once
+from train_fn import loop, replica
+from train_fn.context import WorkerContext
+from train_fn.evaluate import MIN_MICRO_BATCH
+from train_fn.publisher import Publisher
+from train_fn.replica import Replica
+
+NUM_STREAMED = MIN_MICRO_BATCH + 16
+NUM_HELD_OUT = 3 * MIN_MICRO_BATCH + 16
+
+
+class UnevenMetrics(Regression):
+    """Each validation batch has metrics of its own: ``part_N``, ``even`` and ``odd`` by its number, ``late`` in the last one."""
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Lines(), "val": Lines(num_samples=NUM_HELD_OUT)}
+
+    def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        index = batch["index"]
+        number = int(index.min()) // MIN_MICRO_BATCH
+        share = index.sum(), len(index)
+        late = share if number == 3 else None
+        return {f"part_{number}": share, "even" if number % 2 == 0 else "odd": share, "late": late, "all": share}
+
+
+def uneven_metrics() -> None:
+    replica.build_task = lambda spec: UnevenMetrics()
+
+
+class CountingNorm(nn.Module):
+    """Counts its calls in a buffer, in eval mode too, and puts another tensor there each time."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + (0 if self.training else 1)
+        return x / self.count
+
+
+class Rest(IterableDataset[dict[str, torch.Tensor]]):
+    """Goes on where it was left, and begins anew after its end."""
+
+    def __init__(self) -> None:
+        self._lines, self._position = Lines(num_samples=NUM_STREAMED), 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self._position < NUM_STREAMED:
+            self._position += 1
+            yield self._lines[self._position - 1]
+        self._position = 0
+
+
+class Disturbing(Regression):
+    """An evaluation that changes a buffer, draws at random, and reads validation data that goes on where it was left."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), CountingNorm(), nn.Linear(16, 1))
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Lines(), "val": Rest()}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if model.training:
+            children = psutil.Process().children()
+            assert len(children) <= 1, f"beside the loader of the training data: {children}"
+        return super().loss(model, batch)
+
+    def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        drawn = random.random() + float(np.random.rand()) + torch.rand(()).item()
+        return {"drawn": (drawn, 1), "index": (batch["index"].sum(), len(batch["index"]))}
+
+
+def disturbing() -> None:
+    replica.build_task = lambda spec: Disturbing()
+
+
+def disturbing_without_a_try() -> None:
+    def try_nothing(ctx: WorkerContext, built: Replica) -> None:
+        pass
+
+    disturbing()
+    loop.try_evaluation = try_nothing
+
+
+class BrokenMetrics(Regression):
+    def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        raise LookupError("metrics are broken")
+
+
+def broken_metrics() -> None:
+    replica.build_task = lambda spec: BrokenMetrics()
+
+
+class Deadly(UnevenMetrics):
+    """Every rank ends by a signal in its first evaluation of trained weights, as where native code is broken."""
+
+    def metrics(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if self.moved(model):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def moved(self, model: Any) -> bool:
+        if not hasattr(self, "_first"):
+            self._first = model[0].weight.detach().clone()
+        return not torch.equal(self._first, model[0].weight)
+
+
+def deadly_metrics() -> None:
+    """Only the first state is published by itself; what is kept before an evaluation is written before the ranks die."""
+    publishing_once()
+    keep = Publisher.keep
+
+    def keep_and_wait(self: Publisher) -> None:
+        keep(self)
+        with self._lock:
+            assert self._lock.wait_for(lambda: self._waiting is None and not self._writing, 60)
+
+    Publisher.keep = keep_and_wait  # type: ignore[method-assign]
+    replica.build_task = lambda spec: Deadly()
