@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -46,7 +47,7 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter, kee
     if state.closed_epochs < state.epoch:
         closed = state.ledger.close_epoch()
         seconds = reporter.seconds_of_epoch()
-        rests = evaluates or hasattr(replica.task, "on_epoch_end")
+        rests = evaluates or _has_hook(replica)
         facts = {"epoch": state.closed_epochs, **closed, "seconds": round(seconds, 3), "rests": rests}
         reporter.emit(EventKind.EPOCH_COMPLETED, facts)
         state.closed_epochs += 1
@@ -59,7 +60,8 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter, kee
     state.metrics, state.evaluated_step = metrics, state.step
     if metrics:
         epoch = (state.step - 1) // state.steps_per_epoch
-        reporter.emit(EventKind.EVALUATED, {"step": state.step, "epoch": epoch, "metrics": metrics})
+        facts = {"step": state.step, "epoch": epoch, "metrics": metrics, "rests": state.k == 0 and _has_hook(replica)}
+        reporter.emit(EventKind.EVALUATED, facts)
     reporter.start_clock()
     return _is_best(ctx, replica, metrics)
 
@@ -73,11 +75,25 @@ def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
 
 
 @torch.no_grad()
-def tell_epoch_ended(replica: Replica) -> None:
-    """Call the task's ``on_epoch_end(model, epoch, metrics)``, where it has one, on every rank; ``epoch`` counts from 0."""
-    hook = getattr(replica.task, "on_epoch_end", None)
-    if hook is not None:
-        hook(replica.state.model, replica.state.closed_epochs - 1, dict(replica.state.metrics))
+def tell_epoch_ended(replica: Replica, reporter: Reporter) -> bool:
+    """Call the task's ``on_epoch_end(model, epoch, metrics)`` on every rank; ``epoch`` counts from 0. Whether it has one.
+
+    A collective where the task has one: no rank begins the next step before all have returned, so that one that takes long is not
+    taken for hung by those that wait for its gradients.
+    """
+    if not _has_hook(replica):
+        return False
+    began, epoch = time.monotonic(), replica.state.closed_epochs - 1
+    reporter.hand_over()
+    replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
+    replica.peers.gather(None)
+    reporter.sign(EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)})
+    reporter.start_clock()
+    return True
+
+
+def _has_hook(replica: Replica) -> bool:
+    return getattr(replica.task, "on_epoch_end", None) is not None
 
 
 def renew_best(ctx: WorkerContext, replica: Replica) -> bool:

@@ -255,12 +255,13 @@ class Attempt:
         state = self._replica.state
         before = state.closed_epochs, state.evaluated_step
         is_best = close_boundary(self.ctx, self._replica, self._reporter, keep)
+        rested = state.evaluated_step == state.step
         # An evaluation that an attempt begins with was interrupted in the one before it, which had closed the epoch.
         if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
-            tell_epoch_ended(self._replica)
+            rested = tell_epoch_ended(self._replica, self._reporter) or rested
             self._replica.volatile.renew()
             self._renew_task_state(self._replica)
-        if state.evaluated_step == state.step and self._clock is not None:
+        if rested and self._clock is not None:
             self._clock.restart()
         return is_best
 

@@ -93,6 +93,11 @@ class Reporter:
         if self._journal is not None:
             self._journal.emit(kind, data)
 
+    def sign(self, kind: EventKind, data: dict[str, Any]) -> None:
+        """Report a sign of life, which nobody needs to hear again after a recovery."""
+        if self._journal is not None:
+            self._journal.emit(kind, data)
+
     def report_again(self) -> None:
         """After a restore: what was reported just before the state was left may never have arrived."""
         tail = self._state.tail

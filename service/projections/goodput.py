@@ -90,7 +90,7 @@ class TimeLedger:
                 self._work()
             case EventKind.RECOVERED:
                 self._work()
-            case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED if self.bucket in _WORKING:
+            case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED | EventKind.EPOCH_HOOK_DONE if self.bucket in _WORKING:
                 self.progress_us = self.at_us
             case EventKind.CHECKPOINT_COMMITTED:
                 self._move(self.bucket, "checkpoint_stall", data.get("stall_s"))

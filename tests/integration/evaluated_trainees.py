@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
-from train_fn import loop, replica
+from train_fn import loop, replica, reporter
 from train_fn.context import WorkerContext
 from train_fn.evaluate import MIN_MICRO_BATCH
 from train_fn.publisher import Publisher
@@ -137,3 +138,30 @@ def deadly_metrics() -> None:
 
     Publisher.keep = keep_and_wait  # type: ignore[method-assign]
     replica.build_task = lambda spec: Deadly()
+
+
+SECOND_RANK_S, HOOK_S = 0.3, 1000.0
+
+
+class Shifted:
+    """The module ``time`` as the reporter sees it."""
+
+    shift_s = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return time.perf_counter() + cls.shift_s
+
+
+class SlowHook(Regression):
+    """By the reporter's clock its hook takes a quarter of an hour; on rank 1 it takes a moment in earnest."""
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        Shifted.shift_s += HOOK_S
+        if torch.distributed.get_rank() == 1:
+            time.sleep(SECOND_RANK_S)
+
+
+def slow_hook() -> None:
+    reporter.time = Shifted  # type: ignore[assignment]
+    replica.build_task = lambda spec: SlowHook()

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from everstep.events import EventKind
-from tests.integration.evaluated_trainees import NUM_HELD_OUT, NUM_STREAMED
+from tests.integration.evaluated_trainees import HOOK_S, NUM_HELD_OUT, NUM_STREAMED, SECOND_RANK_S
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import own_task_spec
 from train_fn.evaluate import MIN_MICRO_BATCH
+from train_fn.recovery.hang import HangWatch
+from train_fn.recovery.progress import ProgressTracker
+from train_fn.recovery.settings import RecoverySettings
 
 TRAINEES = "tests.integration.evaluated_trainees"
 
@@ -72,3 +75,22 @@ def test_an_evaluation_that_takes_all_ranks_along_costs_no_step(one_node: bool, 
     [restored] = again.of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("snapshot", 3), "of the end of the epoch that was to be evaluated"
     assert [data["step"] for data in again.of_kind(EventKind.EVALUATED)] == [3, 6]
+
+
+def test_a_slow_hook_at_an_epoch_s_end_has_the_time_of_an_evaluation(tmp_path: Path) -> None:
+    outcome = train_to_end(Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:slow_hook"), tmp_path)
+    settings, tracker = RecoverySettings(), ProgressTracker()
+    watch, limits = HangWatch(settings, None), []
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    for kind, data in outcome.events:
+        tracker.note(kind, 1, data)
+        if kind in {EventKind.EVALUATED, EventKind.EPOCH_HOOK_DONE, EventKind.METRICS}:
+            limits.append((kind, watch.limit_s(tracker.progress())))
+    assert [limit for limit in limits if limit[0] is EventKind.EVALUATED] == [(EventKind.EVALUATED, 3600.0)] * 2
+    done = [limit for limit in limits if limit[0] is EventKind.EPOCH_HOOK_DONE]
+    assert done == [(EventKind.EPOCH_HOOK_DONE, 60.0), (EventKind.EPOCH_HOOK_DONE, 3600.0)], "the second precedes the last save"
+    told = outcome.of_kind(EventKind.EPOCH_HOOK_DONE)
+    assert [data["epoch"] for data in told] == [0, 1]
+    assert all(data["seconds"] >= SECOND_RANK_S for data in told), "rank 0 waits until the hook has returned on all ranks"
+    points = [point for data in outcome.of_kind(EventKind.METRICS) for point in data["points"]]
+    assert len(points) == 6 and all(point["values"]["step_s"] < HOOK_S / 2 for point in points), "it is no step's time"

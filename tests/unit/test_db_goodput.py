@@ -230,3 +230,16 @@ def test_two_minutes_without_the_service_and_a_node_30_s_ahead() -> None:
         ledger.apply(item, BEGIN + 130)  # heard of when the service was back
     found = ledger.close(BEGIN + 140).buckets
     assert (found.starting, found.productive, found.detecting, found.restarting) == (10, 119, 1, 10)
+
+
+def test_a_failure_interrupts_what_came_after_an_evaluation_and_a_hook_not_these() -> None:
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 1),
+        steps((1, 2), (2, 3)),
+        event(EventKind.EVALUATED, 103, step=2, epoch=0, metrics={}),
+        event(EventKind.EPOCH_HOOK_DONE, 203, epoch=0, seconds=100.0),
+        event(EventKind.FAILURE, 213, verdict="hang", detect_s=None),
+    ]
+    assert buckets(history, 220) == {"starting": 1, "productive": 202, "detecting": 10, "restarting": 7}
+    assert buckets([*history[:4], history[5]], 220)["detecting"] == 110, "of a hook that never returned nothing is known"

@@ -40,6 +40,27 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
     assert tracker.progress().last_step == 7
 
 
+def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_the_next_step_when_a_step_would_be() -> None:
+    tracker, watch = ProgressTracker(), HangWatch(RecoverySettings(), None)
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.TRAINING_STARTED, 1, {"total_steps": 7})
+    tracker.note(EventKind.METRICS, 1, points(3))
+    tracker.note(EventKind.EPOCH_COMPLETED, 1, {"epoch": 0, "rests": True})
+    tracker.note(EventKind.EVALUATED, 1, {"step": 3, "metrics": {}, "rests": True})
+
+    def overdue_after(seconds: int) -> bool:
+        """Whether ranks that do nothing for so long are taken for hung, looked at once a second."""
+        began = watch._looked_at + 100
+        return any(watch.overdue_s(tracker.progress(), began + second) is not None for second in range(seconds + 1))
+
+    watch.overdue_s(tracker.progress(), 0.0)
+    assert not overdue_after(3599)
+    assert overdue_after(3601)
+    tracker.note(EventKind.EPOCH_HOOK_DONE, 1, {"epoch": 0, "seconds": 1.0})
+    assert not overdue_after(59)
+    assert overdue_after(61)
+
+
 def test_an_attempt_may_begin_with_what_takes_long() -> None:
     """With the evaluation that broke the one before it, or with the last save; its first step then still comes."""
     tracker = ProgressTracker()

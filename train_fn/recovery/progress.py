@@ -44,7 +44,7 @@ class Phase(StrEnum):
     """The first step of an attempt compiles, warms up and allocates."""
     STEP = "step"
     EVALUATION = "evaluation"
-    """Between two epochs."""
+    """Between two epochs: the evaluation, and the task's ``on_epoch_end``."""
     FINISH = "finish"
     """After the last step: evaluation and the final checkpoint."""
 
@@ -113,7 +113,9 @@ class ProgressTracker:
             self._phase = self._after_step()
         elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED and data.get("rests", True):
             self._phase = Phase.EVALUATION
-        elif self._phase is not Phase.START and kind is EventKind.EVALUATED:
+        elif self._phase is not Phase.START and (
+            kind is EventKind.EPOCH_HOOK_DONE or (kind is EventKind.EVALUATED and not data.get("rests", False))
+        ):
             self._phase = self._after_step()
 
     def progress(self) -> Progress:
