@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,9 @@ STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.FAILED: "bold red",
     RunStatus.CANCELLED: "red",
 }
+
+_TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
+"""``LookupError: no such sample``."""
 
 
 def size(num_bytes: float) -> str:
@@ -99,10 +103,26 @@ def failure(fault: Failure) -> str:
     }.get(fault.verdict, f"{who}{place} failed{when}, for a reason that the evidence does not tell")
     lines = [f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"]
     if fault.exception:
-        lines.append(f"  cause: {fault.exception.strip().splitlines()[-1]}")
+        lines.append(f"  cause: {exception_line(fault.exception)}")
+    if fault.evidence.get("place"):
+        lines.append(f"  your code: {fault.evidence['place']}")
     lines += [f"  {line}" for line in _evidence(fault)]
     lines.append(f"  then: {_outcome(fault)}")
     return "\n".join(lines)
+
+
+def exception_line(text: str) -> str:
+    """Return the line of an exception's text that says its type and what it says first.
+
+    That is the first line, unless the text is a whole traceback, or wraps one: then the last line that is not indented.
+    """
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if not _TYPE_AND_MESSAGE.match(lines[0]) or "\nOriginal Traceback (" in text:
+        return [line for line in lines if not line[0].isspace()][-1].strip()
+    is_type_alone = " " not in lines[0] and lines[0].endswith(":")
+    return f"{lines[0]} {lines[1].strip()}" if is_type_alone and len(lines) > 1 else lines[0].strip()
 
 
 def _evidence(fault: Failure) -> list[str]:
@@ -241,7 +261,5 @@ def stragglers(report: StragglerReport) -> list[str]:
 
 def _failure_line(item: Event) -> str:
     rank = item.data.get("first_rank")
-    last = str(item.data.get("exception") or "").strip().splitlines()[-1:] or [""]
-    return (
-        f"failure: {item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if last[0] else ''}{last[0][:300]}"
-    )
+    cause = exception_line(str(item.data.get("exception") or ""))
+    return f"failure: {item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if cause else ''}{cause[:300]}"

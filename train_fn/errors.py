@@ -21,6 +21,7 @@ import traceback
 from typing import Any
 
 from train_fn import head_clock
+from train_fn.error_text import message_of
 from train_fn.rank_error import ErrorKind, classify
 
 
@@ -137,7 +138,7 @@ class StepFailed(TrainError):
         memory: str | None = None,
     ) -> None:
         self.type_name = type(cause).__name__
-        self.message = str(cause)
+        self.message = message_of(cause)
         super().__init__(f"{self.type_name}: {self.message}")
         self.traceback_text = traceback_text
         self.kind = getattr(cause, "kind", None) or classify(cause)

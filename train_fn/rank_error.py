@@ -12,6 +12,7 @@ import storage.errors
 from everstep.plain_text import written_out
 from storage.errors import StorageError
 from train_fn import head_clock
+from train_fn.error_text import message_of, plain_message, with_place
 
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
@@ -32,7 +33,7 @@ _LOADER_FRAME = re.compile(r'torch/utils/data/dataloader\.py", line \d+, in _try
 """What says the same where torch met the loss first: a batch's memory is handed over by the process that made it, and that is gone.
 What a data set raises in a loader process comes out of another frame."""
 
-_USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)')
+_USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?')
 """A frame of uploaded code, by where nodes keep it (``own_code``)."""
 
 _STORAGE_TYPES = frozenset(
@@ -77,6 +78,8 @@ class RankError:
     """Step of the state that it left behind on its node, if it did."""
     memory: str | None = None
     """What its GPU's memory held, where that was too small."""
+    place: str | None = None
+    """Innermost line of uploaded code, ``task.py, line 12, in loss``; None where it has no part in the traceback."""
 
     @property
     def collateral(self) -> bool:
@@ -109,9 +112,15 @@ class RankFailure(Exception):
 
 
 def user_place(trace: str) -> str | None:
-    """``file, line N`` of the innermost frame of a traceback that lies in uploaded code; None where there is none."""
+    """``file, line N, in function`` of the innermost frame of a traceback that lies in uploaded code; None where there is none.
+
+    A line that Python could not even parse is in no function.
+    """
     frames = _USER_FRAME.findall(trace)
-    return f"{frames[-1][0]}, line {frames[-1][1]}" if frames else None
+    if not frames:
+        return None
+    file, line, function = frames[-1]
+    return f"{file}, line {line}, in {function}" if function and function != "<module>" else f"{file}, line {line}"
 
 
 def describe_error(exc: BaseException, rank: int) -> RankError:
@@ -121,11 +130,12 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
     group alive (``errors.StepFailed``); what such an error says of its cause stands for the cause. Its words are told as they will
     be read again, or the same error would look like another one.
     """
-    type_name = _text(exc, "type_name") or type(exc).__name__
-    message = _text(exc, "message") or str(exc)
+    told_type = _text(exc, "type_name")  # many a foreign exception has a ``message``, too
+    type_name = told_type or type(exc).__name__
+    message = (_text(exc, "message") or "") if told_type else message_of(exc)
     trace = _text(exc, "traceback_text") or "".join(traceback.format_exception(exc))
     place = user_place(trace)
-    told = message if place is None or place in message else f"{message[:1800]} ({place})"
+    told = with_place(plain_message(message)[:1800], place and place.partition(", in ")[0])
     at = getattr(exc, "at", None)
     kind = _classify_words(type_name, message) if hasattr(exc, "type_name") else classify(exc)
     if type_name in _LOADER_TYPES and _LOADER_FRAME.search(trace):
@@ -141,6 +151,7 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
         at=float(at) if isinstance(at, int | float) else head_clock.now(),
         snapshot_step=_integer(exc, "snapshot_step"),
         memory=_text(exc, "memory"),
+        place=None if place is None else written_out(place),
     )
 
 

@@ -315,6 +315,8 @@ def _detail(evidence: Evidence, first: RankReport | None) -> dict[str, Any]:
             detail["signature"] = first.error.signature
             detail["traceback"] = first.error.traceback
             detail["phase"] = first.error.phase
+            if first.error.place:
+                detail["place"] = first.error.place
             if first.error.memory:
                 detail["memory"] = first.error.memory[-8000:]
     return detail

@@ -1,0 +1,66 @@
+"""What an exception says in its own words, for people: without wrappers around it, and without advice that does not apply here."""
+
+from __future__ import annotations
+
+import re
+
+_WRAPPED = re.compile(r"Caught \w+ in .*\.\nOriginal Traceback \(most recent call last\):\n")
+"""How torch begins the message of what was raised in a loader process: the original's whole traceback follows."""
+
+_FRAME = re.compile(r'^  File "[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
+
+_UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
+_TWICE = re.compile(r"Expected to mark a variable ready only once")
+_KEPT = re.compile(
+    r"Parameter indices which did not receive grad[^\n]*|Parameters which did not receive grad[^\n]*|Parameter at index [^\n]*"
+)
+"""Of DDP's message what says which parameters are meant."""
+_FOREIGN = re.compile(r"find_unused_parameters|static_graph|TORCH_DISTRIBUTED_DEBUG")
+"""Arguments of DDP, which Everstep makes itself, and a variable that changes no text of ours."""
+
+_UNUSED_ADVICE = (
+    "some parameters had no part in the loss of a step, so that ranks wait for gradients that do not come. Leave them out of the "
+    "model, set requires_grad=False on them, or let every loss depend on them, if only by adding 0 * parameter.sum()"
+)
+_TWICE_ADVICE = (
+    "a parameter got its gradient twice in one backward. Call the model once in loss, on all of the batch; with activation "
+    "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+def message_of(exc: BaseException) -> str:
+    """Return an exception's message; of a group also the first exception that is in it."""
+    leaf = exc
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return str(exc) if leaf is exc else f"{exc}; the first: {type(leaf).__name__}: {leaf}"
+
+
+def plain_message(message: str) -> str:
+    """Return a message as its author wrote it, with what to do in Everstep in place of what to do with DDP."""
+    message = _unwrapped(message).strip()
+    for found, advice in ((_UNUSED, _UNUSED_ADVICE), (_TWICE, _TWICE_ADVICE)):
+        if found.search(message):
+            return "\n".join([advice, *(kept.strip() for kept in _KEPT.findall(message))])
+    if _FOREIGN.search(message):
+        sentences = re.split(r"(?<=[.!?])\s+|\n+", message)
+        kept = [sentence for sentence in sentences if not _FOREIGN.search(sentence)]
+        return " ".join(kept) or message
+    return message
+
+
+def with_place(message: str, place: str | None) -> str:
+    """Return a message that names its place in the user's files at the end of its first line."""
+    if place is None or place in message:
+        return message
+    first, *rest = message.split("\n", 1)
+    return "\n".join([f"{first} ({place})", *rest])
+
+
+def _unwrapped(message: str) -> str:
+    """Take off torch's wrapper: the original's message follows its traceback's last frame, by a line that is not indented."""
+    found = _WRAPPED.match(message)
+    if found is None:
+        return message
+    *_, last = _FRAME.split(message[found.end() :])
+    return last.strip().partition(": ")[2] or message
