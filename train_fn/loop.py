@@ -284,7 +284,7 @@ class Attempt:
         self.ctx.report_checkpoint(state.parent, dict(state.metrics))
 
     def _finish(self, is_best: bool, stop: Stop | None) -> None:
-        """Commit and report the final checkpoint; the run's end leaves nothing on the node."""
+        """Commit and report the final checkpoint; the run's end leaves nothing on the node but a state that could not be saved."""
         replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
         assert replica is not None and saver is not None and publisher is not None and reporter is not None
         assert self._loader is not None and self._profiler is not None
@@ -295,18 +295,21 @@ class Attempt:
         while not replica.peers.share(saver.has_ended(saving, MEET_S), 0):
             pass  # met again and again: a storage may be slower than a collective may take
         error = saving.exception()
-        if error is not None and stop is not None and saver.stop is not None:
-            # The run asked to pause where saves fail: nothing else is left.
-            logger.warning("stopped without a last checkpoint: %s", error)
-            error = None
-        error, committed = replica.peers.share((error, saver.newest_committed(self._reported_checkpoint)), 0)
-        if error is not None:
+        # A run that asked to pause where saves fail stops without a last checkpoint.
+        is_unsaved = error is not None and stop is not None and saver.stop is not None
+        told = error, is_unsaved, saver.newest_committed(self._reported_checkpoint)
+        error, is_unsaved, committed = replica.peers.share(told, 0)
+        if error is not None and not is_unsaved:
             raise error
         self._report_checkpoint(committed)
         reporter.close()
         saver.close()
         self._loader.close()
-        snapshot_store(self.ctx).remove_all()
+        if is_unsaved:
+            logger.warning("stopped without a last checkpoint; its state stays on this node: %s", error)
+            leave_snapshot(self.ctx, copy_to_cpu(replica.state.state_dict()))
+        else:
+            snapshot_store(self.ctx).remove_all()
 
     def save_last(self) -> None:
         """Commit the state of the last committed step, after an error of a rank that is alone. Raises nothing."""

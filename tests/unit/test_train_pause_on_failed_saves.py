@@ -16,6 +16,7 @@ from storage.filesystem import open_storage
 from tests.unit.one_rank import journal_of, one_rank
 from train_fn import loop, save_failures
 from train_fn.context import WorkerContext
+from train_fn.snapshot import snapshot_store
 
 pytestmark = pytest.mark.own_process
 
@@ -36,7 +37,10 @@ def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
     return ctx, reported
 
 
-def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("node_is_there", [True, False])
+def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_or_from_the_newest(
+    node_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(save_failures, "RETRY_S", 0.001)
     monkeypatch.setattr(loop, "STOP_PATIENCE_S", 0.01)
     begin = CheckpointStore.begin
@@ -55,9 +59,13 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_the_newest(tmp_path
     assert len(journal.of_kind(EventKind.CHECKPOINT_FAILED)) >= 2
     assert reported in ([], ["step-000000002.s001.a001"]), "a checkpoint that was not committed is not reported"
 
+    if not node_is_there:
+        snapshot_store(ctx).remove_all()
     ctx, reported = attempt(tmp_path, 2)
     assert loop.train(ctx) is None
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"]) == ("checkpoint", 2)
+    expected = ("snapshot", journal.points[-1]["step"]) if node_is_there else ("checkpoint", 2)
+    assert (restored["source"], restored["step"]) == expected
+    assert not snapshot_store(ctx).directory.exists(), "of a run that is done nothing stays"
     assert reported[-1] == "step-000000160.s001.a002"
     assert ctx.run_dir.checkpoints.list()[-1].step == 160

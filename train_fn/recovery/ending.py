@@ -50,7 +50,7 @@ def ending(
     if by_itself:
         message = outcome.message or (
             f"paused at step {outcome.last_step} because saves fail (checkpoint.on_failed_saves is pause); "
-            "it goes on from its newest checkpoint once it is resumed"
+            "mend the storage, then resume the run: it goes on from the state that its nodes keep, or from its newest checkpoint"
         )
         return "stopped", {"code": ReasonCode.STORAGE_UNAVAILABLE.value, "message": message}
     code = ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
