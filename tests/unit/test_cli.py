@@ -316,12 +316,12 @@ async def test_checkpoints_and_download(api: ApiService, tmp_path: Path, monkeyp
     for which, words in (("newest", "names no checkpoint"), ("77", "no checkpoint of step 77")):
         refused = await everstep("download", run_id, which, tmp_path / "none")
         assert refused.exit_code == 2 and words in refused.stderr and not (tmp_path / "none").exists()
-    assert "step-000000020.s001 is sound" in (await everstep("verify", run_id)).stdout
+    assert "step-000000020.s001.a001 is sound" in (await everstep("verify", run_id)).stdout
     (Path(api.storage.run_dir(run_id).checkpoints.path(manifests[0].name)) / "model.pt").write_bytes(b"short")
     corrupt = await everstep("verify", run_id, "best")
     assert corrupt.exit_code == 1 and "model.pt: expected 700000 bytes, found 5 bytes" in corrupt.stdout
     assert json.loads((await everstep("verify", run_id, "10", "--json")).stdout)["state"] == "corrupt"
-    assert "step-000000010.s001 is damaged" in (await everstep("why", run_id)).stdout
+    assert "step-000000010.s001.a001 is damaged" in (await everstep("why", run_id)).stdout
     assert (await everstep("verify", run_id, "newest")).exit_code == 2
     (tmp_path / "file").write_text("x")
     assert (await everstep("download", run_id, "latest", tmp_path / "file")).exit_code == 2
