@@ -77,8 +77,8 @@ def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
 def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     """Measure one validation micro-batch on each rank and forget it: its errors are to show now, not at the end of an epoch.
 
-    It leaves the model's buffers and modes and the global random generators as they were. An iterable data set is read in a loader
-    process, or from a copy.
+    It leaves the model's buffers and modes, what the task keeps and the global random generators as they were. An iterable data
+    set is read in a loader process, or from a copy.
     """
     val_set = replica.val_set
     if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
@@ -97,6 +97,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             _measure_all(ctx, replica, own, first)
     finally:
         untrained.put_back()
+        replica.task_state.load(replica.state.task)
 
 
 def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:

@@ -72,7 +72,15 @@ class Rest(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class Disturbing(Regression):
-    """An evaluation that changes a buffer, draws at random, and reads validation data that goes on where it was left."""
+    """An evaluation that changes a buffer and what the task keeps, draws at random, and reads data that remembers its place."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), CountingNorm(), nn.Linear(16, 1))
@@ -87,8 +95,9 @@ class Disturbing(Regression):
         return super().loss(model, batch)
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        self.calls += 1
         drawn = random.random() + float(np.random.rand()) + torch.rand(()).item()
-        return {"drawn": (drawn, 1), "index": (batch["index"].sum(), len(batch["index"]))}
+        return {"drawn": (drawn, 1), "calls": (self.calls, 1), "index": (batch["index"].sum(), len(batch["index"]))}
 
 
 def disturbing() -> None:
