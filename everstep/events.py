@@ -69,6 +69,9 @@ class EventKind(StrEnum):
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
     """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" | "verify")."""
+    JOURNAL_DAMAGED = "journal_damaged"
+    """Lines of a journal are not what was written: an event is lost. Told by whoever reads past them, and by the next driver. data:
+    file, lines, problem."""
     STORAGE_ADOPTED = "storage_adopted"
     """By the service: an operator had it go on with another storage. data: storage_id, submission_before, submission (the newest in
     the storage, if that is later), lost (whether the storage lacked what was known of the run)."""

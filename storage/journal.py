@@ -13,6 +13,7 @@ from everstep import plain_text
 from everstep.events import EventKind
 from storage.append_log import MAX_LINE_BYTES, LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
 from storage.errors import CorruptFile, StorageError
+from storage.line_checksum import CHECKSUM_BYTES, FIELD, has_checksum, with_checksum
 from storage.run_dir import RunDir
 
 _MARK_PREFIX = b'{"mark":'
@@ -21,6 +22,9 @@ _KIND_BYTES = 120
 _MOST, _MOST_SECONDS = 2**31 - 1, 1e11
 """Largest number that a column of the database holds, and a time some thousand years from now."""
 _LONG_TEXT_CHARS = 10_000
+_MOST_LOST = 1000
+"""So many events are told to be lost in one place; a number of more is none that a writer gave."""
+_LINES_TOLD = 20
 _BATCH_BYTES = 32 << 20
 """How much is read of a journal at a time, whatever number of events was asked for."""
 
@@ -71,7 +75,7 @@ class _Written:
             self.attempt = max(self.attempt, attempt)
 
     def mark(self) -> bytes:
-        return _dump({"mark": {"n": self.last_n, "sources": self.sources, "attempt": self.attempt}})
+        return with_checksum(_dump({"mark": {"n": self.last_n, "sources": self.sources, "attempt": self.attempt}}))
 
 
 class JournalWriter:
@@ -170,24 +174,29 @@ def is_rank(source: str) -> bool:
 
 def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
     """What a log holds, the bytes since its last mark, and whether that mark says the newest attempt; lines that a crash of the
-    machine spoilt are cut off."""
-    state, num_bytes, knows_attempt = _Written(), 0, True
+    machine spoilt at the end are cut off. Spoilt ones that events follow stay, and readers tell of them."""
+    state, num_bytes, knows_attempt, end = _Written(), 0, True, 0
     lines = log.tail(_is_mark)
     for index, line in enumerate(lines):
         try:
+            has_checksum(line)
             parsed = plain_text.parse_json(line)
             if _is_mark(line):
                 mark = parsed["mark"]
                 knows_attempt = "attempt" in mark
                 state = _Written(mark["n"], dict(mark["sources"]), mark.get("attempt", 0))
+                end = index + 1
                 continue
-            state.last_n = parsed["n"]
-            state.sources[parsed["source"]] = parsed["source_n"]
-            state.note_attempt(parsed["source"], parsed["kind"], parsed["attempt"])
+            if parsed["n"] <= state.last_n:
+                continue
+            source, source_n = parsed["source"], parsed["source_n"]
+            state.note_attempt(source, parsed["kind"], parsed["attempt"])
+            state.last_n, state.sources[source], end = parsed["n"], source_n, index + 1
         except (ValueError, KeyError, TypeError):
-            log.cut(sum(len(spoilt) + 1 for spoilt in lines[index:]))
-            break
+            continue
         num_bytes += len(line)
+    if spoilt := lines[end:]:
+        log.cut(sum(len(line) + 1 for line in spoilt))
     return state, num_bytes, knows_attempt
 
 
@@ -197,7 +206,14 @@ def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | No
 
 
 def read_journal(
-    run_dir: RunDir, submission: int, cursor: str | None = None, limit: int = 1000, kinds: Collection[EventKind] | None = None
+    run_dir: RunDir,
+    submission: int,
+    cursor: str | None = None,
+    limit: int = 1000,
+    kinds: Collection[EventKind] | None = None,
+    *,
+    past_damage: bool = False,
+    is_over: bool = False,
 ) -> tuple[list[JournalEvent], str]:
     """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
@@ -207,9 +223,13 @@ def read_journal(
 
     Args:
         kinds: only these; lines of others are not even parsed, which makes a long journal ten times quicker to read.
+        past_damage: whether to read on behind lines that are not what was written. In the place of each event that is lost a
+            ``journal_damaged`` one stands, which names file and line. A spoilt end is left for the next writer to cut off.
+        is_over: with ``past_damage``: nobody writes the journal any more, so that a spoilt end is told as well.
 
     Raises:
-        CorruptFile: the line at the cursor is complete and not an event; what comes before it was returned first.
+        CorruptFile: without ``past_damage``: the line at the cursor is complete and not what was written; what comes before it was
+            returned first.
         InvalidStorage: the cursor was not made here.
     """
     position = LogCursor.parse(cursor)
@@ -217,15 +237,27 @@ def read_journal(
     events: list[JournalEvent] = []
     wanted = None if kinds is None else [b'"kind":"%s"' % kind.value.encode() for kind in kinds]
     retried, num_bytes = False, 0
+    damage = _Damage(run_dir, submission, knows_last=cursor is None)
+    tells = wanted is None or EventKind.JOURNAL_DAMAGED in (kinds or ())
     while len(events) < limit and num_bytes < _BATCH_BYTES:
         try:
-            lines = read_log(files, stem, position, limit - len(events))
+            lines = read_log(files, stem, damage.end or position, limit - len(events))
             if not lines:
                 break
             for line in lines:
-                event = _decode(line) if wanted is None or any(kind in line.data[:_KIND_BYTES] for kind in wanted) else None
+                try:
+                    is_whole = has_checksum(line.data)
+                    is_wanted = wanted is None or any(kind in line.data[:_KIND_BYTES] for kind in wanted)
+                    event = _decode(line, is_whole) if is_wanted or not is_whole else None
+                except (CorruptFile, ValueError) as exc:
+                    if not past_damage:
+                        raise _not_an_event(run_dir, submission, line, exc) from exc
+                    damage.add(line, exc)
+                    continue
+                told = damage.before(event)
                 position = line.end
-                if event is not None:
+                events += told if tells else []
+                if event is not None and is_wanted:
                     events.append(event)
                     num_bytes += len(line.data)
         except CorruptFile:
@@ -236,6 +268,10 @@ def read_journal(
             if retried:
                 raise
             retried = True
+    if is_over and damage.end is not None:
+        position = damage.end
+        told = damage.before(None)
+        events += told if tells else []
     return events, str(position)
 
 
@@ -258,6 +294,66 @@ def _check_types(event: JournalEvent) -> None:
         raise ValueError("source must be text, and data a mapping")
 
 
+class _Damage:
+    """Lines that are not what was written, until the next one that is says how many events were lost with them."""
+
+    def __init__(self, run_dir: RunDir, submission: int, *, knows_last: bool) -> None:
+        self._run_dir, self._submission = run_dir, submission
+        self._last: JournalEvent | None = None
+        self._last_n = 0 if knows_last else None
+        self._lines: list[int] = []
+        self._problem = ""
+        self.end: LogCursor | None = None
+        """Behind the last of them; None where there is none."""
+
+    def add(self, line: LogLine, problem: Exception) -> None:
+        self._lines.append(line.end.num_lines)
+        self._problem = self._problem or str(problem)
+        self.end = line.end
+
+    def before(self, event: JournalEvent | None) -> list[JournalEvent]:
+        """Return what stands for the lost events before ``event``, or before the journal's end; often nothing."""
+        told: list[JournalEvent] = []
+        if self.end is not None:
+            count = len(self._lines)
+            if event is not None and self._last_n is not None:
+                # Of lines that ran together, or of a mark, it is another number than that of the lines.
+                count = min(event.n - self._last_n - 1, _MOST_LOST)
+            first = event.n - count if event is not None else (self._last_n or 0) + 1
+            told = [self._event(first + index, event or self._last) for index in range(max(0, count))]
+            self._lines, self._problem, self.end = [], "", None
+        if event is not None:
+            self._last, self._last_n = event, event.n
+        return told
+
+    def _event(self, n: int, beside: JournalEvent | None) -> JournalEvent:
+        data = {
+            "file": _path(self._run_dir, self._submission),
+            "lines": self._lines[:_LINES_TOLD],
+            "problem": self._problem[:500],
+        }
+        return JournalEvent(
+            kind=EventKind.JOURNAL_DAMAGED,
+            at=beside.at if beside else 0.0,
+            submission=self._submission,
+            attempt=beside.attempt if beside else 0,
+            data=data,
+            source="storage",
+            source_n=n,
+            n=n,
+        )
+
+
+def _path(run_dir: RunDir, submission: int) -> str:
+    stem = run_dir.files.path(run_dir.journal_stem(submission))
+    return f"{stem}.jsonl" if run_dir.files.can_append else stem
+
+
+def _not_an_event(run_dir: RunDir, submission: int, line: LogLine, problem: Exception) -> CorruptFile:
+    where = f"journal line {line.end.num_lines} of {_path(run_dir, submission)}"
+    return CorruptFile(f"{where} is not what was written ({problem}): {line.data[:80]!r}")
+
+
 def _is_mark(line: bytes) -> bool:
     return line.startswith(_MARK_PREFIX)
 
@@ -275,11 +371,11 @@ def _encode(event: JournalEvent) -> bytes:
         "data": event.data,
     }
     line = _dump(fields)
-    if len(line) > MAX_LINE_BYTES:
+    if len(line) > MAX_LINE_BYTES - CHECKSUM_BYTES:
         line = _dump({**fields, "data": _cut(event.data)})
-    if len(line) > MAX_LINE_BYTES:
+    if len(line) > MAX_LINE_BYTES - CHECKSUM_BYTES:
         line = _dump({**fields, "data": {"left_out_bytes": len(line)}})
-    return line
+    return with_checksum(line)
 
 
 def _cut(value: Any) -> Any:
@@ -320,17 +416,24 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _decode(line: LogLine) -> JournalEvent | None:
-    """The event in a line; None for a mark. Raises CorruptFile.
+def _decode(line: LogLine, is_whole: bool) -> JournalEvent | None:
+    """The event in a line; None for a mark. Raises ValueError for what is neither.
 
     Text that cannot be kept or sent on, as messages of errors may be, comes written out, so that whoever reads may do either.
+
+    Args:
+        is_whole: whether its checksum fits; lines of older versions have none.
     """
     if _is_mark(line.data):
+        if not is_whole:
+            plain_text.parse_json(line.data)  # two lines that ran together begin like one
         return None
     try:
         raw = plain_text.loads(line.data)
+        if (raw.pop(FIELD, None) is not None) != is_whole:
+            raise ValueError("its checksum is damaged")
         event = JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
         _check_types(event)
         return event
-    except (ValueError, KeyError, TypeError) as exc:
-        raise CorruptFile(f"journal line {line.end.num_lines} is not an event ({exc}): {line.data[:80]!r}") from exc
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ValueError(f"it is not an event: {exc!r}") from exc

@@ -39,7 +39,9 @@ class RestorePoints:
         for submission in self._run_dir.submissions():
             while True:
                 cursor = self._cursors.get(submission)
-                events, self._cursors[submission] = read_journal(self._run_dir, submission, cursor, _BATCH, (EventKind.RESTORED,))
+                events, self._cursors[submission] = read_journal(
+                    self._run_dir, submission, cursor, _BATCH, (EventKind.RESTORED,), past_damage=True
+                )
                 for event in events:
                     self.found.setdefault((submission, event.attempt), _point(event))  # the first one stays the first
                 if not events:
@@ -62,7 +64,7 @@ def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, _BATCH, kinds)
+            events, cursor = read_journal(run_dir, submission, cursor, _BATCH, kinds, past_damage=True)
             for event in events:
                 name = CheckpointName.parse(str(event.data.get("name")))
                 if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:

@@ -100,7 +100,7 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
+            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
             for event in events:
                 if event.kind is EventKind.ATTEMPT_STARTED:
                     began = event.at

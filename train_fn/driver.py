@@ -127,6 +127,9 @@ class Driver:
         interval_s = max(0.1, self._run_dir.storage.batch_s)
         self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S)
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
+        for damage in history.damage:
+            logger.error("a journal is damaged, and an event of it is lost: %s", damage)
+            self._journal.emit(EventKind.JOURNAL_DAMAGED, damage)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         threading.Thread(target=self._watch_orders, name="orders", daemon=True).start()
         self._followers = _followers(self._run_dir, self._submission)

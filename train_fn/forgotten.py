@@ -88,7 +88,7 @@ def _may_count(run_id: str, label: Label, reached: str) -> bool:
 
 def _has_ended(run_dir: RunDir, submission: int) -> bool:
     """Whether the journal of the newest submission says that the run cannot go on. Raises StorageError."""
-    events, _ = read_journal(run_dir, submission, None, 1, (EventKind.FINISHED,))
+    events, _ = read_journal(run_dir, submission, None, 1, (EventKind.FINISHED,), past_damage=True)
     if not events:
         return False
     code = (events[0].data.get("reason") or {}).get("code")

@@ -117,7 +117,7 @@ class JournalActor:
         """After this actor was killed: what its replies tell is learnt again from the journal."""
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, self._submission, cursor, READ_BATCH)
+            events, cursor = read_journal(run_dir, self._submission, cursor, READ_BATCH, past_damage=True)
             for event in events:
                 self._note(event)
             if not events:

@@ -95,7 +95,7 @@ class JournalFollower(ABC):
             self.begin(submission)
             self._begun = submission
         while True:
-            events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS)
+            events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS, past_damage=True)
             self.take(submission, events)
             self._cursor = cursor
             if not events:

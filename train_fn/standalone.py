@@ -177,7 +177,7 @@ def _launched_by(run_dir: RunDir, submission: int) -> str | None:
     """Whose processes ran the last attempt of a submission."""
     launch, cursor = None, None
     while True:
-        events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
+        events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
         for event in events:
             if event.kind is EventKind.ATTEMPT_STARTED:
                 launch = event.data.get("launch")

@@ -19,6 +19,7 @@ KINDS: Final = frozenset(
         EventKind.RESTORED,
         EventKind.CHECKPOINT_CORRUPT,
         EventKind.CHECKPOINT_FAILED,
+        EventKind.JOURNAL_DAMAGED,
     }
 )
 _FROM_RECOVERY: Final = ("detect_s", "recovery_s", "steps_lost", "world_size_before", "world_size_after")
@@ -57,6 +58,9 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             found += [_corrupt(event, bad, action) for bad in event.data.get("rejected") or ()]
         elif event.kind == EventKind.CHECKPOINT_CORRUPT:
             found.append(_corrupt(event, event.data, "a restore passes it over"))
+        elif event.kind == EventKind.JOURNAL_DAMAGED:
+            damaged = _damaged_journal(event)
+            found += [damaged] if all(one.get("evidence") != damaged["evidence"] for one in found) else []
         elif event.kind == EventKind.CHECKPOINT_FAILED and _is_last_straw(event.data):
             found.append({**_DEFAULTS, **_failed_saves(event.data), **_place(event)})
     return [_failure(data) for data in found if data]
@@ -79,6 +83,18 @@ def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any
         "exception": bad.get("problem"),
         "evidence": {"checkpoint": str(name), "found_by": bad.get("found_by", "restore")},
         "action": action,
+    }
+
+
+def _damaged_journal(event: EventRow) -> dict[str, Any]:
+    lines = ", ".join(map(str, event.data.get("lines") or ())) or "?"
+    return {
+        **_DEFAULTS,
+        **_place(event),
+        "verdict": Verdict.STORAGE.value,
+        "exception": f"{event.data.get('file')}, line {lines}: {event.data.get('problem')}",
+        "evidence": {"journal": event.data.get("file"), "lines": event.data.get("lines")},
+        "action": "what the line told is lost; what comes behind it is read",
     }
 
 

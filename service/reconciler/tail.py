@@ -76,7 +76,7 @@ class JournalTail:
         older = range(run.journal_submission or run.submission, run.submission)
         if older:
             try:
-                first, _ = read_journal(self._storage.run_dir(run.id), run.submission, None, 1)
+                first, _ = read_journal(self._storage.run_dir(run.id), run.submission, None, 1, past_damage=True)
             except CorruptFile:
                 first = []  # nothing of it will ever be applied
             except StorageError as exc:
@@ -99,7 +99,8 @@ class JournalTail:
         for _ in range(MAX_BATCHES):
             begin = cursor
             try:
-                batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS)
+                over = submission < newest
+                batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS, past_damage=True, is_over=over)
             except CorruptFile as exc:
                 # What lies behind cannot be read, now or later. The next submission writes a journal of its own.
                 log.error("a journal cannot be read on", run_id=run.id, submission=submission, problem=str(exc))

@@ -277,7 +277,7 @@ def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(run_dir: Ru
     """An actor whose constructor raised is dead for good, and nobody would notice."""
     JournalActor(run_dir, 1).deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)])
 
-    def away(*_: object) -> None:
+    def away(*_: object, **_options: object) -> None:
         raise StorageUnavailable("for a moment")
 
     with monkeypatch.context() as broken:

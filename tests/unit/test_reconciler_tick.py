@@ -97,9 +97,9 @@ async def test_a_journal_becomes_status_metrics_and_end(here: World) -> None:
 async def test_a_journal_that_has_not_grown_is_not_read_again(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
 
-    def counted(run_dir: RunDir, *more: Any) -> Any:
+    def counted(run_dir: RunDir, *more: Any, **options: Any) -> Any:
         reads.append(run_dir.run_id)
-        return read_journal(run_dir, *more)
+        return read_journal(run_dir, *more, **options)
 
     monkeypatch.setattr("service.reconciler.tail.read_journal", counted)
     run = here.create()

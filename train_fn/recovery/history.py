@@ -49,6 +49,8 @@ class History:
     """Whether the last submission came to its end; it did not where its driver was lost."""
     last_at: float | None = None
     """When the last event happened, in unix seconds."""
+    damage: tuple[dict[str, Any], ...] = ()
+    """Damage of journals that no driver has told yet, as data of ``journal_damaged`` events."""
     moved_at: float | None = None
     """When training was last seen to move, in unix seconds."""
 
@@ -67,6 +69,9 @@ class History:
             changes["finished"] = False
         elif event.kind is EventKind.FINISHED:
             changes["finished"] = True
+        elif event.kind is EventKind.JOURNAL_DAMAGED:
+            others = tuple(told for told in self.damage if told != event.data)
+            changes["damage"] = others if event.source.startswith("driver") else (*others, event.data)
         elif event.kind is EventKind.FAILURE:
             changes["failures"] = (*self.failures, past_failure(event.data))
         elif event.kind is EventKind.ATTEMPT_STARTED:
@@ -93,12 +98,15 @@ def past_failure(data: dict[str, object]) -> PastFailure:
 
 
 def read_history(run_dir: RunDir) -> History:
-    """The run's past from its journals, oldest submission first. Raises StorageError where they cannot be read."""
+    """The run's past from its journals, oldest submission first. Raises StorageError where they cannot be read.
+
+    Lines that are damaged cost an event each and nothing behind them. Nobody may write any of these journals meanwhile.
+    """
     history = History()
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH)
+            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True, is_over=True)
             for event in events:
                 history = history.with_event(event)
             if not events:
