@@ -143,6 +143,10 @@ class CheckpointWriter:
         """Whether nobody has begun the same checkpoint again."""
         return self._files.exists(self._marker)
 
+    def _promote(self, manifest: str, data: bytes) -> bool:
+        """Commit, unless somebody has begun the same checkpoint again."""
+        return self._files.promote(self._marker, manifest, data)
+
     @property
     def name(self) -> str:
         """The checkpoint's directory below ``checkpoints/``."""
@@ -215,7 +219,7 @@ class CheckpointWriter:
             for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
                 self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
         target = f"{self._run_dir.checkpoints_path(self.name)}/{MANIFEST}"
-        if not self._may_go_on() or not self._files.promote(self._marker, target, manifest.to_bytes()):
+        if not self._promote(target, manifest.to_bytes()):
             raise CheckpointReplaced(self.name)
         self._ended = True
         return manifest
@@ -272,6 +276,12 @@ class ObjectCheckpointWriter(CheckpointWriter):
 
     def _may_go_on(self) -> bool:
         return _content(self._files, self._marker) == self._owner
+
+    def _promote(self, manifest: str, data: bytes) -> bool:
+        if not self._may_go_on() or not self._files.create_new(manifest, data):
+            return False
+        self._files.delete_file(self._marker)
+        return True
 
     def clear_leavings(self, *, is_corrupt: bool) -> None:
         """Remove what lies there."""

@@ -81,7 +81,7 @@ class Files(Protocol):
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
         """Write ``data`` as ``relpath``, which must not exist, provided that ``marker`` still exists, which it uses up; else False.
 
-        Where directories can be renamed, and the two lie in different ones, that of ``marker`` becomes the other, with all in it.
+        The directory of ``marker`` becomes that of ``relpath``, with all in it. Only where directories can be renamed.
         """
 
     def delete_file(self, relpath: str) -> None:

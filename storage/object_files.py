@@ -165,10 +165,7 @@ class ObjectFiles:
         return False
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        if not self.exists(marker) or not self.create_new(relpath, data):
-            return False
-        self.delete_file(marker)
-        return True
+        raise InvalidStorage(f"{self.path(marker)} cannot be renamed on an object store; create {relpath} there instead")
 
     def delete_file(self, relpath: str) -> None:
         path = self.path(relpath)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ def violations(run: RunHandle, expected: Expected) -> Iterator[str]:
         why = f": {run.run.reason.message}" if run.run.reason else ""
         yield f"I5: {run.id} is {run.status}, and may only be {', '.join(sorted(expected.statuses))}{why}"
     yield from _history(run)
+    yield from _attempts(run)
     yield from _failures(run)
     yield from _time(run)
     yield from _checkpoints(run, expected)
@@ -60,6 +62,44 @@ def _history(run: RunHandle) -> Iterator[str]:
     submissions = [event.submission for event in events if event.kind == "submission_started"]
     if submissions != sorted(set(submissions)):
         yield f"I1: the submissions of {run.id} are {submissions}"
+
+
+def _attempts(run: RunHandle) -> Iterator[str]:
+    """Once an attempt has begun, no rank of an older one tells anything; what it committed beyond the newer one's beginning is not
+    listed; and a checkpoint bears the number of an attempt that had begun by then."""
+    newest, begins = 0, {}
+    for event in run.events():
+        if event.kind == "attempt_started":
+            newest = max(newest, event.attempt)
+        elif event.kind in _OF_RANKS and event.attempt < newest:
+            yield f"I1: attempt {event.attempt} of {run.id} tells {event.kind} (seq {event.seq}) after attempt {newest} had begun"
+        if event.kind == "restored":
+            fresh = event.data["source"] in ("fresh", "fork")
+            begins.setdefault((event.submission, event.attempt), -1 if fresh else event.data["step"])
+        if event.kind == "checkpoint_committed" and _attempt_in(event.data["name"]) > max(newest, event.attempt):
+            yield f"I1: {event.data['name']} of {run.id} was committed before its attempt had begun"
+    for listed in run.checkpoints():
+        origin = listed.submission, _attempt_in(listed.name)
+        void = [later for later, step in begins.items() if later > origin and listed.step > step]
+        if origin[1] and listed.state == "committed" and void:
+            yield f"I1: {listed.name} of {run.id} is listed, and attempt {void[0][1]} went on from step {begins[void[0]]}"
+
+
+_OF_RANKS = (
+    "restored",
+    "training_started",
+    "metrics",
+    "evaluated",
+    "epoch_completed",
+    "checkpoint_committed",
+    "checkpoint_deleted",
+)
+
+
+def _attempt_in(name: str) -> int:
+    """The attempt in a checkpoint's name; 0 where it says none."""
+    found = re.search(r"\.a(\d+)$", name)
+    return int(found[1]) if found else 0
 
 
 def _failures(run: RunHandle) -> Iterator[str]:

@@ -93,12 +93,7 @@ class MemoryObjects:
         return False
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        if not self.exists(marker):
-            return False
-        if not self.create_new(relpath, data):
-            return False
-        self.delete_file(marker)
-        return True
+        raise NotImplementedError
 
     def delete_file(self, relpath: str) -> None:
         self.objects.pop(relpath, None)

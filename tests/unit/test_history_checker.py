@@ -83,6 +83,19 @@ async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
     assert await found(api, run_id, RunStatus.FAILED) == ["I2"]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_rank_of_an_older_attempt_that_tells_once_a_newer_one_has_begun(api: ApiService, is_late: bool) -> None:
+    run_id, journal = await api.running()
+    newer = Journal(submission=journal.submission, attempt=journal.attempt + 1, at=journal.at)
+    newer.n = journal.n
+    events = newer.start(0)
+    journal.n = newer.n
+    late = [journal.event(EventKind.METRICS, points=[{"step": 1, "at": journal.at, "values": {"loss": 1.0}}])] if is_late else []
+    failed = [journal.event(EventKind.FAILURE, **FAILURE), journal.event(EventKind.FINISHED, outcome="failed", reason=None, step=0)]
+    api.apply(run_id, [*events, *late, *failed])
+    assert await found(api, run_id, RunStatus.FAILED) == (["I1"] if is_late else [])
+
+
 async def test_a_failure_that_names_nobody(api: ApiService) -> None:
     nameless = FAILURE | {"first_rank": None, "verdict": "unknown"}
     assert await found(api, await ended(api, "failed", nameless), RunStatus.FAILED) == ["I7"]
