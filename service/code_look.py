@@ -7,12 +7,13 @@ is given the benefit of the doubt: the ranks will say it.
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from everstep.code_rules import import_roots, module_path, modules
+from everstep.close_names import closest
+from everstep.code_rules import MAX_DEPTH, import_roots, module_path, modules
 from everstep.errors import FieldError
+from everstep.field_errors import few
 from everstep.spec import CodeSpec
 
 REQUIRED_METHODS = {"build_model": 0, "build_datasets": 0, "loss": 2}
@@ -27,10 +28,11 @@ OPTIONAL_METHODS = {
     "load_state_dict": 1,
 }
 
-_MAX_SOURCE_BYTES = 256 << 10
-"""A larger file is not parsed: nobody writes so much by hand, and other requests wait for the parser."""
-_MAX_READ_BYTES = 8 << 20
+_MAX_SOURCE_BYTES = 64 << 10
+"""A larger file is not parsed: the parser holds the interpreter, and so every request, for a tenth of a second for so much."""
+_MAX_READ_BYTES = 512 << 10
 """Imports are followed until so much was parsed."""
+_MAX_SUGGESTIONS = 10
 _MAX_HOPS = 20
 """Longest chain of imports or base classes that is followed."""
 
@@ -45,6 +47,20 @@ class _Found:
     node: ast.ClassDef | Function | None
 
 
+@dataclass(frozen=True)
+class _Names:
+    """What a module's names are, from one walk through its tree."""
+
+    imported: Mapping[str, tuple[str, str]]
+    """Module and name there, for each name that a ``from … import`` brings."""
+    defined: Mapping[str, ast.ClassDef | Function]
+    """Classes and functions at its top."""
+    bound: frozenset[str]
+    """Names that are bound anywhere."""
+    open: bool
+    """Whether it may have others: by a ``*`` import or ``__getattr__``."""
+
+
 class _Tree:
     """The archive's modules, parsed when they are first asked for."""
 
@@ -52,6 +68,8 @@ class _Tree:
         self.files = files
         self._roots = import_roots(files.keys())
         self._parsed: dict[str, ast.Module | str] = {}
+        self._names: dict[str, _Names] = {}
+        self._members: dict[_Found, _Members] = {}
 
     def path_of(self, module: str) -> str | None:
         """The file that a module is; None where the archive has none."""
@@ -74,7 +92,7 @@ class _Tree:
             else:
                 continue
             for name in names:
-                parts = name.split(".")
+                parts = name.split(".", MAX_DEPTH)[:MAX_DEPTH]
                 found = (self.path_of(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
                 yield from (path for path in found if path is not None)
 
@@ -86,12 +104,14 @@ class _Tree:
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def reachable(self, path: str) -> list[str]:
-        """The module and all of the archive that importing it imports, in order."""
+        """Return the module and what of the archive importing it imports, in order, until _MAX_READ_BYTES were parsed."""
         order, seen, left_bytes = [path], {path}, _MAX_READ_BYTES
-        for current in order:  # which grows meanwhile
+        for number, current in enumerate(order):  # which grows meanwhile
             left_bytes -= len(self.files[current])
+            if number and left_bytes < 0:
+                return order[:number]
             module = self.parse(current)
-            if isinstance(module, ast.Module) and left_bytes > 0:
+            if isinstance(module, ast.Module):
                 fresh = dict.fromkeys(found for found in self.imported(current, module) if found not in seen)
                 order += fresh
                 seen.update(fresh)
@@ -102,19 +122,40 @@ class _Tree:
         module = self.parse(path)
         if isinstance(module, str) or not hops or len(self.files[path]) > _MAX_SOURCE_BYTES:
             return _Found(path, None)
-        unknown = False
-        for node in ast.walk(module):
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if alias.name == "*":
-                        unknown = True
-                    elif (alias.asname or alias.name) == name:
-                        target = self.path_of(self.absolute(path, node))
-                        return _Found(path, None) if target is None else self.find(target, alias.name, hops - 1)
-        for statement in module.body:
-            if isinstance(statement, ast.ClassDef | Function) and statement.name == name:
-                return _Found(path, statement)
-        return _Found(path, None) if unknown or name in _bound(module) or "__getattr__" in _bound(module) else None
+        names = self.names(path, module)
+        if name in names.imported:
+            source, original = names.imported[name]
+            target = self.path_of(source)
+            return _Found(path, None) if target is None else self.find(target, original, hops - 1)
+        if name in names.defined:
+            return _Found(path, names.defined[name])
+        return _Found(path, None) if names.open or name in names.bound else None
+
+    def names(self, path: str, module: ast.Module) -> _Names:
+        """Return the module's names. Its tree is walked once, however often it is asked for one."""
+        if path not in self._names:
+            imported: dict[str, tuple[str, str]] = {}
+            star = False
+            for node in ast.walk(module):
+                if isinstance(node, ast.ImportFrom):
+                    source = self.absolute(path, node)
+                    star = star or any(alias.name == "*" for alias in node.names)
+                    for alias in node.names:
+                        imported.setdefault(alias.asname or alias.name, (source, alias.name))
+            defined: dict[str, ast.ClassDef | Function] = {}
+            for statement in module.body:
+                if isinstance(statement, ast.ClassDef | Function):
+                    defined.setdefault(statement.name, statement)
+            bound = frozenset(_bound(module))
+            self._names[path] = _Names(imported, defined, bound, star or "__getattr__" in bound)
+        return self._names[path]
+
+    def members(self, found: _Found, hops: int = _MAX_HOPS) -> _Members:
+        """Return what a class has. Each class is asked once: else bases of bases would be asked again for every way to them."""
+        if found not in self._members:
+            self._members[found] = _Members({}, frozenset(), False)  # of a class that is its own base
+            self._members[found] = _members(self, found, hops)
+        return self._members[found]
 
 
 def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
@@ -131,8 +172,8 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
     path = tree.path_of(module_name)
     if path is None:
         known = modules(files.keys())
-        near = difflib.get_close_matches(module_name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        near = closest(module_name, known)
+        hint = f"did you mean {near}?" if near else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
         return [FieldError(where, f"the archive has no module {module_name!r}; {hint}")]
     packages = [tree.path_of(module_name.rsplit(".", depth)[0]) for depth in range(1, module_name.count(".") + 1)]
     read = dict.fromkeys(file for start in (path, *packages) if start is not None for file in tree.reachable(start))
@@ -143,9 +184,9 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
     if found is None:
         module = tree.parse(path)
         assert isinstance(module, ast.Module)
-        near = difflib.get_close_matches(name, _bound(module), n=1)
+        near = closest(name, sorted(tree.names(path, module).bound))
         kind = "class" if field == "task" else "function"
-        return [FieldError(where, f"{path} has no {kind} {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")]
+        return [FieldError(where, f"{path} has no {kind} {name!r}{f'; did you mean {near!r}?' if near else ''}")]
     if found.node is None:
         return []
     if field == "train_fn":
@@ -173,7 +214,7 @@ def _class_faults(tree: _Tree, found: _Found, where: tuple[str, ...]) -> list[Fi
     assert node is not None
     if not isinstance(node, ast.ClassDef):
         return []  # a function that makes a task is one, too
-    members = _members(tree, found)
+    members = tree.members(found)
     faults = []
     for name, num_arguments in (REQUIRED_METHODS | OPTIONAL_METHODS).items():
         if name in members.methods:
@@ -210,7 +251,7 @@ def _members(tree: _Tree, found: _Found, hops: int = _MAX_HOPS) -> _Members:
         if isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC"):
             continue
         inherited = tree.find(found.path, base.id) if isinstance(base, ast.Name) else None
-        theirs = _members(tree, inherited, hops - 1) if inherited is not None else _Members({}, frozenset(), False)
+        theirs = tree.members(inherited, hops - 1) if inherited is not None else _Members({}, frozenset(), False)
         methods = theirs.methods | methods
         others |= theirs.others
         complete = complete and theirs.complete
@@ -256,18 +297,19 @@ def _argument_faults(found: _Found, code: CodeSpec) -> list[FieldError]:
     required = positional[: len(positional) - len(arguments.defaults)]
     required += [each.arg for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
     place = _place(found.path, init)
-    faults = []
+    faults: list[FieldError] = []
+    known = set(named)
     for name in code.args:
-        if name not in named and arguments.kwarg is None:
-            near = difflib.get_close_matches(name, named, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+        if name not in known and arguments.kwarg is None:
+            near = closest(name, named) if len(faults) < _MAX_SUGGESTIONS else None
+            hint = f"; did you mean {near!r}?" if near else ""
             faults.append(FieldError(("code", "args", name), f"{place}: {node.name} takes no argument {name!r}{hint}"))
     faults += [
         FieldError(("code", "args", name), f"{place}: {node.name} needs the argument {name!r}")
         for name in required
         if name not in code.args
     ]
-    return faults
+    return list(few(faults))
 
 
 def _parse(path: str, source: bytes) -> ast.Module | str:

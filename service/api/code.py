@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
@@ -23,6 +24,8 @@ from storage.errors import StorageNotFound
 
 router: Final = APIRouter(prefix="/v1/code", tags=["code"])
 
+_one_look: Final = threading.Lock()
+"""One archive is looked at at a time: the parser holds the interpreter for most of it."""
 FORM_BYTES: Final = 64 << 10
 """Room for what a multipart body says around its file."""
 
@@ -108,7 +111,8 @@ def _look(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
         data = store.read(code.archive)
     except StorageNotFound:
         return [_missing(project)]
-    return faults_of(code, {member.path: member.data for member in read_members(data)})
+    with _one_look:
+        return faults_of(code, {member.path: member.data for member in read_members(data)})
 
 
 async def _read_file(request: Request) -> bytes:

@@ -21,7 +21,9 @@ from service.embedded.note import ClusterNote, read_note
 from service.embedded.processes import end_members, lives
 from service.settings import Settings
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 420.0
+"""The keeper gives up earlier: it waits GIVE_UP_S for the head and for the first node, and for each a last try."""
+SAY_S = 15.0
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.1
 # A unix socket's path has 107 bytes, and Ray appends about 85 to the base directory.
@@ -151,9 +153,12 @@ class EmbeddedCluster:
             self._child = None
 
     def _await_ready(self, keeper_pid: int) -> ClusterNote:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
+        began = said_at = time.monotonic()
+        while (now := time.monotonic()) < began + START_TIMEOUT_S:
             note = self.note()
+            if now - said_at >= SAY_S:
+                said_at, what = now, (note and note.waiting_for) or "the keeper to begin"
+                log.info("the embedded cluster is not ready yet", seconds=round(now - began), waiting_for=what)
             if note is not None and note.keeper_pid == keeper_pid and note.state == "ready":
                 return note
             self._reap()

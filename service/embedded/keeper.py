@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +31,13 @@ from ray._private.parameter import RayParams
 from service.embedded import worker_start
 from service.embedded.environment import HEAD_VARIABLES, NODE_CORES_VARIABLE, PRELOADED_MODULES, WORKER_NODE_VARIABLES
 from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
+from service.embedded.patience import start_patiently
 from service.embedded.precedence import Precedence
 from service.embedded.processes import end_members, lives, members, started_at
 
 LOOK_INTERVAL_S = 10.0
 """Between two looks at processes whose end was not told."""
 STOP_GRACE_S = 1.0
-START_TRIES = 2
 RETRY_S = 10.0
 """From a node that did not start to the next one in its place."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
@@ -78,7 +78,7 @@ class Keeper:
         self._publish()
         began = time.monotonic()
         self._start_fork_server()
-        self._start_head()
+        self._patiently("the head", self._start_head, self._clear_head)
         log.info("head is up after %.1f s; dashboard at %s", time.monotonic() - began, self._note.dashboard_url)
         self._fill_first()
         self._note = replace(self._note, state="ready")
@@ -208,12 +208,34 @@ class Keeper:
         self._publish()
 
     def _fill_first(self) -> None:
-        """Start every node, and where none comes up in time, as on a machine that is very busy, once more."""
-        for _ in range(START_TRIES):
+        """Start every node, and where none comes up in time, as on a machine that is very busy, again."""
+
+        def fill() -> None:
             self._fill()
-            if self._stopping or not self._note.num_nodes or any(not node.is_head for node in self._note.nodes):
-                return
-        raise RuntimeError("no node started; what is above says why")
+            if not self._stopping and self._note.num_nodes and all(node.is_head for node in self._note.nodes):
+                raise RuntimeError("no node started; what is above says why")
+
+        self._patiently("the first node", fill, lambda: None)
+
+    def _patiently(self, what: str, start: Callable[[], None], clear: Callable[[], None]) -> None:
+        """Start something, again where it fails, and say in cluster.json what is waited for."""
+
+        def say(waiting_for: str | None) -> None:
+            self._note = replace(self._note, waiting_for=waiting_for)
+            self._publish()
+
+        def pause(seconds: float) -> None:
+            select.select([self._woken], [], [], seconds)
+
+        start_patiently(what, start, clear=clear, say=say, pause=pause, is_stopping=lambda: self._stopping)
+
+    def _clear_head(self) -> None:
+        """End what a head that did not start left, and remove its directory. The fork server stays."""
+        keep = tuple(pid for pid in (os.getpid(), self._note.fork_server_pid) if pid is not None)
+        end_members(self._note.temp_dir, grace_s=0, without=keep)
+        _reap_children()
+        shutil.rmtree(Path(self._note.temp_dir) / HEAD_DIR, ignore_errors=True)
+        self._note = replace(self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=())
 
     def _fill(self) -> None:
         """Start a node in every free place, side by side, and note them. Where one does not start another is tried later."""

@@ -49,6 +49,8 @@ class ClusterNote:
     """Parent of all workers; without it the raylets start them themselves, more slowly."""
     nodes: tuple[NodeNote, ...] = ()
     """Nodes that live, the head first."""
+    waiting_for: str | None = None
+    """What takes long while the cluster starts."""
 
     @property
     def head(self) -> NodeNote | None:

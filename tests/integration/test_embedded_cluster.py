@@ -10,6 +10,7 @@ import stat
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -143,3 +144,21 @@ def test_a_cluster_that_cannot_start_says_where_to_look(settings: Settings, monk
         EmbeddedCluster(settings).ensure_running()
     assert "not a number" in str(caught.value)
     assert not settings.cluster_path.exists()
+
+
+def test_a_head_that_did_not_start_is_started_again(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``everstep serve`` ended with code 2 on a busy machine. The first try's processes must be gone, and the second's its own."""
+    spawn = os.posix_spawn
+
+    def spawn_failing(path: str, command: list[str], env: dict[str, str], **more: Any) -> int:
+        return spawn(path, [*command[:2], "tests.integration.failing_head", *command[3:]], env, **more)
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_failing)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    cluster = EmbeddedCluster(dataclasses.replace(settings, nodes=1))
+    note = cluster.ensure_running()
+    assert note.state == "ready" and note.waiting_for is None and len(note.nodes) == 2
+    assert sum(resources.get("CPU", 0.0) for resources in alive_nodes(cluster, note).values()) == 1.0
+    servers = [process.pid for process in members(note.temp_dir) if "gcs_server" in process.name()]
+    assert servers == [note.gcs_pid], "nothing is left of the first try"
+    assert "the head did not start (try 1" in settings.cluster_log_path.read_text()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 from typing import Any
 
 import pytest
 
 from everstep.spec import CodeSpec
+from service import code_look
 from service.code_look import faults_of
 from tests.unit.code_archives import TASK
 
@@ -115,3 +118,60 @@ def test_a_train_fn() -> None:
 @pytest.mark.parametrize("source", ["(" * 5000, "-" * 100_000 + "1", "\x00", "a." * 50_000 + "a", "[" * 150 + "]" * 150])
 def test_source_that_is_an_attack_on_the_parser_is_at_worst_a_fault(source: str) -> None:
     assert isinstance(faults({"task.py": source}), list)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    calls, real = [0], getattr(module, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **more)
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+def test_suggestions_for_many_arguments_stay_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unknown argument was compared with every one that there is."""
+    compared = counted(monkeypatch, difflib.SequenceMatcher, "real_quick_ratio")
+    work = []
+    for count in (100, 1_000):
+        compared[0] = 0
+        before, init, behind = TASK.rpartition("def __init__(self, length=40")
+        source = before + init + "".join(f", argument{n}=0" for n in range(count)) + behind
+        assert "argument99" in source
+        found = faults({"task.py": source}, **{f"argumemt{n}": 1 for n in range(count)})
+        assert "did you mean 'argument" in found[0] and len(found) <= 51
+        work.append(compared[0])
+    assert work[1] <= 6_000 and work[0] <= 6_000
+
+
+def test_a_class_is_asked_once_however_many_ways_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten bases of ten bases of ten … would be asked 10^20 times."""
+    asked = counted(monkeypatch, code_look, "_members")
+    classes = ["class C0:\n    pass"]
+    classes += [f"class C{n}({', '.join(f'C{n - 1}' for _ in range(10))}):\n    pass" for n in range(1, 16)]
+    assert faults({"task.py": "\n".join(classes)}, "task:C15")
+    assert asked[0] <= 16
+
+
+def test_a_name_of_very_many_parts_is_followed_no_deeper_than_a_path_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = counted(monkeypatch, code_look, "module_path")
+    source = TASK + "\nimport " + ".".join(["a"] * 20_000) + "\n"
+    assert faults({"task.py": source}) == []
+    assert looked[0] < 200
+
+
+def test_source_that_takes_long_to_parse_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB of source held up every other request for 0.6 s at a time."""
+    parsed = []
+    real = ast.parse
+
+    def parse(source: bytes, *more: Any) -> ast.AST:
+        parsed.append(len(source))
+        return real(source, *more)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    files = {f"m{n}.py": f"# {'long ' * 12_000}" for n in range(100)} | {"huge.py": "a\n" * 40_000}
+    assert faults({**files, "task.py": TASK + "\nimport huge\n" + "".join(f"import m{n}\n" for n in range(100))}) == []
+    assert max(parsed) <= 64 << 10 and 1 << 18 < sum(parsed) <= 1 << 20
