@@ -9,12 +9,13 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, cast
 
 from blake3 import blake3
 
 from everstep.errors import CorruptDownload, UsageError
+from everstep.relative_names import fault_of
 
 MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 20
@@ -101,12 +102,11 @@ def _extract(chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], No
 
 def _safe_name(member: tarfile.TarInfo) -> str:
     """The member's path if it is a regular file below the archive's root. Raises CorruptDownload."""
-    path = PurePosixPath(member.name)
     if not member.isreg():
         raise CorruptDownload(f"the archive holds {member.name!r}, which is not a regular file; nothing was written")
-    if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in member.name or "\0" in member.name:
-        raise CorruptDownload(f"the archive holds {member.name!r}, which leads out of its directory; nothing was written")
-    return str(path)
+    if fault := fault_of(member.name):
+        raise CorruptDownload(f"the archive holds {member.name!r}, which {fault}; nothing was written")
+    return member.name
 
 
 def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None) -> None:

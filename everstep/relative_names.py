@@ -14,7 +14,7 @@ def fault_of(name: str) -> str | None:
     "leads out of its directory: use a relative name without '.' and '..'"
     """
     parts = name.split("/")
-    if name.startswith("/") or ".." in parts:
+    if name.startswith("/") or ".." in name.replace("\\", "/").split("/"):
         return "leads out of its directory: use a relative name without '.' and '..'"
     if "" in parts or "." in parts:
         return "is not a plain relative name: use one without '.', '//' and a '/' at its end"
