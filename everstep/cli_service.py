@@ -42,6 +42,12 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one; by default 8000.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Worker nodes of the service's own Ray cluster.")] = None,
     cpus_per_node: Annotated[int | None, typer.Option(help="CPUs that each of them offers.")] = None,
+    cluster_env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Variable that the own cluster, and so the code of every run, inherits; NAME* too; repeatable."
+        ),
+    ] = None,
     drills: Annotated[bool, typer.Option("--drills", help="Allow failure drills through the API.")] = False,
     ray_address: Annotated[str | None, typer.Option(metavar="URL", help="Use another Ray cluster: its dashboard's URL.")] = None,
     database: Annotated[
@@ -69,6 +75,7 @@ def serve(
     }
     arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     arguments += [text for root in storage_root or () for text in ("--storage-root", root)]
+    arguments += [text for name in cluster_env or () for text in ("--cluster-env", name)]
     arguments += ["--drills"] if drills else []
     if terminal().as_json:
         os.environ["EVERSTEP_LOG_FORMAT"] = "json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typer.testing import CliRunner, Result
 from everstep import cli_service
 from everstep.cli import app
 from everstep.events import EventKind
+from service.arguments import settings_of
 from storage.rank_logs import LogRecord, RankLogWriter
 from tests.unit.api_service import NOON, ApiService, spec
 from tests.unit.scripted_http import RUN_ID, ScriptedServer, event, frame, problem, reply, run_answer, scripted, silent_after
@@ -413,6 +415,17 @@ def test_serve_becomes_the_service_with_the_same_arguments(monkeypatch: pytest.M
     assert executed[0][:3] == [sys.executable, "-m", "service.serve"] and sorted(executed[0][3:]) == sorted(options)
     run_cli("serve")
     assert executed[1][3:] == []
+
+
+def test_serve_offers_every_option_of_the_service(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        settings_of(["--help"])
+    known = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    executed: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _path, arguments: executed.append(arguments))
+    given = [text for option in sorted(known) for text in ((option,) if option == "--drills" else (option, "1"))]
+    assert "--cluster-env" in known and run_cli("serve", *given).exit_code == 0
+    assert known <= set(executed[0])
 
 
 def test_the_version_and_every_command_s_help() -> None:
