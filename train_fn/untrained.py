@@ -207,9 +207,9 @@ class WarmUp:
                 self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
 
     def look(self) -> tuple[set[int], set[int]]:
-        """Numbers of the places where something moved, and of those where something of another shape is now.
+        """Numbers of the places where something moved, and of those where something is that follows from the batch.
 
-        Raises BadTask where the latter is part of the model's state.
+        Raises BadTask where one of another shape is part of the model's state.
         """
         faults = [shape_fault(place, place.tensor, None) for place in self._empty]
         moving, ignored = set(), set()
@@ -218,6 +218,8 @@ class WarmUp:
             if now is None or not is_alike(now, kept.form):
                 faults.append(shape_fault(place, now, kept.form))
                 ignored.add(number)
+            elif not place.is_saved and now is not kept.tensor and not kept.differs(now):
+                ignored.add(number)  # made anew in every pass, from nothing that training changes: a mask, say
             elif now is not kept.tensor or kept.differs(now):
                 moving.add(number)
                 [self._seen[number]] = keep([now], _SEEN_BYTES)

@@ -179,6 +179,20 @@ def test_a_first_pass_is_found_out_and_undone_whatever_it_wrote(is_fresh: bool) 
     assert [place.tensor.tolist() for place in places] == [tensor.tolist() for tensor in before]  # type: ignore[union-attr]
 
 
+def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alone() -> None:
+    model = Bag()
+    places = untrained_places(model, [model.trained])
+    warm_up = WarmUp(model, places, is_fresh=True)
+    model.loose, model.one = model.loose.clone(), model.one.clone()
+    moving, ignored = warm_up.look()
+    assert ([places[number].name for number in moving], [places[number].name for number in ignored]) == (["one"], ["loose"])
+    volatile = VolatileBuffers(places, moving, ignored, ALONE, lambda moving: None)
+    volatile.begin(5, 1)
+    model.loose = model.loose.clone()
+    volatile.passed(5)
+    assert not volatile.has_news
+
+
 def test_of_what_is_large_a_sample_is_kept() -> None:
     large = torch.zeros(1000)
     small, sampled = keep([torch.zeros(4), large], limit_bytes=4000)
