@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
 from storage.errors import AlreadyClaimed, StorageNotFound
@@ -51,14 +50,20 @@ def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
     Raises AlreadyClaimed where a newer one has succeeded it, or another process has claimed it.
     """
     submission, attempt = origin
-    mine = _claim()
-    if not run_dir.files.create_new(run_dir.claim_path(origin), mine):
+    if not run_dir.files.create_new(run_dir.claim_path(origin), _claim()):
         found = _read(run_dir, origin)
         by = f"attempt {found['successor']}" if "successor" in found else f"process {found.get('pid')} on {found.get('host')}"
         raise AlreadyClaimed(f"attempt {attempt} of run {run_dir.run_id} is not this process's any more: {by} has taken over")
     for older in range(attempt - 1, max(0, attempt - 1 - _GAP), -1):
         if _is_succeeded(run_dir, (submission, older), attempt):
             return
+
+
+def newest_attempt(run_dir: RunDir, submission: int, known: int) -> int:
+    """The newest attempt of a submission that its journal knows, or that has claimed the run and died before it was told of."""
+    while run_dir.files.exists(run_dir.claim_path((submission, known + 1))):
+        known += 1
+    return known
 
 
 def successor(run_dir: RunDir, origin: Origin) -> str | None:
@@ -71,8 +76,8 @@ def successor(run_dir: RunDir, origin: Origin) -> str | None:
 
 
 def _claim() -> bytes:
-    facts = {"writer": process_nonce(), "host": os.uname().nodename, "pid": os.getpid(), "at": round(time.time(), 3)}
-    return json.dumps(facts).encode()
+    """The same whenever this process claims: to claim again what is its own is no second claim (``Files.create_new``)."""
+    return json.dumps({"writer": process_nonce(), "host": os.uname().nodename, "pid": os.getpid()}).encode()
 
 
 def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:

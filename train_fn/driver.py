@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 
 from everstep.events import EventKind
 from everstep.spec import RunSpec
-from storage.claims import claim_submission, succeed_submission, successor
+from storage.claims import claim_submission, newest_attempt, succeed_submission, successor
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
 from storage.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
@@ -252,7 +252,9 @@ class Driver:
 
     def _history_so_far(self) -> History:
         self._client.flush(FINAL_FLUSH_S)
-        return read_history(self._run_dir)
+        history = read_history(self._run_dir)
+        last_attempt = newest_attempt(self._run_dir, self._submission, history.last_attempt)
+        return dataclasses.replace(history, last_attempt=last_attempt)
 
     def _save_newest(self, spec: RunSpec, outcome: Outcome) -> tuple[LastSave | None, LeftStates | None]:
         """Commit the newest state where only nodes hold it. Changes nothing about the outcome, and raises nothing.

@@ -41,7 +41,7 @@ from everstep.events import EventKind
 from everstep.overrides import apply_overrides
 from everstep.spec import RunSpec, parse_spec
 from everstep.spec_file import read_spec
-from storage.claims import claim_submission, succeed_submission
+from storage.claims import claim_submission, newest_attempt, succeed_submission
 from storage.code_store import CodeStore
 from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
@@ -149,7 +149,7 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> St
     same = newest > 0 and _launched_by(run_dir, newest) == launch
     if not same:
         newest = _claim_next(run_dir, newest)
-    return Start(newest, last_attempt + 1)
+    return Start(newest, newest_attempt(run_dir, newest, last_attempt) + 1)
 
 
 def _claim_next(run_dir: RunDir, newest: int) -> int:

@@ -67,7 +67,7 @@ class MemoryObjects:
 
     def create_new(self, relpath: str, data: bytes) -> bool:
         if relpath in self.objects:
-            return False
+            return self.objects[relpath] == data
         self._put(relpath, data)
         return True
 

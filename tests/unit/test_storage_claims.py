@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from storage import claims
 from storage.checkpoints import CheckpointStore
-from storage.claims import claim_attempt, claim_submission, succeed_submission, successor
+from storage.claims import claim_attempt, claim_submission, newest_attempt, succeed_submission, successor
 from storage.errors import AlreadyClaimed
 from storage.filesystem import Storage
 from storage.run_dir import Origin, RunDir
@@ -88,6 +88,25 @@ def test_an_attempt_hears_of_its_successors_from_the_storage_alone(run_dir: RunD
     assert successor(run_dir, (1, 3)) is None, "its ranks may still save and leave"
     succeed_submission(run_dir, 2)
     assert successor(run_dir, (1, 3)) == "submission 2 of run run_a has taken over from submission 1"
+
+
+def test_what_a_process_claims_again_is_its_own_until_it_is_succeeded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        claim_submission(run_dir, 1)
+        claim_attempt(run_dir, (1, 1))
+    with monkeypatch.context() as patch:
+        as_process("another", patch)
+        with pytest.raises(AlreadyClaimed, match="attempt 1 of run run_a is not this process's any more: process"):
+            claim_attempt(run_dir, (1, 1))
+        claim_attempt(run_dir, (1, 2))
+    with pytest.raises(AlreadyClaimed, match="attempt 2 has taken over"):
+        claim_attempt(run_dir, (1, 1))
+
+
+def test_an_attempt_that_died_before_anybody_told_of_it_keeps_its_number(run_dir: RunDir) -> None:
+    claim_attempt(run_dir, (1, 4))
+    assert [newest_attempt(run_dir, 1, known) for known in (0, 3, 4)] == [4, 4, 4]
+    assert newest_attempt(run_dir, 2, 4) == 4
 
 
 class Pause:
