@@ -119,7 +119,7 @@ def _time(run: RunHandle) -> Iterator[str]:
     yield from _detection(run)
     working_s = goodput.buckets.productive + goodput.buckets.rework + goodput.buckets.checkpoint_stall
     moving_s = _moving_s(run)
-    if working_s > moving_s + CLOCKS_S:
+    if working_s > moving_s + CLOCKS_S + 0.1 * len(run.failures()):
         yield f"I6: {run.id} has {working_s:.1f} s of work, and moved for {moving_s:.1f} s"
 
 
@@ -132,13 +132,20 @@ def _moved_at(event: Event) -> float | None:
 
 
 def _detection(run: RunHandle) -> Iterator[str]:
-    """A failure was noticed ``recovery_s`` before the first step again, and ``detect_s`` after the last step before it."""
+    """A failure was noticed ``recovery_s`` before the first step again, and ``detect_s`` after the last step before it.
+
+    Of a group that did not come up nothing had moved.
+    """
     moved_at: float | None = None
+    newest = 0
     failed: tuple[float, float] | None = None
     for event in run.events():
+        if event.kind == "attempt_started":
+            newest = event.attempt
         if event.kind == "failure":
             detect_s = event.data.get("detect_s")
-            failed = (detect_s, moved_at) if detect_s is not None and moved_at is not None else None
+            is_known = detect_s is not None and moved_at is not None and event.attempt == newest
+            failed = (detect_s, moved_at) if is_known else None
         elif event.kind == "recovered" and failed is not None:
             (detect_s, last_at), failed = failed, None
             true_s = event.at.timestamp() - event.data["recovery_s"] - last_at
