@@ -36,6 +36,7 @@ def doctor(
     reached = True
     try:
         findings += judging.service_findings(client.ready())
+        findings += judging.identity_findings(client.storage.status())
         findings += _cluster(client, all_reduce, timeout)
     except Unavailable as exc:
         reached = bool(findings)

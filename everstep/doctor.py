@@ -10,6 +10,7 @@ from typing import Literal
 
 from everstep.deployment import AllReduceFacts, DeploymentCheck, DeploymentReport, NodeFacts, ServiceFacts
 from everstep.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
+from everstep.storage_status import StorageStatus
 from everstep.wire import ClusterInfo, Readiness
 
 Level = Literal["ok", "warning", "problem"]
@@ -65,6 +66,24 @@ def service_findings(ready: Readiness) -> list[Finding]:
         remedy = "No run starts or ends by it. Look for errors in the service's log; with several replicas ask the one that leads."
         found.append(_problem("service", f"its reconciler has {since} finished a tick", remedy))
     return found or [_ok("service", "database, storage, Ray and the reconciler answer")]
+
+
+def identity_findings(status: StorageStatus) -> list[Finding]:
+    """Return what does not fit between the service's database and its storage."""
+    found = []
+    if status.problem is not None:
+        remedy = "See `everstep storage show`, and in docs/runbook.md: another storage, or an older database."
+        found.append(_problem("storage", status.problem, remedy))
+    for run in status.behind:
+        words = f"submission {run.storage_submission} of run {run.run_id}, and the database knows {run.database_submission}"
+        remedy = "Restore a newer database, or run `everstep storage adopt` once no other service uses this storage."
+        found.append(_problem("storage", f"the storage holds {words}", remedy))
+    if status.unknown_runs:
+        words = (
+            f"the storage holds {len(status.unknown_runs)} runs that the database does not know, {status.unknown_runs[0]} for one"
+        )
+        found.append(_warning("storage", words, "They are of a newer database or of another service; nothing touches them."))
+    return found
 
 
 def cluster_findings(cluster: ClusterInfo) -> list[Finding]:

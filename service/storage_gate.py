@@ -48,7 +48,6 @@ class StorageGate:
         check_identity(self._storage, known.storage_id)
         if not known.was_seen:
             self._records.seen(known.storage_id)
-            log.info("the storage has an id", storage=self._storage.uri, storage_id=known.storage_id)
         return known.storage_id
 
     def problem(self) -> str | None:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import app
 from everstep.deployment import AllReduceFacts, DeploymentCheck, DeploymentReport, NodeFacts, ServiceFacts, StorageFacts
-from everstep.doctor import Finding, check_findings, cluster_findings, service_findings
+from everstep.doctor import Finding, check_findings, cluster_findings, identity_findings, service_findings
+from everstep.storage_status import RunBehind, StorageStatus
 from everstep.wire import ClusterInfo, Readiness
 from service.deployment_checks import DeploymentChecks
 from service.ray_jobs import RayEndpoint, RayJobs
@@ -147,6 +148,11 @@ def test_an_interface_may_be_excluded_or_named_exactly() -> None:
 def test_what_the_service_itself_lacks() -> None:
     down = Readiness(status="unavailable", database="down", storage="down", ray="down", reconciler_lag_s=None)
     assert len(wrong(service_findings(down))) == 4
+    behind = RunBehind(run_id="run_a", database_submission=3, storage_submission=5)
+    mixed = StorageStatus(uri="/s", known_id="a", found_id="b", problem="it has id b", behind=(behind,), unknown_runs=("run_b",))
+    found = identity_findings(mixed)
+    assert [one.level for one in found] == ["problem", "problem", "warning"] and "everstep storage adopt" in str(found[1].remedy)
+    assert identity_findings(mixed.model_copy(update={"problem": None, "behind": (), "unknown_runs": ()})) == []
     assert wrong(service_findings(Readiness(status="ready", database="up", storage="up", ray="up", reconciler_lag_s=0.2))) == []
 
 
