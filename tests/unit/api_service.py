@@ -136,6 +136,7 @@ class ApiService:
             self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock, drills_enabled=self.drills
         )
         self.runs, self.events = self.context.runs, self.context.events
+        self.context.storage_gate.check()  # as the service does before it serves
         self._stack = AsyncExitStack()
         # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else every answer waits 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
