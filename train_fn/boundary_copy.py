@@ -38,7 +38,10 @@ class BoundaryCopies:
         self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
-        """A copy of the present state. Called by the training thread, between two steps; whoever calls must release it."""
+        """A copy of the present state. Called by the training thread, between two steps; whoever calls must release it.
+
+        Raises StateNotWhole, NonFiniteWeights for a state that must not be kept.
+        """
         began = time.perf_counter()
         boundary = (self._state.step, self._state.closed_epochs, self._state.evaluated_step)
         with self._lock:
@@ -47,7 +50,9 @@ class BoundaryCopies:
                 newest.num_holders += 1
                 return newest
             reuse, self._free = self._free, None
-        tree = copy_to_cpu(self._state.state_dict(), reuse)
+        live = self._state.state_dict()
+        self._state.require_sound(live)
+        tree = copy_to_cpu(live, reuse)
         copy = BoundaryCopy(self._state.step, self._state.epoch, tree, time.perf_counter() - began)
         with self._lock:
             self._newest, self._boundary = copy, boundary

@@ -2,12 +2,14 @@
 
 TrainError
 ├── NonFiniteLoss      the loss of a global batch, or its gradient, is NaN or infinite; no rank took the step
+├── NonFiniteWeights   the weights of a state are NaN or infinite; it is neither saved nor left
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
 ├── DataChanged        the data set is not the one that the state to resume was trained on
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── SecretMissing      a secret of the spec is not on this node
-├── StepNotWhole       the totals of a step, or a state's ledger, are not those of whole steps; nothing was committed
+├── StepNotWhole       the totals of a step are not those of all ranks and samples; no rank took the step
+├── StateNotWhole      a state's ledger does not account for the samples of its steps
 ├── PeersGone          what all ranks do together did not come about
 ├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
@@ -18,11 +20,14 @@ TrainError
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from train_fn import head_clock
 from train_fn.error_text import message_of
 from train_fn.rank_error import ErrorKind, classify
+
+_NAMES_SHOWN = 5
 
 
 class TrainError(Exception):
@@ -42,17 +47,39 @@ def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]
 
 class NonFiniteLoss(TrainError):
     """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame.
-    ``source`` says what computed the loss, ``what`` whether it is the loss itself."""
+    ``source`` says what computed the loss, ``what`` whether it is the loss itself, ``weights`` which were not finite before it."""
 
-    def __init__(self, step: int, rank: int | None, value: float, source: str = "the task's loss", *, what: str = "loss") -> None:
+    def __init__(
+        self,
+        step: int,
+        rank: int | None,
+        value: float,
+        source: str = "the task's loss",
+        *,
+        what: str = "loss",
+        weights: Sequence[str] = (),
+    ) -> None:
         several = "on several ranks" if what == "loss" else "on all ranks"
         where = f"on rank {rank}" if rank is not None else several
         super().__init__(
             f"the {what} of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
             f"set train.grad_clip_norm, or look for samples with non-finite values. It comes from {source}"
+            + (f". An earlier step's gradients were not finite: {_few(weights)} hold NaN or infinity since" if weights else "")
         )
         self.step = step
         self.rank = rank
+
+
+class NonFiniteWeights(TrainError):
+    """An earlier step's gradients were NaN or infinite, though its loss was not. ``step`` counts the steps done."""
+
+    def __init__(self, step: int, names: Sequence[str]) -> None:
+        super().__init__(
+            f"the weights after step {step} are not finite: {_few(names)}. They are saved nowhere; the run's last checkpoint is "
+            "from before. Set train.grad_clip_norm, which refuses such a step before it is taken, lower optimizer.lr, or look in "
+            "the loss for a division by zero, log or sqrt of zero"
+        )
+        self.step = step
 
 
 class DataMissing(TrainError):
@@ -92,6 +119,16 @@ class StepNotWhole(TrainError):
             f"step {step + 1} is not whole and was not taken: {problem}. The run goes on from the last whole step; if this comes "
             "back, report it with the run's events"
         )
+        self.step = step
+
+
+class StateNotWhole(TrainError):
+    """``step`` counts the steps done."""
+
+    kind = ErrorKind.EXCHANGE
+
+    def __init__(self, step: int, problem: str) -> None:
+        super().__init__(f"the state of step {step} is not one of whole steps, and is not used: {problem}")
         self.step = step
 
 
@@ -152,6 +189,11 @@ class StepFailed(TrainError):
         """Why there is none."""
         self.memory = memory
         """What the GPU held when it was too small."""
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def forget_frames(exc: BaseException) -> None:

@@ -16,6 +16,7 @@ from train_fn.checkpoint_read import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
 from train_fn.optim import unpacked
+from train_fn.sound_state import ledger_fault
 from train_fn.state import TrainState
 
 MAX_NAMED = 20
@@ -104,6 +105,12 @@ def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerCo
         raise ForkRefused(
             f"{origin.name} ends at global batch {state['k']} of epoch {state['epoch']}, but this run has {into.steps_per_epoch} "
             "steps an epoch. Keep the data and train.global_batch_size, or leave resume_from out"
+        )
+    fault = ledger_fault(state, into.sampler) if into.sampler else None
+    if fault is not None:
+        raise ForkRefused(
+            f"{origin.name} ends within an epoch, and {fault} here: samples would be used twice or not at all. Keep "
+            "train.global_batch_size, begin from a checkpoint of an epoch's end, or leave resume_from out"
         )
     averages = state["ema"]
     if averages is None and into.ema is not None:

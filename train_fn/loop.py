@@ -16,7 +16,7 @@ from train_fn.boundary import close_boundary, evaluation_is_due, renew_best, req
 from train_fn.boundary_copy import BoundaryCopies
 from train_fn.collectives import end_process_group
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, StepNotWhole, forget_frames
+from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, StepNotWhole, TrainError, forget_frames
 from train_fn.evaluate import try_evaluation
 from train_fn.forgotten import sweep_forgotten
 from train_fn.gpu_memory import memory_summary
@@ -32,6 +32,7 @@ from train_fn.restore import claim, restore
 from train_fn.safetensors_file import require_safetensors
 from train_fn.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.snapshot import leave_snapshot, snapshot_store
+from train_fn.sound_state import not_finite
 from train_fn.state import tree_digest
 from train_fn.step_clock import StepClock
 from train_fn.step_totals import StepTotals
@@ -215,7 +216,9 @@ class Attempt:
         if fault is not None:
             raise StepNotWhole(state.step, fault)
         if totals.facts.num_nonfinite:
-            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, told(replica.task, "loss"))
+            weights = not_finite(dict(state.model.named_parameters()))
+            source = told(replica.task, "loss")
+            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights)
         if not 0 < totals.weight < math.inf:
             raise BadTask(
                 f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
@@ -352,8 +355,10 @@ class Attempt:
                 problem = f"the failed step changed {', '.join(torn)}, and no copy was kept of what was there before"
             elif state.complete:
                 try:
-                    problem = leave_snapshot(self.ctx, copy_to_cpu(state.state_dict()))
-                except BadTask as exc:  # what broke the attempt says more
+                    left = copy_to_cpu(state.state_dict())
+                    state.require_sound(left)
+                    problem = leave_snapshot(self.ctx, left)
+                except TrainError as exc:  # what broke the attempt says more
                     problem = str(exc)
                 snapshot_step = step if problem is None else None
         if self._profiler is not None:

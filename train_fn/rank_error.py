@@ -164,7 +164,7 @@ def classify(exc: BaseException) -> ErrorKind:
 def _classify_words(type_name: str, message: str) -> ErrorKind:
     if type_name in {"MemoryError", "OutOfMemoryError"}:
         return ErrorKind.OUT_OF_MEMORY
-    if type_name == "StepNotWhole":
+    if type_name in {"StepNotWhole", "StateNotWhole"}:
         return ErrorKind.EXCHANGE
     if type_name in _STORAGE_TYPES:
         return ErrorKind.STORAGE

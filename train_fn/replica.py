@@ -303,6 +303,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         steps_per_epoch=sampler.steps_per_epoch,
         fingerprint=train_set.fingerprint,
         contents=contents,
+        sampler=sampler,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
         data_source=told(task, "build_datasets") if spec.code is not None else None,
     )

@@ -11,15 +11,17 @@ import torch
 
 from everstep.events import EventKind
 from storage.claims import claim_attempt, successor
-from storage.errors import StorageUnavailable
+from storage.errors import CorruptCheckpoint, StorageUnavailable
 from storage.lineage import attempt_starts, told_checkpoints
+from storage.manifest import Manifest
 from storage.run_dir import CheckpointName
+from train_fn.checkpoint_files import STATE_FILE
 from train_fn.checkpoint_read import load_checkpoint
 from train_fn.collectives import Peers
 from train_fn.contents import DRAW_ALIKE, alike, few, sketch_weights
 from train_fn.context import WorkerContext
 from train_fn.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
-from train_fn.errors import BadTask, DataChanged, Replaced
+from train_fn.errors import BadTask, DataChanged, NonFiniteWeights, Replaced, StateNotWhole
 from train_fn.fork import Origin, read_origin
 from train_fn.replica import Replica
 from train_fn.snapshot import Label, snapshot_store
@@ -130,6 +132,9 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
         if offer.rank == peers.rank:
             try:
                 state = store.read(offer.label)
+                replica.state.require_sound(state)
+            except (StateNotWhole, NonFiniteWeights) as exc:
+                problem = str(exc)
             except Exception as exc:
                 problem = f"cannot be read: {exc}"
         problem = peers.share(problem, offer.rank)
@@ -155,7 +160,7 @@ def _find_durable(
     if replica.peers.rank == 0:
         try:
             known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
-            read = partial(load_checkpoint, ctx.run_dir)
+            read = partial(_load_sound, ctx, replica)
             manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=known)
             bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
             if manifest is not None:
@@ -172,6 +177,16 @@ def _find_durable(
         raise found
     assert found is not None
     return found, state
+
+
+def _load_sound(ctx: WorkerContext, replica: Replica, manifest: Manifest) -> dict[str, Any]:
+    """Read a checkpoint. Raises CorruptCheckpoint also where what it holds must not be gone on from."""
+    state = load_checkpoint(ctx.run_dir, manifest)
+    try:
+        replica.state.require_sound(state)
+    except (StateNotWhole, NonFiniteWeights) as exc:
+        raise CorruptCheckpoint(manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)) from exc
+    return state
 
 
 def _step_of(restored: Restored) -> int:

@@ -57,6 +57,10 @@ class Sampler:
         """Samples in an epoch's global batch ``k``."""
         return min(self.global_batch_size, self.num_samples - k * self.global_batch_size)
 
+    def samples_before(self, k: int) -> int:
+        """Return the samples in the first ``k`` global batches of an epoch."""
+        return min(k * self.global_batch_size, self.num_samples)
+
     def global_batch(self, epoch: int, k: int) -> IndexArray:
         """Sample indices of the epoch's global batch ``k``, in canonical order."""
         start = k * self.global_batch_size

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from train_fn.event_tail import EventTail
 from train_fn.ledger import Ledger
 from train_fn.modes import BuiltModes
 from train_fn.optim import Packer, unpacked
+from train_fn.sampler import Sampler
+from train_fn.sound_state import require_sound
 from train_fn.stream_set import Bookmarks
 from train_fn.untrained import Place, copy_all, is_alike, untrained_places
 
@@ -55,6 +57,7 @@ class TrainState:
         steps_per_epoch: int,
         fingerprint: str,
         contents: Contents | None = None,
+        sampler: Sampler | None = None,
         bookmarks: Bookmarks | None = None,
         data_source: str | None = None,
     ) -> None:
@@ -67,6 +70,9 @@ class TrainState:
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
+        self.sampler = sampler
+        """Knows how many samples the steps have; None where the ledger is not compared with them."""
+        self._trained = {name for name, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
         self.contents = contents
         """Sketches of a few samples; None where nothing is compared."""
         self.data_name = f"the training data of {data_source}" if data_source else "the training data"
@@ -134,6 +140,13 @@ class TrainState:
             "ema": self.ema.state_dict() if self.ema else None,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
         }
+
+    def require_sound(self, state: Mapping[str, Any]) -> None:
+        """Check a state of this run, its own or another process's, before it is kept or gone on from.
+
+        Raises StateNotWhole, NonFiniteWeights.
+        """
+        require_sound(state, self.sampler, self._trained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state, which is copied and left alone.
