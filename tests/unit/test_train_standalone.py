@@ -164,7 +164,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
             ended = standalone.run_rank(spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append)
             end_process_group()
             assert ended.code == standalone.EXIT_FAILED
-            assert said[-1] == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001"
+            assert said[-1] == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
     assert [manifest.step for manifest in parts.checkpoints.list()] == [4]
     told = [event.data["step"] for event in read_journal(parts, 1, None, 1000)[0] if event.kind is EventKind.CHECKPOINT_COMMITTED]
     assert told == [4]
