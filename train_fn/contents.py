@@ -103,7 +103,7 @@ class Contents:
         seed_sample(0, 0, index)  # by no seed of the run's: a state may be read by a run with another one
         try:
             return sketch(dataset[index])
-        except Exception:
+        except (Exception, SystemExit):
             return None
 
 

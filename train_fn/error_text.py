@@ -33,6 +33,8 @@ def message_of(exc: BaseException) -> str:
     leaf = exc
     while isinstance(leaf, BaseExceptionGroup):
         leaf = leaf.exceptions[0]
+    if isinstance(exc, SystemExit):
+        return f"the code ended the program by sys.exit({exc.code!r}); let it return, or raise an error that says why"
     return str(exc) if leaf is exc else f"{exc}; the first: {type(leaf).__name__}: {leaf}"
 
 

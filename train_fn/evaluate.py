@@ -110,14 +110,19 @@ def _measure_all(
     ctx: WorkerContext, replica: Replica, own: OwnMetrics, numbered: Generator[tuple[int, Any]]
 ) -> list[tuple[int, Sums]]:
     spec, device, task = ctx.spec, ctx.device, replica.task
-    measured = []
+    measured, num_empty = [], 0
     own.to(device)
     with closing(numbered) as batches:
         for number, batch in batches:
+            if batch is None:  # as in training: left out, with weight 0
+                num_empty += 1
+                continue
             replica.volatile.rewind()  # a model may change its buffers in eval mode as well
             seed_micro_batch(spec.train.seed, replica.state.step, number, device)
             with autocast(spec.train.precision, device):
                 measured.append((number, own.update(_measure(task, replica.state.model, batch))))
+    if num_empty:
+        logger.warning("collate returned None for %d batches of the validation set; they are left out", num_empty)
     return [(number, {name: _pair(task, name, value) for name, value in sums.items()}) for number, sums in measured]
 
 

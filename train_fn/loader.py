@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from everstep.spec import RunSpec
+from train_fn.own_code import ended_program
 from train_fn.randomness import key, seed_sample
 from train_fn.sampler import IndexArray, MicroBatch
 
@@ -67,7 +68,10 @@ class KeyedDataset(Dataset[Loaded]):
         samples, fetched = [], []
         for index in micro.indices.tolist():
             seed_sample(self.seed, micro.epoch, index)
-            samples.append(self.dataset[index])
+            try:
+                samples.append(self.dataset[index])
+            except SystemExit as exc:  # would end a loader process without a word
+                raise ended_program(f"sample {index} cannot be read", exc) from exc
             fetched.append(index)
         return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))
 

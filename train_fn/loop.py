@@ -170,6 +170,8 @@ class Attempt:
                 self.phase = "data"
                 loaded = next(self._loader)
                 batch = loaded.batch
+                if batch is None:
+                    replica.note_empty()
                 differs = difference(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
                 if state.bookmarks is not None:
                     state.bookmarks.note(loaded)

@@ -58,8 +58,11 @@ def load_named(entry: str) -> Any:
         owner = getattr(taken, "__file__", None) or "another package"
         raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
     declare_missing_ops()  # for torchvision, which the module may import
+    sys.argv = [_file_of(module_name)]  # what user code reads from then on: not the words that started the rank's process
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as exc:
+        raise ended_program(f"{module_name} cannot be imported", exc) from exc
     except Exception as exc:
         place = user_place("".join(traceback.format_exception(exc)))
         raise BadTask(f"{module_name} cannot be imported: {type(exc).__name__}: {exc}{f' ({place})' if place else ''}") from exc
@@ -68,6 +71,23 @@ def load_named(entry: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadTask(f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def ended_program(what: str, exc: SystemExit) -> BadTask:
+    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what it ended."""
+    place = user_place("".join(traceback.format_exception(exc)))
+    where = f" ({place})" if place else ""
+    return BadTask(
+        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses arguments belongs "
+        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or code.config'
+    )
+
+
+def _file_of(module_name: str) -> str:
+    """Where a module lies, without importing it or the packages around it; its name where it is not found."""
+    path = module_name.replace(".", "/")
+    candidates = (Path(root, f"{path}{end}") for root in sys.path for end in (".py", "/__init__.py"))
+    return str(next((candidate for candidate in candidates if candidate.is_file()), module_name))
 
 
 def place_of(thing: Any) -> str:

@@ -28,6 +28,7 @@ from train_fn.plain_attributes import PlainAttributes
 from train_fn.precision import Precision, autocast, build_scaler
 from train_fn.randomness import seed_building, seed_micro_batch, torch_generators
 from train_fn.sampler import MicroBatch, Sampler
+from train_fn.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.state import TrainState
 from train_fn.step_plans import StepPlans
 from train_fn.step_totals import Carrier
@@ -131,6 +132,8 @@ class Replica:
         self._exchanged = [parameter for parameter in self.step_module.parameters() if parameter.requires_grad]
         """In the order in which DDP numbers them."""
         self._nothing: Any = None
+        self.num_empty = 0
+        """Micro-batches of this attempt for which ``collate`` returned None."""
         self._draws = True
         self.task_state = TaskState(self.task)
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
@@ -151,10 +154,16 @@ class Replica:
             self.wrapped = wrap(self.step_module, self.peers.device)
         first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
         batch = self.load(MicroBatch(0, 0, first)).batch
+        if batch is None and self.exchanges_in_forward:
+            raise BadTask(
+                f"{told(self.task, 'collate')} returned None for the first micro-batch; a model that exchanges in its forward pass "
+                "needs to see one. Return a batch of no samples in place of None"
+            )
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
+        self.state.task = self.task_state.capture()
+        self._try_smallest()
         places = untrained_places(self.state.model, self.parameters)
         warm_up = WarmUp(self.state.model, places, is_fresh=is_fresh)
-        self.state.task = self.task_state.capture()
         attributes = PlainAttributes(self._owners())
         self.seed(0, 0)
         generators = torch_generators(self.peers.device)
@@ -196,6 +205,26 @@ class Replica:
         """Have the user know: in the log, and in the attempt's ``training_started`` event."""
         logger.warning("%s", text)
         self.warnings.append(text)
+
+    def _try_smallest(self) -> None:
+        """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what trying it changed."""
+        model = self.state.model
+        micro = smallest_micro_batch(self.sampler, self.total_steps) if trains_batch_norm(model) else None
+        if micro is None:
+            return
+        before = WarmUp(model, untrained_places(model, self.parameters), is_fresh=False)
+        attributes = PlainAttributes(self._owners())
+        self.seed(0, 0)
+        check_small_batch(self.task, self.sampler, micro, self.step_module, self.load(micro).batch)
+        before.put_back()
+        attributes.put_back()
+        self.task_state.load(self.state.task)
+
+    def note_empty(self) -> None:
+        """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever more seldom."""
+        self.num_empty += 1
+        if self.num_empty & (self.num_empty - 1) == 0:
+            logger.warning("collate returned None for %d micro-batches so far on this rank; they are left out", self.num_empty)
 
     def num_passes(self, own: int) -> int:
         """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.

@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 from everstep.spec import RunSpec
 from train_fn.errors import BadTask
 from train_fn.loader import Collate, Loaded, loader_options, num_loader_workers
+from train_fn.own_code import ended_program
 from train_fn.randomness import key, seed_sample
 from train_fn.sampler import MicroBatch
 from train_fn.stream_sampler import StreamSampler
@@ -218,7 +219,10 @@ class _Samples:
 
     def _next(self) -> Any:
         seed_sample(self._owner.seed, self._stream, self.ordinal)
-        return next(self._iterator, _NOTHING)
+        try:
+            return next(self._iterator, _NOTHING)
+        except SystemExit as exc:  # would end a loader process without a word
+            raise ended_program(f"sample {self.ordinal} of stream {self._stream} cannot be read", exc) from exc
 
     def _begin_pass(self) -> None:
         seed_sample(self._owner.seed, self._stream, self._pass_began)

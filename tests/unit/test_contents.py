@@ -18,6 +18,8 @@ from torch import nn
 
 from train_fn.contents import Contents, alike, sketch, sketch_weights, spread
 
+pytestmark = pytest.mark.own_process
+
 PIXELS = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 

@@ -47,6 +47,7 @@ def own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, path = set(sys.modules), list(sys.path)
     deterministic = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
     yield
     sys.path[:] = path
     for name in set(sys.modules) - before:
@@ -121,6 +122,11 @@ def test_a_name_that_another_module_has_on_this_node_is_told(storage: Storage) -
         ("import nothing_like_it", "task:Line", r"task cannot be imported: ModuleNotFoundError.*\(task\.py, line 1\)"),
         ("x = 1\n\ny = 1 / 0\n", "task:Line", r"task cannot be imported: ZeroDivisionError.*\(task\.py, line 3\)"),
         ("def f(:\n", "task:Line", r"task cannot be imported: SyntaxError: .*task\.py, line 1"),
+        (
+            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\nparser.parse_args()",
+            "task:Line",
+            r"task cannot be imported: it ended the program by sys\.exit\(2\) \(task\.py, line 4\)\. Code that parses arg",
+        ),
         (TASK, "task:Lime", r"^task\.py has no 'Lime'; did you mean 'Line'\?$"),
     ],
 )
@@ -269,6 +275,21 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
             r"Line\.build_optimizer \(task\.py, line 32\) returned an optimizer that holds no parameter",
         ),
         (
+            TASK + "\n    def build_optimizer(self, model):\n        return torch.optim.LBFGS(model.parameters())\n",
+            r"Line\.build_optimizer \(task\.py, line 32\) returned a LBFGS, whose step needs a closure .*: use SGD, Adam",
+        ),
+        (
+            changed("return nn.Linear(1, 1)", "raise SystemExit(3)"),
+            r"ended the program by sys\.exit\(3\); .*\(task\.py, line 23\)$",
+        ),
+        (changed(LOSS, "import sys; sys.exit('bye')"), r"ended the program by sys\.exit\('bye'\); .*\(task\.py, line 30\)$"),
+        (
+            changed("self.length = length", "self.length = ARGUMENTS.parse_args(['--wrong'])").replace(
+                "import torch\n", "import argparse, torch\nARGUMENTS = argparse.ArgumentParser()\n", 1
+            ),
+            r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, line 21\)",
+        ),
+        (
             TASK + "\n    def build_optimizer(self, model):\n        return None\n",
             r"must return a torch\.optim\.Optimizer, not None",
         ),
@@ -287,6 +308,25 @@ def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> Non
     source = changed("return self.x[index : index + 1], ", "raise LookupError(index); ")
     error = failure(context(storage, source, train={"loader": {"num_workers": 1}}))
     assert error.type == "LookupError" and "task.py, line 15" in error.summary
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_ends_its_process_is_no_lost_loader(storage: Storage, num_workers: int) -> None:
+    source = changed("return self.x[index : index + 1], ", "raise SystemExit(4); ")
+    error = failure(context(storage, source, train={"loader": {"num_workers": num_workers}}))
+    assert re.search(r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15\)", error.message)
+
+
+def test_what_parses_arguments_at_import_reads_none_of_the_rank_s_process(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=10.0.0.1", "--lr=7"])
+    parse = (
+        "import argparse, sys\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float, default=0.5)\nA = p.parse_args()\n"
+    )
+    source = parse + changed("return nn.Linear(1, 1)", "print('read', A.lr, p.prog, *sys.argv[1:]); return nn.Linear(1, 1)")
+    assert train(context(storage, source, train={"max_steps": 1})) is None
+    assert "read 0.5 task.py\n" in capsys.readouterr().out
 
 
 def test_arguments_that_do_not_fit(storage: Storage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -113,6 +114,12 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
     source = told(task, "build_optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
+    if _needs_closure(optimizer):
+        raise BadTask(
+            f"{source} returned {_kind(optimizer)}, whose step needs a closure that computes the loss again. Everstep computes the "
+            "gradient of a global batch once, over all ranks, and calls step() without one: use SGD, Adam, AdamW or another that "
+            "needs none"
+        )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in own for parameter in held):
@@ -124,6 +131,17 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
             "them, and no checkpoint would have them. Register them in the module that build_model returns"
         )
     return optimizer
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` cannot be called without arguments, as that of LBFGS."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # made by C code, which does not say what it takes
+        return False
+    return False
 
 
 def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:

@@ -6,7 +6,7 @@ import inspect
 
 from everstep.spec import CodeSpec
 from train_fn.errors import BadTask
-from train_fn.own_code import load_named, place_of
+from train_fn.own_code import ended_program, load_named, place_of
 from train_fn.tasks.protocol import Task
 
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
@@ -26,7 +26,10 @@ def build_own_task(code: CodeSpec) -> Task:
         raise BadTask(f"{code.task}{place_of(make)} cannot be made with code.args {code.args!r:.200}: {exc}") from exc
     except ValueError:
         pass  # made by C code, which does not say what it takes
-    task: Task = make(**code.args)
+    try:
+        task: Task = make(**code.args)
+    except SystemExit as exc:
+        raise ended_program(f"{code.task} cannot be made", exc) from exc
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
     if missing:
         raise BadTask(f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs {', '.join(REQUIRED_METHODS)}")
