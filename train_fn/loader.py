@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from everstep.spec import RunSpec
 from train_fn.own_code import ended_program
 from train_fn.randomness import key, seed_sample
+from train_fn.rank_logging import mark_output
 from train_fn.sampler import IndexArray, MicroBatch
 
 Collate = Callable[[list[Any]], Any]
@@ -143,20 +145,24 @@ class Loader:
         self._iterator = self._ahead = None
 
 
-def _end_with_rank(_: int) -> None:
-    """In a loader process: have the kernel end it when the rank's thread that started it ends, however that happens.
+def _begin_loader_process(name: str, number: int) -> None:
+    """In a loader process: mark what it prints, and have the kernel end it when the rank's thread that started it ends.
 
     By itself it would find out only seconds later, with its memory still taken, and never while it is stopped.
     """
+    mark_output(f"{name} {number}")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def loader_options(spec: RunSpec, num_workers: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there."""
+def loader_options(spec: RunSpec, num_workers: int, device: torch.device, name: str = "loader") -> dict[str, Any]:
+    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there.
+
+    ``name`` and its number mark what a loader process prints.
+    """
     return {
         "collate_fn": _as_is,
-        "worker_init_fn": _end_with_rank,
+        "worker_init_fn": partial(_begin_loader_process, name),
         "num_workers": num_workers,
         "prefetch_factor": spec.train.loader.prefetch_factor if num_workers else None,
         "pin_memory": device.type == "cuda",

@@ -1,21 +1,24 @@
-"""A rank's output in the run's directory: what is printed and what is logged, line by line, kept after its node is gone."""
+"""A rank's output in the run's directory: what it and its loader processes print and log, kept after its node is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, TextIO, cast
 
 from storage.errors import StorageError
 from storage.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from train_fn import head_clock
+from train_fn.forked_output import ForkedOutput
 
 _RAY_REPORTS = "/ray/train/v2/_internal/execution/context.py"  # that logger is named by its file
 
@@ -89,10 +92,20 @@ class RankLog:
         self._handler = _Handler(self)
         self._streams: tuple[TextIO, TextIO] | None = None
         self._root_level = logging.WARNING
+        self._forked: ForkedOutput | None = None
+        """Where the lines of forked processes come from."""
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="rank-log", daemon=True)
 
     def start(self) -> None:
-        """Begin to take stdout, stderr and logging; they still go where they went."""
+        """Begin to take stdout, stderr and logging, also of processes that are forked from now on.
+
+        They still go where they went.
+        """
+        global _started
+        self._forked = ForkedOutput(self._add_forked)
+        self._forked.start()
+        _started = self
         self._streams = (sys.stdout, sys.stderr)
         sys.stdout = cast(TextIO, _Tee(sys.stdout, self, "INFO"))
         sys.stderr = cast(TextIO, _Tee(sys.stderr, self, "WARNING"))
@@ -106,11 +119,38 @@ class RankLog:
     def add(self, level: str, message: str) -> None:
         """One line that the budget has room for, cut where it is unreasonably long."""
         message = self.redact(message)
+        if self._forked is not None and os.getpid() != self._pid:
+            notice = self.budget.notice()
+            for each, text in ((level, message[:MAX_LINE_CHARS]), ("WARNING", notice)):
+                if text is not None:
+                    self._forked.send(each, text)
+            return
         if len(message) > MAX_LINE_CHARS:
             message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
         if len(self._lines) == MAX_LINES:
             self.budget.leave_out(1, len(self._lines[0].message))
         self._lines.append(LogRecord(at=head_clock.now(), level=level, message=message))
+
+    def go_on_in_child(self) -> None:
+        """In a process that was just forked: let go of locks that other threads held, and of a line that the rank began."""
+        self.budget = LogBudget()
+        for name in ("stdout", "stderr"):
+            tee = getattr(sys, name)
+            if isinstance(tee, _Tee) and tee.belongs_to(self):
+                tee.go_on_in_child()
+
+    def mark_child(self, mark: str) -> None:
+        """In a forked process: begin its lines with ``mark``, and send the last one, if it has no end, when the process ends."""
+        if self._forked is None or os.getpid() == self._pid:
+            return
+        self._forked.mark(mark)
+        for tee in (sys.stdout, sys.stderr):
+            if isinstance(tee, _Tee):
+                Finalize(None, tee.flush_partial, exitpriority=0)
+
+    def _add_forked(self, level: str, line: str) -> None:
+        if self.budget.take(len(line) + 1, 1):
+            self.add(level, line)
 
     def flush(self) -> bool:
         """Write what was gathered; False when storage did not take it, which is tried again later."""
@@ -134,7 +174,13 @@ class RankLog:
             return True
 
     def close(self) -> None:
-        """Give stdout, stderr and logging back, write the rest, end the thread."""
+        """Give stdout, stderr and logging back, write the rest, end the threads."""
+        global _started
+        if _started is self:
+            _started = None
+        if self._forked is not None:
+            self._forked.close()
+            self._forked = None
         if self._streams is not None:
             for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
                 tee = getattr(sys, name)
@@ -157,6 +203,24 @@ class RankLog:
     def _run(self) -> None:
         while not self._closing.wait(self._interval_s):
             self.flush()
+
+
+_started: RankLog | None = None
+"""The log that takes this process's output, and that of the processes which it forks."""
+
+
+def mark_output(mark: str) -> None:
+    """In a process that a rank forked: have its lines in the rank's log begin with ``[mark]``."""
+    if _started is not None:
+        _started.mark_child(mark)
+
+
+def _after_fork() -> None:
+    if _started is not None:
+        _started.go_on_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Handler(logging.Handler):
@@ -208,6 +272,10 @@ class _Tee:
             partial, self._partial = self._partial, ""
         if partial:
             self._log.add(self._level, partial)
+
+    def go_on_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._partial = ""
 
     def belongs_to(self, log: RankLog) -> bool:
         return self._log is log

@@ -135,7 +135,8 @@ class StreamSet:
     def _loaded_by(self, reader: _Reader, device: torch.device) -> Generator[Loaded]:
         """What a reader reads, in a process of its own where the spec has such."""
         num_workers = min(1, num_loader_workers(self._spec, self.dataset, self._local_world_size))
-        yield from DataLoader(reader, batch_size=None, **loader_options(self._spec, num_workers, device))
+        options = loader_options(self._spec, num_workers, device, f"stream {reader.stream}, loader")
+        yield from DataLoader(reader, batch_size=None, **options)
 
 
 class _Reader(IterableDataset[Loaded]):
@@ -144,9 +145,12 @@ class _Reader(IterableDataset[Loaded]):
     def __init__(self, owner: StreamSet, first: MicroBatch, bookmark: Bookmark | None, *, always: bool = False) -> None:
         self._owner, self._first, self._bookmark, self._always = owner, first, bookmark, always
 
+    @property
+    def stream(self) -> int:
+        return self._owner.sampler.stream_of(self._first)
+
     def __iter__(self) -> Iterator[Loaded]:
-        owner, sampler = self._owner, self._owner.sampler
-        stream = sampler.stream_of(self._first)
+        owner, sampler, stream = self._owner, self._owner.sampler, self.stream
         dataset = owner.dataset if get_worker_info() is not None else _copied(owner)
         samples = _Samples(owner, dataset, stream)
         with samples.in_stream():

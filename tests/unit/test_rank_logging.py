@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ray.train.v2._internal.execution import context
+from torch.utils.data import DataLoader
 
+from everstep.spec import RunSpec
 from storage import rank_logs
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
@@ -18,6 +26,7 @@ from storage.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_ra
 from storage.run_dir import RunDir
 from tests.unit.storage_places import memory_run_dir
 from train_fn import rank_logging
+from train_fn.loader import loader_options
 from train_fn.rank_logging import BURST_CHARS, LogBudget, RankLog, collect_log
 
 
@@ -150,3 +159,104 @@ async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:
     speaker.start()
     assert await asyncio.wait_for(waiting, 20.0) == [(logging.WARNING, "on a thread")]
     speaker.join()
+
+
+class Talking:
+    """Data that prints, logs and warns for each sample, and may end its process."""
+
+    def __init__(self, killed_at: int = -1) -> None:
+        self.killed_at = killed_at
+
+    def __getitem__(self, index: int) -> int:
+        print(f"read {index}")
+        print("secret", file=sys.stderr)
+        logging.getLogger("user").info("logged %d", index)
+        with warnings.catch_warnings():  # as outside of pytest, which would record it
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda *told, **_: sys.stderr.write(warnings.formatwarning(*told[:4]))
+            warnings.warn(f"odd {index}", UserWarning, stacklevel=1)
+        if index == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.stdout.write(f"no end {index}, ")
+        return index
+
+
+def loader(data: Any, indices: list[int]) -> DataLoader[int]:
+    spec = RunSpec.model_validate({"name": "a", "code": {"archive": f"sha256:{'0' * 64}", "task": "a:B"}})
+    return DataLoader(data, sampler=indices, batch_size=1, **loader_options(spec, 2, torch.device("cpu")))
+
+
+def test_what_loader_processes_print_is_kept_and_marked_by_their_number(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.redact = lambda text: text.replace("secret", "***")
+    log.start()
+    try:
+        sys.stdout.write("the rank's own ")
+        assert [int(found[0]) for found in loader(Talking(), [4, 5, 6, 7])] == [4, 5, 6, 7]
+        print("line")
+    finally:
+        log.close()
+    lines = list(read_rank_logs(run_dir, limit=1000)[0])
+    for number, mine in ((0, (4, 6)), (1, (5, 7))):
+        own = [(line.level, line.message) for line in lines if line.message.startswith(f"[loader {number}] ")]
+        first, second = mine
+        texts = [text.removeprefix(f"[loader {number}] ") for _, text in own]
+        assert [text for text in texts if "odd" not in text and "warnings.warn" not in text] == [
+            *(f"read {first}", "***", f"logged {first}", f"no end {first}, read {second}", "***", f"logged {second}"),
+            f"no end {second}, ",
+        ]
+        assert {level for level, text in own if "***" in text} == {"WARNING"}
+        assert sum(f"UserWarning: odd {first}" in text for text in texts) == 1
+    assert [line.message for line in lines if not line.message.startswith("[loader")] == ["the rank's own line"]
+
+
+def test_what_a_loader_process_printed_before_it_was_killed_is_kept(run_dir: RunDir) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            list(loader(Talking(killed_at=1), [0, 1, 2, 3]))
+    finally:
+        log.close()
+    assert {"[loader 1] read 1", "[loader 1] logged 1"} <= set(read(run_dir))
+
+
+def test_a_process_that_user_code_forks_is_marked_by_its_pid(run_dir: RunDir) -> None:
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=print, args=("from a pool",))
+        process.start()
+        process.join(20)
+    finally:
+        log.close()
+    assert read(run_dir) == [f"[process {process.pid}] from a pool"]
+
+
+def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
+    """Also where nobody reads what it prints any more."""
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    fork = multiprocessing.get_context("fork")
+    closed = fork.Event()
+    process = fork.Process(target=lambda: (closed.wait(20), [print("x" * 5000) for _ in range(500)]))
+    process.start()
+    log.close()
+    closed.set()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_loader_processes_that_print_without_measure_are_throttled_too(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_logging, "BURST_CHARS", 20_000)
+    monkeypatch.setattr(rank_logging, "RATE_CHARS_PER_S", 1)
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=lambda: [print("y" * 99) for _ in range(5000)])
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        log.close()
+    assert 100 < sum("y" in line for line in read(run_dir)) <= 200
