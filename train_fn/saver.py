@@ -76,9 +76,9 @@ class Saver:
         self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
-        self._begun_at = _place(state.step, vars(state))
-        self._is_begin_durable = False
-        """Whether the state that this attempt began with was found to be a checkpoint of an earlier one's."""
+        self._begun_at = state.step
+        self._found: tuple[int, int, int] | None = None
+        """The state that was found to be a checkpoint of an earlier attempt's."""
         self._told_at = float("-inf")
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
@@ -234,7 +234,7 @@ class Saver:
     def _is_committed(self) -> bool:
         if self._committed is not None and self._committed.step == self._state.step:
             return True
-        return self._is_begin_durable and _place(self._state.step, vars(self._state)) == self._begun_at
+        return _place(self._state.step, vars(self._state)) == self._found
 
     def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
         """Called with the lock held: count a save that no longer moves as failed; what is to be told then."""
@@ -286,6 +286,7 @@ class Saver:
                 self._told.catch_up()
                 if self._is_there(save):
                     self._note_committed(None)
+                    self._found = _place(save.copy.step, save.copy.state)
                     return None
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:  # by a try whose answer was lost; it was just read back whole
@@ -318,10 +319,11 @@ class Saver:
             raise Replaced(why)
 
     def _is_there(self, save: Save) -> bool:
-        """Whether the state that this attempt began with is a checkpoint of the lineage already, which an earlier one committed and
-        perhaps died before it had told so. The best one is saved all the same, by the name under which the state knows it."""
+        """Whether the state that this attempt began with, evaluated or not, is a checkpoint of the lineage already: an earlier one
+        committed it, and perhaps died before it had told so. The best one is saved all the same, by the name under which the state
+        knows it."""
         state = save.copy.state
-        if save.is_best or _place(save.copy.step, state) != self._begun_at:
+        if save.is_best or save.copy.step != self._begun_at:
             return False
         facts = manifest_facts(state)
         wanted = save.copy.step, facts["sample_digest"], facts["metrics"]
@@ -377,10 +379,7 @@ class Saver:
         with self._lock:
             self._failures.succeeded()
             self._error = None
-            if manifest is None:
-                self._is_begin_durable = True
-            else:
-                self._committed = manifest
+            self._committed = manifest or self._committed
 
     def _tell_committed(self, save: Save, manifest: Manifest, write_s: float) -> None:
         self._told.committed(manifest, save.copy.stall_s, write_s)
