@@ -337,6 +337,7 @@ async def test_bad_metric_parameters(api: ApiService, query: str) -> None:
 
 async def test_a_failed_attempt_is_told(api: ApiService) -> None:
     run_id, journal = await api.running()
+    stepped = journal.event(EventKind.METRICS, points=[{"step": 2, "at": NOON + 2.5, "values": {"loss": 0.5}}])
     failure = journal.event(
         EventKind.FAILURE,
         at=NOON + 3,
@@ -354,7 +355,7 @@ async def test_a_failed_attempt_is_told(api: ApiService) -> None:
     epoch = journal.event(
         EventKind.EPOCH_COMPLETED, epoch=0, samples=9, used_once=9, duplicates=0, missing=0, digest="d", seconds=1.0
     )
-    api.apply(run_id, [failure, ended])
+    api.apply(run_id, [stepped, failure, ended])
     assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "RECOVERING"
     api.apply(run_id, [recovered, epoch])
     attempts = [Attempt.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/attempts"))["items"]]
