@@ -92,7 +92,11 @@ class JournalTail:
         except JournalGap as exc:
             # The cursor and the count disagree: from the beginning, where what is known already is passed over.
             log.warning("reading a journal again from its beginning", run_id=run.id, problem=str(exc))
+        try:
             return self._drain(run, submission, None)
+        except JournalGap as exc:  # no writer leaves one: what lies behind it will never be applied
+            log.error("a journal cannot be read on", run_id=run.id, submission=submission, problem=str(exc))
+            return run, TailFact.DRAINED
 
     def _drain(self, run: RunRow, submission: int, cursor: str | None) -> tuple[RunRow, TailFact]:
         newest, run_dir = run.submission, self._storage.run_dir(run.id)
