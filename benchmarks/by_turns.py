@@ -23,7 +23,7 @@ from storage.run_dir import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver import main
 from train_fn.loop import Attempt
-from train_fn.optim import lr_factor, set_lr
+from train_fn.optim import lr_factor
 from train_fn.replica import Replica, StepModule
 
 SETTLING = 14
@@ -123,7 +123,7 @@ class ByTurns(Attempt):
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()
         state.scaler.unscale_(state.optimizer)
-        set_lr(state.optimizer, lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        replica.learning_rates.set(lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)

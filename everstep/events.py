@@ -46,7 +46,7 @@ class EventKind(StrEnum):
     """data: step, epoch, metrics {name: float}, rests (the task's ``on_epoch_end`` comes before the next step)."""
     EPOCH_COMPLETED = "epoch_completed"
     """data: epoch, samples, used_once, duplicates, missing, digest, seconds, rests (an evaluation or the task's ``on_epoch_end``
-    comes before the next step)."""
+    comes before the next step), skipped_steps (with fp16: of the run so far)."""
     EPOCH_HOOK_DONE = "epoch_hook_done"
     """The task's ``on_epoch_end`` has returned on all ranks. data: epoch, seconds."""
     RANK_TIMES = "rank_times"

@@ -19,7 +19,7 @@ from train_fn.evaluate import evaluate
 from train_fn.replica import Replica
 from train_fn.reporter import Reporter
 from train_fn.state import Best
-from train_fn.tasks.checks import is_iterable
+from train_fn.tasks.checks import is_iterable, told
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ def close_boundary(ctx: WorkerContext, replica: Replica, reporter: Reporter, kee
         seconds = reporter.seconds_of_epoch()
         rests = evaluates or _has_hook(replica)
         facts = {"epoch": state.closed_epochs, **closed, "seconds": round(seconds, 3), "rests": rests}
+        if state.scaler.is_enabled():
+            facts["skipped_steps"] = state.skipped.total
         reporter.emit(EventKind.EPOCH_COMPLETED, facts)
         state.closed_epochs += 1
     if rests:
@@ -86,6 +88,7 @@ def tell_epoch_ended(replica: Replica, reporter: Reporter) -> bool:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
+    replica.trained.check(told(replica.task, "on_epoch_end"))
     replica.peers.gather(None)
     reporter.sign(EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)})
     reporter.start_clock()

@@ -2,6 +2,7 @@
 
 TrainError
 ├── NonFiniteLoss      the loss of a global batch, or its gradient, is NaN or infinite; no rank took the step
+├── NothingTrained     fp16's loss scaler leaves out every step: gradients are never finite
 ├── NonFiniteWeights   the weights of a state are NaN or infinite; it is neither saved nor left
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
 ├── DataChanged        the data set is not the one that the state to resume was trained on
@@ -78,6 +79,18 @@ class NonFiniteWeights(TrainError):
             f"the weights after step {step} are not finite: {_few(names)}. They are saved nowhere; the run's last checkpoint is "
             "from before. Set train.grad_clip_norm, which refuses such a step before it is taken, lower optimizer.lr, or look in "
             "the loss for a division by zero, log or sqrt of zero"
+        )
+        self.step = step
+
+
+class NothingTrained(TrainError):
+    """Gradients of fp16 are not finite at any loss scale. ``step`` counts the steps done, left-out ones included."""
+
+    def __init__(self, step: int, total: int, in_a_row: int, scale: float, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{in_a_row} steps in a row, {total} of {step} in all, were left out because gradients in fp16 are not finite; the "
+            f"loss scale is down to {scale:g}. The gradients of {_few(names) or 'no parameter at a scale of 0'} are not finite. "
+            "Use train.precision: bf16 or fp32, or keep the named layers' values within fp16's 65504"
         )
         self.step = step
 

@@ -119,6 +119,7 @@ def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerCo
         **state,
         "optimizer": _with_own_settings(unpacked(state["optimizer"]), into.optimizer.state_dict(), origin),
         "scaler": state["scaler"] or into.scaler.state_dict(),
+        "skipped": into.skipped.state_dict(),
         "ema": averages,
         "contents": None,  # a fork may see the same samples otherwise: augmented, say, or divided anew
         "best": _best(state, ctx),

@@ -23,7 +23,7 @@ from train_fn.gpu_memory import memory_summary
 from train_fn.last_save import newest_durable
 from train_fn.ledger import difference
 from train_fn.loader import Loader
-from train_fn.optim import drop_gradients, lr_factor, set_lr
+from train_fn.optim import drop_gradients, lr_factor
 from train_fn.profiler import StepProfiler
 from train_fn.publisher import Publisher, snapshots_of
 from train_fn.replica import Replica, build_replica
@@ -236,19 +236,34 @@ class Attempt:
             grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, self._grad_clip_norm))
             if not math.isfinite(grad_norm) and not state.scaler.is_enabled():  # a scaler leaves such a step out
                 raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
-        set_lr(state.optimizer, lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
         of_task = replica.task_state.capture()
+        replica.learning_rates.check()
+        lr = replica.learning_rates.set(lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": lr}
         with state.committing():
             state.task = of_task
             replica.volatile.adopt()  # before hooks of the optimizer's move what they move
-            state.scaler.step(state.optimizer)
-            state.scaler.update()
-            if state.ema is not None:
+            skipped = self._update_weights(replica)
+            if state.ema is not None and not skipped:
                 state.ema.update(state.step + 1)
             state.ledger.commit(state.step, totals.counted)
+        replica.learning_rates.check()
+        if skipped:
+            is_last = state.step == replica.total_steps
+            state.skipped.check(state.step, state.scaler, state.model.named_parameters(), last=is_last)
+        if state.scaler.is_enabled():
+            values["skipped_steps"] = state.skipped.total
         drop_gradients(state.optimizer, replica.idle_parameters)
-        values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": state.optimizer.param_groups[0]["lr"]}
         return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
+
+    @staticmethod
+    def _update_weights(replica: Replica) -> bool:
+        """Let the optimizer take its step. Return whether fp16's loss scaler left it out."""
+        scaler, state = replica.state.scaler, replica.state
+        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        scaler.step(state.optimizer)
+        scaler.update()
+        return scaler.is_enabled() and state.skipped.note(scaler, scale)
 
     def _close_boundary(self, keep: Callable[[], None] = lambda: None) -> bool:
         """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far.

@@ -109,12 +109,6 @@ def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Paramet
             parameter.grad = None
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale every parameter group's own peak learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-
 class Packer:
     """Gathers one optimizer's values for all parameters in one flat tensor of each kind, where they are alike and small.
 

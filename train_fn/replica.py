@@ -48,6 +48,7 @@ from train_fn.tasks.checks import (
     told,
 )
 from train_fn.tasks.protocol import Sum, Task
+from train_fn.trained_parameters import LearningRates, TrainedParameters, check_no_scheduler
 from train_fn.untrained import WarmUp, untrained_places
 from train_fn.volatile_buffers import VolatileBuffers
 from train_fn.whole_exchange import fill_gradients, finish_exchange
@@ -131,6 +132,9 @@ class Replica:
         self._dense = [parameter for parameter in self.parameters if id(parameter) not in sparse]
         self._exchanged = [parameter for parameter in self.step_module.parameters() if parameter.requires_grad]
         """In the order in which DDP numbers them."""
+        self.trained = TrainedParameters(self.state.model, self.state.optimizer)
+        source = told(self.task, "build_optimizer") if hasattr(self.task, "build_optimizer") else "the spec's optimizer"
+        self.learning_rates = LearningRates(self.state.optimizer, source)
         self._nothing: Any = None
         self.num_empty = 0
         """Micro-batches of this attempt for which ``collate`` returned None."""
@@ -258,7 +262,11 @@ class Replica:
         return self.wrapped.no_sync()
 
     def finish_exchange(self) -> None:
-        """Make the step's gradients whole: also of parameters that its last micro-batch, or none, used. After the last backward."""
+        """Make the step's gradients whole: also of parameters that its last micro-batch, or none, used. After the last backward.
+
+        Raises BadTask where the task changed what is trained.
+        """
+        self.trained.check_flags()
         if isinstance(self.wrapped, DistributedDataParallel):
             finish_exchange(self.wrapped, self._exchanged, self.state.step)
         else:
@@ -324,6 +332,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
     build_own = getattr(task, "build_optimizer", None)
     seed_building(train.seed, _OPTIMIZER)
     optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
+    if build_own:
+        check_no_scheduler(optimizer, told(task, "build_optimizer"))
     state = TrainState(
         model,
         optimizer,

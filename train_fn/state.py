@@ -21,6 +21,7 @@ from train_fn.ledger import Ledger
 from train_fn.modes import BuiltModes
 from train_fn.optim import Packer, unpacked
 from train_fn.sampler import Sampler
+from train_fn.skipped_steps import SkippedSteps
 from train_fn.sound_state import require_sound
 from train_fn.stream_set import Bookmarks
 from train_fn.untrained import Place, copy_all, is_alike, untrained_places
@@ -66,6 +67,8 @@ class TrainState:
         self._packer = Packer()
         self._modes = BuiltModes(model)
         self.scaler = scaler
+        self.skipped = SkippedSteps()
+        """Steps that the scaler left out."""
         self.ema = ema
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
@@ -137,6 +140,7 @@ class TrainState:
             "task": self.task,
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
         }
@@ -177,6 +181,8 @@ class TrainState:
         self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
         _match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
+        if "skipped" in state:  # else it is of an earlier version, which did not count
+            self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         self.task = copy.deepcopy(state["task"]) if state.get("task") is not None else self.task

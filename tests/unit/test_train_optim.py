@@ -23,7 +23,8 @@ from everstep.catalog import (
 )
 from train_fn import optim
 from train_fn.errors import BadTask
-from train_fn.optim import Packer, build_optimizer, drop_gradients, lr_factor, set_lr, unpacked
+from train_fn.optim import Packer, build_optimizer, drop_gradients, lr_factor, unpacked
+from train_fn.trained_parameters import LearningRates
 
 pytestmark = pytest.mark.own_process
 
@@ -66,8 +67,9 @@ def test_biases_and_scales_are_not_decayed(spec: OptimizerSpec) -> None:
 
 def test_set_lr_scales_each_groups_own_peak() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 1.0)])
+    rates = LearningRates(optimizer, "the test")
     for factor in (0.5, 0.25):
-        set_lr(optimizer, factor)
+        assert rates.set(factor) == 0.1 * factor
         assert [group["lr"] for group in optimizer.param_groups] == [0.1 * factor, 1.0 * factor]
 
 
