@@ -287,7 +287,7 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
             changed("self.length = length", "self.length = ARGUMENTS.parse_args(['--wrong'])").replace(
                 "import torch\n", "import argparse, torch\nARGUMENTS = argparse.ArgumentParser()\n", 1
             ),
-            r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, line 21\)",
+            r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, line 21, in __init__\)",
         ),
         (
             TASK + "\n    def build_optimizer(self, model):\n        return None\n",
@@ -314,7 +314,9 @@ def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> Non
 def test_a_data_set_that_ends_its_process_is_no_lost_loader(storage: Storage, num_workers: int) -> None:
     source = changed("return self.x[index : index + 1], ", "raise SystemExit(4); ")
     error = failure(context(storage, source, train={"loader": {"num_workers": num_workers}}))
-    assert re.search(r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15\)", error.message)
+    assert re.search(
+        r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15, in __getitem__\)", error.message
+    )
 
 
 def test_what_parses_arguments_at_import_reads_none_of_the_rank_s_process(
