@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+# glibc reports damage of the heap to stderr, where test output is kept
+export LIBC_FATAL_STDERR_ ?= 1
 
 .PHONY: help install demo serve test test-unit chaos hosts soak gpu check format bench sbom audit lock clean
 

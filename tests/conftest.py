@@ -1,5 +1,9 @@
 """For all tests: those marked ``own_process`` run in a process of their own."""
 
-from tests.support.own_process import pytest_runtest_protocol
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of OpenMP do not survive a fork
+
+from tests.support.own_process import pytest_runtest_protocol  # noqa: E402
 
 __all__ = ["pytest_runtest_protocol"]
