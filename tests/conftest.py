@@ -4,6 +4,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of OpenMP do not survive a fork
 
-from tests.support.own_process import pytest_runtest_protocol  # noqa: E402
+from tests.support.own_process import pytest_runtest_protocol
 
 __all__ = ["pytest_runtest_protocol"]
