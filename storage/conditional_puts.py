@@ -76,11 +76,11 @@ class S3ConditionalPuts:
         )
 
 
-class _Conflict(StorageError):
-    """The condition did not hold; its code as the text."""
+class _Conflict(Exception):
+    """The condition did not hold; its code as the text. Only for this module: a caller hears of no error."""
 
 
-def _mapped(response: Mapping[str, Any], path: str) -> StorageError:
+def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:
     code = str(response.get("Error", {}).get("Code", ""))
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     words = f"cannot write {path}: {response.get('Error', {}).get('Message') or code}"

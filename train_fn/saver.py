@@ -328,7 +328,8 @@ class Saver:
         facts = manifest_facts(state)
         wanted = save.copy.step, facts["sample_digest"], facts["metrics"]
         for manifest in self._store.lineage():
-            if (manifest.step, manifest.sample_digest, manifest.metrics) == wanted:
+            is_earlier = (manifest.submission, manifest.attempt) != (self._ctx.submission, self._ctx.attempt)
+            if is_earlier and (manifest.step, manifest.sample_digest, manifest.metrics) == wanted:
                 with suppress(CorruptCheckpoint, StorageNotFound):
                     self._store.verify(manifest.name)
                     return True

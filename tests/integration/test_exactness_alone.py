@@ -87,7 +87,11 @@ def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
     assert len(labels) == 2
     newest = labels[-1]
     assert 1 < newest.step <= 16
-    assert_same(comparable(store.read(newest)), comparable(state_at(newest.step, tmp_path)))
+    # At an epoch's end a state is published once the epoch is closed, and the run that is stopped there has not closed it yet.
+    within = [state for state in map(store.read, labels) if state["k"]]
+    assert within
+    for state in within:
+        assert_same(comparable(state), comparable(state_at(state["step"], tmp_path)))
 
     # Dies again before its first publication: the next attempt stands where this one did.
     kill_alone(Job(broken, spec, 1, attempt=2, killed=(0, newest.step), setup=ALL_THE_TIME), tmp_path)

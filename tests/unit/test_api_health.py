@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ async def test_ray_away_is_told_but_does_not_make_it_unready(api: ApiService) ->
 
 
 async def test_storage_away_makes_it_unready(api: ApiService, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "storage")
     (tmp_path / "storage").write_text("a file where a directory should be")
     answer = await api.http.get("/readyz")
     ready = Readiness.model_validate(answer.json())

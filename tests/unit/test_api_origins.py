@@ -61,13 +61,13 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
     )
     assert "no committed checkpoint yet; there is none" in (await faults(api, fork(empty, "latest")))["resume_from.step"]
     assert "checkpoint.best_metric" in (await faults(api, fork(empty, "best")))["resume_from.step"]
-    api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001")])
+    api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001")])
     assert "deleted by retention; there are those of steps 20, 25" in (await faults(api, fork(run_id, 10)))["resume_from.step"]
-    path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / "step-000000020.s001"
+    path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / "step-000000020.s001.a001"
     (path / "model.pt").write_bytes(b"short")
     await api.http.post(f"/v1/runs/{run_id}/checkpoints/20/verify")
     assert "is corrupt" in (await faults(api, fork(run_id, 20)))["resume_from.step"]
-    api.storage.run_dir(run_id).checkpoints.delete("step-000000025.s001")  # and the journal has not told yet
+    api.storage.run_dir(run_id).checkpoints.delete("step-000000025.s001.a001")  # and the journal has not told yet
     assert "just deleted" in (await faults(api, fork(run_id, 25)))["resume_from.step"]
 
 

@@ -19,8 +19,6 @@ from train_fn.step_clock import StepClock
 from train_fn.step_totals import Carrier
 from train_fn.stragglers import StragglerWatch
 
-pytestmark = pytest.mark.own_process
-
 CPU = torch.device("cpu")
 
 

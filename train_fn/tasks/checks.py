@@ -136,7 +136,7 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` cannot be called without arguments, as that of LBFGS."""
     try:
-        inspect.signature(optimizer.step).bind()
+        inspect.signature(type(optimizer).step).bind(optimizer)  # a scheduler wraps the object's own
     except TypeError:
         return True
     except ValueError:  # made by C code, which does not say what it takes
