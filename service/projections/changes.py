@@ -75,9 +75,14 @@ def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str,
     return [item for item in found if item["name"] not in rejected and stands(item, restored)]
 
 
+def _order(item: dict[str, Any]) -> tuple[int, int, int, str]:
+    """By step, then by submission and attempt: a longer name has a larger attempt, or one at all."""
+    return item["step"], item["submission"], len(item["name"]), item["name"]
+
+
 def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Columns that tell which checkpoints there are."""
-    latest = max(found, key=lambda item: (item["step"], item["submission"], item["name"]), default=None)
+    latest = max(found, key=_order, default=None)
     return {"recent_checkpoints": found[-_RECENT_CHECKPOINTS:], "latest_checkpoint": latest}
 
 

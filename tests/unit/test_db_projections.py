@@ -163,6 +163,15 @@ def test_the_latest_checkpoint_is_of_the_lineage() -> None:
     assert fresh["latest_checkpoint"] is None
 
 
+def test_of_two_checkpoints_of_one_step_the_later_attempts_is_the_latest() -> None:
+    run = run_row()
+    for name in ("step-000000030.s001.a1000", "step-000000030.s001.a999", "step-000000030.s001"):
+        row = committed(30)
+        run = replace(run, **project(run, replace(row, data=row.data | {"name": name})).columns)
+    assert run.latest_checkpoint is not None
+    assert run.latest_checkpoint["name"] == "step-000000030.s001.a1000"
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "status"),
     [
