@@ -27,14 +27,14 @@ from benchmarks import report
 from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
 from benchmarks.http_loop import closed_loop, lines_of_stream, percentile
 from benchmarks.ray_stand_in import ray_stand_in
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
 from storage.filesystem import open_storage
-from storage.journal import JournalEvent, JournalWriter
+from storage.logs.journal import JournalEvent, JournalWriter
 from storage.run_dir import RunDir
-from tests.replica import Replica
-from tests.unit import postgres_server
+from tests.support import postgres_server
+from tests.support.replica import Replica
 
 CLIENTS: Final = 16
 FOLLOWERS: Final = 500

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from sqlalchemy import insert, text
 
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
-from service.db.rows import RunRow
 from service.db.tables import events, projects, run_tags, runs, transitions
+from service.model.rows import RunRow
 from service.projections.goodput import TimeLedger
 
 PROJECTS: Final = tuple(f"project-{index}" for index in range(20))

@@ -17,14 +17,14 @@ from typing import Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.spec import CheckpointSpec
+from everstep.spec.run_spec import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_dir import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver import main
-from train_fn.loop import Attempt
-from train_fn.optim import lr_factor
-from train_fn.replica import Replica, StepModule
+from train_fn.loop.attempt import Attempt
+from train_fn.loop.replica import Replica, StepModule
+from train_fn.state.optim import lr_factor
 
 SETTLING = 14
 """Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""

@@ -30,17 +30,17 @@ import torch.multiprocessing
 from torch import nn
 
 from benchmarks.report import summary, write
-from everstep.events import EventKind
-from everstep.spec import parse_spec
+from everstep.spec.run_spec import parse_spec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from tests.unit.one_rank import journal_of, one_rank
-from train_fn.boundary_copy import BoundaryCopies
-from train_fn.checkpoint_files import MODEL_FILE, STATE_FILE
-from train_fn.checkpoint_read import load_checkpoint
+from tests.support.one_rank import journal_of, one_rank
+from train_fn.checkpoints.files import MODEL_FILE, STATE_FILE
+from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.saver import Saver
+from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.replica import wrap
-from train_fn.saver import Saver
-from train_fn.state import TrainState
+from train_fn.loop.replica import wrap
+from train_fn.state.train_state import TrainState
 
 BYTES_PER_PARAMETER = 12
 """A weight and AdamW's two moments, in float32."""

@@ -21,8 +21,8 @@ from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
 from benchmarks.report import summary, write
 from benchmarks.steps import Point, around, points
 from benchmarks.workloads import WORKLOADS
-from everstep.runs import RunHandle
-from tests.service_process import ServiceProcess, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.service_process import ServiceProcess, wait_for
 
 HANG_TIMEOUT_S = 10
 DRAIN_S = 30

@@ -27,8 +27,8 @@ from benchmarks.recovery import GIVE_UP_S, end_cluster, is_open, kill, lines, pr
 from benchmarks.report import write
 from benchmarks.steps import attempts_of
 from benchmarks.workloads import WORKLOADS
-from everstep.runs import RunHandle
-from tests.service_process import ServiceProcess, free_port, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.service_process import ServiceProcess, free_port, wait_for
 
 NODE_BACK_S = 10.0
 """From a node's death to the start of another."""

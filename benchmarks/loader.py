@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 
 from benchmarks.report import summary, write
-from everstep.catalog import ImageFolderArgs
-from everstep.spec import RunSpec
+from everstep.spec.catalog import ImageFolderArgs
+from everstep.spec.run_spec import RunSpec
 from train_fn.data.image_folder import load_image_folder
-from train_fn.loader import KeyedDataset, Loader, collate_of
-from train_fn.sampler import Sampler
+from train_fn.samples.loader import KeyedDataset, Loader, collate_of
+from train_fn.samples.sampler import Sampler
 
 WIDTH, HEIGHT = 500, 375
 """ImageNet's usual size."""

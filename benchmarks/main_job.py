@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.report import summary, write
 from everstep import Client
-from tests.service_process import ServiceProcess
+from tests.support.service_process import ServiceProcess
 
 DIGITS: dict[str, Any] = {
     "name": "digits",

@@ -29,16 +29,16 @@ from sqlalchemy import insert
 from benchmarks.observe_ranks import steps_per_s
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
-from everstep.runs import RunHandle
+from everstep.client.runs import RunHandle
 from service.db.tables import metrics
 from service.web.session import COOKIE
 from tests.browser.chromium import chromium_path
 from tests.browser.log_in import session_cookie, session_of
 from tests.browser.story import story_token, tell
-from tests.service_process import ServiceProcess, wait_for
-from tests.unit.api_service import ApiService
-from train_fn.step_clock import StepClock
-from train_fn.stragglers import StragglerWatch
+from tests.support.api_service import ApiService
+from tests.support.service_process import ServiceProcess, wait_for
+from train_fn.step.step_clock import StepClock
+from train_fn.step.stragglers import StragglerWatch
 
 PARTS = ("lag", "throughput", "page")
 WATCH_S = 30.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workloads import WORKLOADS
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir, Stop
 from train_fn.context import JournalClient, WorkerContext
@@ -59,7 +59,7 @@ class NoClock:
 
 def steps_per_s(directory: Path, steps: int, *, observed: bool) -> float:
     """Train so many steps; how many were made a second after the warm-up. Raises RuntimeError where a rank fails."""
-    from train_fn.tensorboard_files import TensorBoardFiles
+    from train_fn.journal.tensorboard_files import TensorBoardFiles
 
     directory.mkdir(parents=True)
     workload = {**WORKLOADS["digits"], "checkpoint": {"every_steps": 10**9, "every_s": None}}
@@ -87,9 +87,9 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
     import torch
     import torch.distributed as dist
 
-    from train_fn import loop
-    from train_fn.local_journal import open_local_journal
-    from train_fn.rank_logging import RankLog
+    from train_fn.journal.local_journal import open_local_journal
+    from train_fn.journal.rank_logging import RankLog
+    from train_fn.loop import attempt as loop
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

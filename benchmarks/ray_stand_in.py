@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.unit.fake_ray import FakeRay, serving
+from tests.support.fake_ray import FakeRay, serving
 
 
 class StandIn:

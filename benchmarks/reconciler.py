@@ -19,16 +19,16 @@ from sqlalchemy import insert
 from benchmarks import report
 from benchmarks.api_seed import SPEC
 from benchmarks.ray_stand_in import StandIn, ray_stand_in
-from everstep.events import EventKind
-from everstep.spec import parse_spec
+from everstep.spec.run_spec import parse_spec
 from everstep.wire import RunStatus
+from everstep.wire.events import EventKind
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.tables import runs
 from service.reconciler.decide import submission_id
 from service.reconciler.tail import JournalTail
-from storage.journal import JournalEvent, JournalWriter
-from tests.unit.reconciler_world import World, world
+from storage.logs.journal import JournalEvent, JournalWriter
+from tests.support.reconciler_world import World, world
 
 TICKS: Final = 9
 POINTS: Final = 1

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.report import summary, write
 from benchmarks.steps import around
 from benchmarks.workloads import WORKLOADS
-from tests.service_process import ServiceProcess, free_port, wait_for
+from tests.support.service_process import ServiceProcess, free_port, wait_for
 
 SETTLE_STEPS = 325
 """Steps before the kill: past start-up and the first checkpoints, half-way to the next."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from everstep.team import Quotas
 from everstep.wire import RunStatus
+from everstep.wire.team import Quotas
 from service.reconciler.facts import NodeFacts, RunFacts
 from service.reconciler.schedule import plan
 

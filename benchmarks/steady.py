@@ -33,12 +33,12 @@ from typing import Any
 from benchmarks.by_turns import BLOCK, ORDER, SETTLING, TIMES_VARIABLE, Kind, Turn
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from service.cluster.ray_jobs import Job, JobStatus, RayEndpoint, RayJobs
 from service.embedded.cluster import EmbeddedCluster
-from service.ray_jobs import Job, JobStatus, RayEndpoint, RayJobs
 from service.settings import Settings
 from storage.filesystem import open_storage
-from train_fn.node_dir import shared_memory_root
+from train_fn.node.node_dir import shared_memory_root
 
 GLOBAL_BATCH_SIZE = 360
 """What takes 20 to 25 ms without protection, and makes an epoch of four steps that are as long as each other."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.runs import RunHandle
-from tests.service_process import wait_for
+from everstep.client.runs import RunHandle
+from tests.support.service_process import wait_for
 
 Point = tuple[int, float]
 """(steps done, unix seconds)."""

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS, build_train_set
 from everstep import Client
-from tests.service_process import ServiceProcess
+from tests.support.service_process import ServiceProcess
 
 
 def samples_per_s(

@@ -5,9 +5,11 @@
 >>> run.wait(timeout_s=600).download_checkpoint("latest", "out/") # doctest: +SKIP
 """
 
-from everstep.client import Client
-from everstep.drill_handle import DrillHandle
-from everstep.drills import Drill, DrillKind
+from everstep.client.client import Client
+from everstep.client.drill_handle import DrillHandle
+from everstep.client.follow import Patience
+from everstep.client.profile_handle import ProfileHandle
+from everstep.client.runs import RunHandle
 from everstep.errors import (
     AuthError,
     Conflict,
@@ -23,11 +25,7 @@ from everstep.errors import (
     UsageError,
     WaitTimeout,
 )
-from everstep.follow import Patience
-from everstep.profile_handle import ProfileHandle
-from everstep.profiles import AllReduce, Profile
-from everstep.runs import RunHandle
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import (
     Attempt,
     Checkpoint,
@@ -44,6 +42,8 @@ from everstep.wire import (
     Samples,
     Verdict,
 )
+from everstep.wire.drills import Drill, DrillKind
+from everstep.wire.profiles import AllReduce, Profile
 
 __version__ = "0.1.0"
 

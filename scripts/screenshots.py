@@ -16,7 +16,7 @@ from playwright.async_api import async_playwright
 from tests.browser.chromium import chromium_path
 from tests.browser.log_in import session_cookie
 from tests.browser.story import Story, story_token, tell
-from tests.unit.api_service import ApiService
+from tests.support.api_service import ApiService
 
 README_SHOTS = {"run": "light", "runs": "dark"}
 

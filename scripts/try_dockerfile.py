@@ -25,7 +25,8 @@ CHECKS = (
     "id -u | grep -qx 10001",
     "everstep --help >/dev/null && echo everstep answers",
     "ray --version",
-    "python -c 'import train_fn.loop, service.serve, storage.make_bucket, torch; print(\"torch\", torch.__version__)'",
+    "python -c 'import train_fn.loop.attempt, service.process.serve, storage.make_bucket, torch; "
+    "print(\"torch\", torch.__version__)'",
     "touch /var/lib/everstep/storage/x /var/lib/everstep/home/x /var/lib/everstep/gcs/x && ! touch /opt/everstep/x 2>/dev/null",
 )
 

@@ -24,14 +24,14 @@ from typing import Any, Final
 
 from sqlalchemy.engine import URL
 
-from everstep.plain_text import printable, printable_lines
+from everstep.spec.plain_text import printable, printable_lines
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError, checked_url
 from service.db.runs import RunStore
-from service.home import HomeError, HomeLock
+from service.process.home import HomeError, HomeLock
 from service.settings import Settings, SettingsError, database_url, home_directory
-from service.storage_adoption import adopt_storage
-from service.storage_gate import StorageGate
+from service.storage_identity.adoption import adopt_storage
+from service.storage_identity.gate import StorageGate
 from service.tree_copy import LinkedRoot, Skipped, copy_tree, sync
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage

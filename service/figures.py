@@ -10,10 +10,10 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from everstep.events import EventKind
 from everstep.wire import Verdict
-from service.db.rows import RunRow
-from storage.journal import JournalEvent
+from everstep.wire.events import EventKind
+from service.model.rows import RunRow
+from storage.logs.journal import JournalEvent
 
 _RECOVERY_S: Final = (0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 900)
 _STALL_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from storage.errors import InvalidStorage, StorageError, StorageUnavailable
-from storage.files import Files
-from storage.local_files import LocalFiles
+from storage.files.local import LocalFiles
+from storage.files.protocol import Files
 
 if TYPE_CHECKING:
     from storage.run_dir import RunDir
@@ -30,7 +30,7 @@ class Storage:
         """The filesystem below the root; pyarrow is imported only when an object store is first used."""
         if self.is_local:
             return LocalFiles(Path(self.uri))
-        from storage.object_files import open_object_files
+        from storage.files.object_store import open_object_files
 
         return open_object_files(urlsplit(self.uri))
 
@@ -109,7 +109,7 @@ def open_storage(uri: str) -> Storage:
         return Storage(str(Path(unquote(parts.path)).absolute()))
     if scheme not in _OBJECT_SCHEMES:
         raise InvalidStorage(f"storage scheme {scheme!r} is not known; use a path, file://, s3:// or gs://")
-    from storage.object_files import check_object_uri
+    from storage.files.object_store import check_object_uri
 
     check_object_uri(urlsplit(uri))
     return Storage(uri)

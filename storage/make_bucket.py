@@ -16,7 +16,7 @@ from storage.filesystem import open_storage
 def make_bucket(uri: str) -> None:
     """Make it, unless it is there. Raises StorageError; a path, or a store that is not S3, is refused."""
     from storage.errors import InvalidStorage
-    from storage.object_files import make_s3_bucket
+    from storage.files.object_store import make_s3_bucket
 
     open_storage(uri)
     parts = urlsplit(uri)

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from everstep import plain_text
-from everstep.drills import DrillKind
+from everstep.spec import plain_text
+from everstep.wire.drills import DrillKind
 from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
-from storage.files import Files
+from storage.files.protocol import Files
 from storage.filesystem import Storage
 
 if TYPE_CHECKING:
-    from everstep.spec import RunSpec
-    from storage.checkpoints import CheckpointStore
+    from everstep.spec.run_spec import RunSpec
+    from storage.checkpoints.store import CheckpointStore
 
 T = TypeVar("T")
 Stop = Literal["cancel", "pause"]
@@ -156,7 +156,7 @@ class RunDir:
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
-        from storage.checkpoints import CheckpointStore
+        from storage.checkpoints.store import CheckpointStore
 
         return CheckpointStore(self)
 
@@ -168,7 +168,7 @@ class RunDir:
         """Raises StorageNotFound, or CorruptFile when it is not a spec."""
         from pydantic import ValidationError
 
-        from everstep.spec import RunSpec
+        from everstep.spec.run_spec import RunSpec
 
         path = self._path("spec.json")
         try:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.run_dir import CheckpointName, ProfileOrder, RunDir, Stop
 
 

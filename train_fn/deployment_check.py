@@ -17,12 +17,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.deployment import AllReduceFacts, DeploymentReport, NodeFacts, StorageFacts
-from storage import deployment_checks
+from everstep.wire.deployment import AllReduceFacts, DeploymentReport, NodeFacts, StorageFacts
+from storage.cluster import deployment_checks
 from storage.filesystem import open_storage
-from train_fn.node_check import ALL_REDUCE_BYTES, JOIN_S, NodeProbe
+from train_fn.node.node_check import ALL_REDUCE_BYTES, JOIN_S, NodeProbe
 from train_fn.ray_train.nodes import head_node_ids
-from train_fn.ray_train.seam import cluster_state
+from train_fn.ray_train.ray_internals import cluster_state
 
 START_S = 60.0
 """How long a node may take to start a process and import torch."""

@@ -23,33 +23,33 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.claims import claim_submission, newest_attempt, succeed_submission, successor
+from storage.cluster.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
-from storage.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
 from storage.run_dir import DRIVER_PROBE, RunDir, Stop
-from train_fn.drills import Drills, Faults
+from train_fn.checkpoints.save_events import committed_data
+from train_fn.drills.orders import Drills, Faults
 from train_fn.errors import Replaced
-from train_fn.journal import NAMESPACE, ActorJournalClient, deliver_to, start_journal
-from train_fn.journal_follower import JournalFollower
-from train_fn.profile_orders import ProfileOrders
-from train_fn.rank_logging import RankLog
+from train_fn.journal.follower import JournalFollower
+from train_fn.journal.profile_orders import ProfileOrders
+from train_fn.journal.rank_logging import RankLog
+from train_fn.journal.server import NAMESPACE, ActorJournalClient, deliver_to, start_journal
+from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.recovery.driver_process import DriverProcess
-from train_fn.recovery.ending import Stopping, ending
 from train_fn.recovery.environment import rank_env, ray_train_env
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
+from train_fn.recovery.outcome import Stopping, ending
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.saves_told import committed_data
-from train_fn.tensorboard_files import TensorBoardFiles
-from train_fn.verdict import Evidence, decide, failure_data, judge
+from train_fn.recovery.verdict import Evidence, decide, failure_data, judge
 
 if TYPE_CHECKING:
-    from train_fn.last_save import LastSave
     from train_fn.ray_train.left_states import LeftStates
+    from train_fn.snapshots.last_save import LastSave
 
 EXIT_REPLACED = 3
 EXIT_TERMINATED = 143
@@ -75,8 +75,8 @@ lets a driver end by itself for 20 s."""
 MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 """Variable of a node's environment that names a tracking server to keep up to date."""
 
-TRAIN = "train_fn.loop:train"
-OWN_FUNCTION = "train_fn.ray_train.own_function:train"
+TRAIN = "train_fn.loop.attempt:train"
+OWN_FUNCTION = "train_fn.ray_train.user_train_fn:train"
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +181,8 @@ class Driver:
 
     def _fit_until_decided(self, job: RankJob, history: History) -> Outcome:
         """Ray's ``fit``, again when the controller itself was lost or broke down: Ray retries neither."""
-        from train_fn.ray_train.leftovers import remove_placement_groups
-        from train_fn.ray_train.snapshot_file import repair_snapshot_file
+        from train_fn.ray_train.checkpoint_list import repair_snapshot_file
+        from train_fn.ray_train.stale_placement_groups import remove_placement_groups
         from train_fn.ray_train.trainer import EverstepTrainer
 
         recovery: RecoveryNote | None = None
@@ -262,8 +262,8 @@ class Driver:
         Returns how that went, None where there was nothing to save, and what is to be removed from the nodes at the run's end, None
         where that must stay: the run is paused, or its newest state is nowhere else.
         """
-        from train_fn.last_save import newest_durable
         from train_fn.ray_train.left_states import LeftStates
+        from train_fn.snapshots.last_save import newest_durable
 
         succeeded = outcome.finished and outcome.stopped is None
         if spec.runs_own_function or outcome.attempts <= int(succeeded):
@@ -348,7 +348,7 @@ def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
     """What is made of the journals beside the training."""
     made: list[JournalFollower] = [TensorBoardFiles(run_dir, submission)]
     if uri := os.environ.get(MLFLOW_URI, "").strip():
-        from train_fn.mlflow_tracking import MlflowTracking
+        from train_fn.journal.mlflow import MlflowTracking
 
         made.append(MlflowTracking(run_dir, submission, uri, os.environ))
     return made
@@ -361,7 +361,7 @@ def _ray_faults() -> Faults:
 
 
 def _facts() -> dict[str, Any]:
-    from train_fn.worker import versions
+    from train_fn.ray_train.rank_process import versions
 
     context = ray.get_runtime_context()
 

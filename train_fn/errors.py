@@ -24,9 +24,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from train_fn import head_clock
-from train_fn.error_text import message_of
-from train_fn.rank_error import ErrorKind, classify
+from train_fn import clock as head_clock
+from train_fn.recovery.error_text import message_of
+from train_fn.recovery.rank_error import ErrorKind, classify
 
 _NAMES_SHOWN = 5
 

@@ -12,7 +12,7 @@ Exit codes: 0 when all steps are done, 1 when training failed, 2 for a wrong req
 
 from __future__ import annotations
 
-from everstep.hash_seed import fix_hash_seed
+from everstep.spec.hash_seed import fix_hash_seed
 
 if __name__ == "__main__":
     fix_hash_seed()  # before torch is imported: the program may begin again
@@ -35,33 +35,33 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from everstep.cli_code import with_code
+from everstep.code.source import with_code
 from everstep.errors import EverstepError, UsageError
-from everstep.events import EventKind
-from everstep.overrides import apply_overrides
-from everstep.spec import RunSpec, parse_spec
-from everstep.spec_file import read_spec
+from everstep.spec.overrides import apply_overrides
+from everstep.spec.run_spec import RunSpec, parse_spec
+from everstep.spec.yaml_file import read_spec
+from everstep.wire.events import EventKind
 from storage.claims import claim_submission, newest_attempt, succeed_submission
-from storage.code_store import CodeStore
+from storage.code.store import CodeStore
 from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
-from storage.journal import read_journal
+from storage.logs.journal import read_journal
 from storage.run_dir import RunDir, Stop
-from train_fn.collectives import Peers, end_process_group
+from train_fn.checkpoints.save_events import committed_data
 from train_fn.context import WorkerContext
-from train_fn.cpu_threads import set_threads
 from train_fn.errors import StepFailed
-from train_fn.host_memory import keep_memory
-from train_fn.last_save import save_own
-from train_fn.local_journal import LocalJournal, Say, open_local_journal
-from train_fn.loop import Attempt, train
-from train_fn.network_settings import interface_problem
-from train_fn.own_code import work_on
+from train_fn.journal.local_journal import LocalJournal, Say, open_local_journal
+from train_fn.loop.attempt import Attempt, train
+from train_fn.node.cpu_threads import set_threads
+from train_fn.node.host_memory import keep_memory
+from train_fn.node.network_settings import interface_problem
 from train_fn.recovery.environment import NCCL_ENV
 from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.saves_told import committed_data
-from train_fn.snapshot import snapshot_store
+from train_fn.snapshots.last_save import save_own
+from train_fn.snapshots.store import snapshot_store
+from train_fn.step.peers import Peers, end_process_group
+from train_fn.user_code.modules import work_on
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
 CLOSE_S = 30.0

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.report import summary, write
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
-from storage.journal import read_journal
+from storage.logs.journal import read_journal
 from train_fn import standalone
 from train_fn.models.image_models import build_image_model
-from train_fn.optim import build_optimizer
-from train_fn.precision import autocast, build_scaler
+from train_fn.state.optim import build_optimizer
+from train_fn.step.precision import autocast, build_scaler
 from train_fn.tasks.image_classification import ImageClassification
 
 CLASSES = 1000

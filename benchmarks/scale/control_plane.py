@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write
-from everstep.events import EventKind
-from everstep.spec import parse_spec
+from everstep.spec.run_spec import parse_spec
+from everstep.wire.events import EventKind
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
-from storage.journal import JournalEvent
-from train_fn.recovery.probe import accepts_connection
+from storage.logs.journal import JournalEvent
+from train_fn.node.probe import accepts_connection
 from train_fn.recovery.sizing import NodeView, choose_nodes
 
 STEPS, BATCH = 20_000, 25

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from everstep.wire import Event, Run, format_time
-from service.db.rows import EventRow, ListedRun, RunRow, TransitionRow
+from service.model.rows import EventRow, ListedRun, RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, protection
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from service.problems import ProblemError
+from service.api.problems import ProblemError
 
 _ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IGNORECASE)
 

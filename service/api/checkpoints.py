@@ -9,16 +9,16 @@ from fastapi import APIRouter, Header, Path
 from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
+from service.api.auth import ControlledRun, VisibleRun
 from service.api.byte_range import asked_range
 from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
-from service.auth import ControlledRun, VisibleRun
-from service.db.rows import RunRow
-from service.problems import ProblemError, invalid_request, not_found
+from service.api.problems import ProblemError, invalid_request, not_found
+from service.model.rows import RunRow
 from service.projections import checkpoints
+from storage.checkpoints.holds import CheckpointHold
 from storage.errors import CorruptCheckpoint, StorageNotFound
-from storage.holds import CheckpointHold
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/checkpoints", tags=["checkpoints"])
 

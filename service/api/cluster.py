@@ -8,15 +8,15 @@ import structlog
 from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from everstep.catalog import Catalog, catalog
+from everstep.spec.catalog import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
+from service.api.auth import Caller, Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
-from service.auth import Caller, Principal
-from service.cluster_view import with_mark
+from service.api.problems import ProblemError, not_found, unavailable
+from service.cluster.cluster_view import with_mark
 from service.db.ids import RUN_ID_PATTERN
-from service.db.rows import MarkWord
-from service.problems import ProblemError, not_found, unavailable
+from service.model.rows import MarkWord
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])

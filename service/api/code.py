@@ -8,18 +8,18 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 from starlette.types import Message
 
-from everstep.code_rules import MAX_ARCHIVE_BYTES
+from everstep.code.rules import MAX_ARCHIVE_BYTES
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec import CodeSpec
+from everstep.spec.run_spec import CodeSpec
 from everstep.wire import CodeArchive
+from service.api.auth import Caller, Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
-from service.auth import Caller, Principal
-from service.code_look import faults_of
+from service.api.problems import ProblemError, invalid_request
 from service.db.projects import DEFAULT_PROJECT
-from service.problems import ProblemError, invalid_request
-from storage.code_archive import read_members
-from storage.code_store import CodeStore, look_at
+from service.submission_rules.user_code import faults_of
+from storage.code.archive import read_members
+from storage.code.store import CodeStore, look_at
 from storage.errors import StorageNotFound
 
 router: Final = APIRouter(prefix="/v1/code", tags=["code"])

@@ -14,12 +14,18 @@ from fastapi import Depends, Request
 from everstep.wire import ClusterInfo
 from service.api.event_feed import EventFeed
 from service.api.followers import Followers
+from service.api.goodput_summary import TimeBook
 from service.api.kept_answers import KeptAnswers
 from service.api.known_tokens import KnownTokens
 from service.api.log_views import LogViews
+from service.api.rate_limit import RateLimit
 from service.api.readiness import ReadinessCheck
 from service.api.token_use import TokenUse
 from service.api.write_queue import WriteQueue
+from service.cluster.deployment_checks import DeploymentChecks
+from service.cluster.ray_jobs import RayJobs
+from service.control_files.kept_checkpoints import KeptSteps
+from service.control_files.node_marks import MarksFile
 from service.db.audit import AuditStore
 from service.db.code_archives import CodeArchives
 from service.db.engine import Database
@@ -30,18 +36,12 @@ from service.db.runs import RunStore
 from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
-from service.deployment_checks import DeploymentChecks
 from service.figures import RunFigures
-from service.kept_steps import KeptSteps
-from service.marks_file import MarksFile
-from service.notify import NOBODY, NotifyRule
-from service.pip_rule import NO_PACKAGES, PipRule
-from service.rate_limit import RateLimit
-from service.ray_jobs import RayJobs
+from service.reconciler.webhook_sender import NOBODY, NotifyRule
 from service.settings import DEFAULT_MAX_CODE_BYTES, DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
-from service.storage_gate import StorageGate
-from service.storage_roots import ANYWHERE, StorageRoots
-from service.time_book import TimeBook
+from service.storage_identity.gate import StorageGate
+from service.submission_rules.packages import NO_PACKAGES, PipRule
+from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
 from storage.filesystem import Storage
 
 P = ParamSpec("P")

@@ -7,12 +7,12 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from everstep.deployment import DeploymentCheck
+from everstep.wire.deployment import DeploymentCheck
+from service.api.auth import Caller
 from service.api.context import Context
 from service.api.openapi import problem_answers
-from service.auth import Caller
-from service.problems import ProblemError, not_found, unavailable
-from service.ray_jobs import JobNotFound, JobRejected, RayUnavailable
+from service.api.problems import ProblemError, not_found, unavailable
+from service.cluster.ray_jobs import JobNotFound, JobRejected, RayUnavailable
 
 router: Final = APIRouter(prefix="/v1/cluster/checks", tags=["cluster"])
 LONGEST_ALL_REDUCE_S: Final = 60.0

@@ -6,18 +6,18 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path, Request
 
-from everstep.drills import Drill, DrillRequest
-from everstep.events import EventKind
 from everstep.wire import Page
+from everstep.wire.drills import Drill, DrillRequest
+from everstep.wire.events import EventKind
 from service.api import rank_orders
+from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import DRILL_BODY, problem_answers
+from service.api.problems import ProblemError, not_found
 from service.api.spec_body import read_model
-from service.auth import Caller, VisibleRun
 from service.db import orders
 from service.db.ids import new_drill_id
-from service.db.rows import EventRow, RunRow
-from service.problems import ProblemError, not_found
+from service.model.rows import EventRow, RunRow
 from service.projections import drills
 from storage.run_dir import DrillOrder
 

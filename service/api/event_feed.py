@@ -15,7 +15,7 @@ from everstep.wire import RunStatus
 from service.api import sse
 from service.api.answers import event_answer
 from service.db.engine import DatabaseUnavailable
-from service.db.rows import EventRow
+from service.model.rows import EventRow
 
 if TYPE_CHECKING:
     from service.api.context import ApiContext

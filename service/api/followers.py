@@ -13,8 +13,8 @@ import structlog
 from service.db.engine import DatabaseUnavailable
 
 if TYPE_CHECKING:
+    from service.api.auth import Principal
     from service.api.context import ApiContext
-    from service.auth import Principal
 
 logger = structlog.get_logger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Query
 
 from everstep.wire import Page, ProjectGoodput
+from service.api.auth import Caller
 from service.api.context import Context
 from service.api.openapi import problem_answers
-from service.auth import Caller
 
 router: Final = APIRouter(prefix="/v1", tags=["history"])
 

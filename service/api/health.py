@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 
 from everstep.wire import Answer, Readiness
 from service.api.context import Context
-from service.problems import RETRY_AFTER_S
+from service.api.problems import RETRY_AFTER_S
 
 router: Final = APIRouter(tags=["health"])
 

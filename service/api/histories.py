@@ -6,15 +6,15 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from everstep.events import EventKind
 from everstep.wire import Attempt, Event, Failure, Goodput, Page, Samples, StragglerReport
+from everstep.wire.events import EventKind
 from service.api import sse
 from service.api.answers import event_answer
+from service.api.auth import Caller, VisibleRun
 from service.api.context import Context
 from service.api.last_lines import with_last_lines
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
-from service.auth import Caller, VisibleRun
 from service.projections import attempts, failures, samples, stragglers
 from service.projections.goodput import TimeLedger
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from service.db.rows import TokenRow
+from service.model.rows import TokenRow
 
 _MOST: Final = 1000
 

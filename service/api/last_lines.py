@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from everstep.wire import Failure, LogLine, Verdict
 from service.api.answers import to_time
 from storage.errors import StorageError
-from storage.rank_logs import LoggedLine, last_rank_lines
+from storage.logs.rank_logs import LoggedLine, last_rank_lines
 from storage.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from everstep.wire import LogLine
 from service.api.answers import to_time
 from storage.errors import StorageNotFound
-from storage.rank_logs import LoggedLine, read_rank_logs
+from storage.logs.rank_logs import LoggedLine, read_rank_logs
 
 if TYPE_CHECKING:
     from service.api.context import ApiContext

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Query, Request, Response
 
 from everstep.wire import LogLine, Page
 from service.api import sse
+from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
-from service.auth import Caller, VisibleRun
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])

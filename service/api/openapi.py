@@ -9,13 +9,12 @@ from fastapi import FastAPI, Query
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from everstep.drills import DrillRequest
-from everstep.profiles import ProfileRequest
-from everstep.spec import RunSpec
-from everstep.team import ProjectRequest, TokenRequest
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Problem
-from service import problems
-from service.api import sse
+from everstep.wire.drills import DrillRequest
+from everstep.wire.profiles import ProfileRequest
+from everstep.wire.team import ProjectRequest, TokenRequest
+from service.api import problems, sse
 
 _REF: Final = "#/components/schemas/{model}"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Checkpoint
 from service.api.context import ApiContext
-from service.db.rows import RunRow
+from service.model.rows import RunRow
 from service.projections import checkpoints
 from storage.errors import CorruptCheckpoint, StorageNotFound
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
 
+from service.api.problems import ProblemError, invalid_request
 from service.db.ids import RUN_ID_PATTERN
-from service.db.rows import RunHead
 from service.db.run_lookup import Place
-from service.problems import ProblemError, invalid_request
+from service.model.rows import RunHead
 
 T = TypeVar("T")
 Key = tuple[float | str, ...]

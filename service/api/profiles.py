@@ -8,18 +8,18 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
 
-from everstep.profiles import Profile, ProfileRequest, ProfileState
 from everstep.wire import Page
+from everstep.wire.profiles import Profile, ProfileRequest, ProfileState
 from service.api import rank_orders
+from service.api.auth import ControlledRun, VisibleRun
 from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROFILE_BODY, problem_answers
+from service.api.problems import not_found
 from service.api.spec_body import read_model
-from service.auth import ControlledRun, VisibleRun
 from service.db import orders
 from service.db.ids import new_profile_id
-from service.db.rows import RunRow
-from service.problems import not_found
+from service.model.rows import RunRow
 from service.projections import profiles
 from storage.run_dir import ProfileOrder
 

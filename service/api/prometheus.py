@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.wire import RunStatus
+from service.api.auth import Caller
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
-from service.auth import Caller
-from service.problems import ProblemError
+from service.api.problems import ProblemError
 
 router: Final = APIRouter(tags=["health"])
 

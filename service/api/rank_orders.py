@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from service.api.context import ApiContext
+from service.api.problems import invalid_request
 from service.db import orders
-from service.db.rows import EventRow, RunRow
-from service.problems import invalid_request
+from service.model.rows import EventRow, RunRow
 
 
 async def record(context: ApiContext, run: RunRow, order: orders.Order, now: float, data: dict[str, Any]) -> EventRow:

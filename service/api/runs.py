@@ -12,24 +12,24 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from pydantic_core import to_json
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec import RunSpec, parse_spec
+from everstep.spec.run_spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
 from service.api.answers import JsonObject, as_json, run_answer, run_json
+from service.api.auth import CallerToConfirm, Claimant, ControlledRun, Principal, SeenRunOfPath, VisibleRun
 from service.api.code import check_code
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
 from service.api.origins import with_origin
 from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
+from service.api.problems import ProblemError, invalid_request
 from service.api.spec_body import content_sha256, read_json, validated
-from service.auth import CallerToConfirm, Claimant, ControlledRun, Principal, SeenRunOfPath, VisibleRun
 from service.db.engine import Guard
 from service.db.idempotency import IdempotencyKey
 from service.db.new_run import first_transition
 from service.db.projects import UnknownProject
-from service.db.rows import RunHead, RunRow, TransitionRow
 from service.db.run_lookup import Place, RunFilter
-from service.problems import ProblemError, invalid_request
-from service.states import TransitionConflict
+from service.model.rows import RunHead, RunRow, TransitionRow
+from service.model.states import TransitionConflict
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 

@@ -9,9 +9,9 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Query
 
 from everstep.wire import MetricSeries
+from service.api.auth import VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
-from service.auth import VisibleRun
 from service.projections.downsampling import MIN_POINTS, Point
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])

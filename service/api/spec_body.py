@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from everstep import plain_text
 from everstep.errors import FieldError
-from everstep.field_errors import few, field_errors
-from service.problems import ProblemError
+from everstep.spec import plain_text
+from everstep.spec.field_errors import few, field_errors
+from service.api.problems import ProblemError
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

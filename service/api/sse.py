@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 from fastapi import Header, Request
 from fastapi.responses import StreamingResponse
 
-from service.problems import invalid_request
+from service.api.problems import invalid_request
 
 if TYPE_CHECKING:
+    from service.api.auth import Principal
     from service.api.context import ApiContext
-    from service.auth import Principal
 
 MEDIA_TYPE: Final = "text/event-stream"
 HEARTBEAT_S: Final = 5.0

@@ -6,11 +6,11 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from everstep.storage_status import StorageAdoption, StorageStatus
+from everstep.wire.storage_status import StorageAdoption, StorageStatus
+from service.api.auth import Caller
 from service.api.context import Context
 from service.api.openapi import problem_answers
-from service.auth import Caller
-from service.storage_adoption import adopt_storage, storage_status
+from service.storage_identity.adoption import adopt_storage, storage_status
 
 router: Final = APIRouter(prefix="/v1/storage", tags=["administration"])
 

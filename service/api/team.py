@@ -6,18 +6,18 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from everstep.team import AuditEntry, NewToken, Project, ProjectRequest, ProjectUsage, Token, TokenRequest
 from everstep.wire import Page
+from everstep.wire.team import AuditEntry, NewToken, Project, ProjectRequest, ProjectUsage, Token, TokenRequest
 from service.api.answers import maybe_time, to_time
+from service.api.auth import EMBEDDED_TRUST, Caller, Principal
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
+from service.api.problems import invalid_request, not_found
 from service.api.spec_body import read_model
-from service.auth import EMBEDDED_TRUST, Caller, Principal
 from service.db.audit import note_target
 from service.db.projects import Usage, quotas_of
-from service.db.rows import AuditRow, ProjectRow, TokenRow
-from service.problems import invalid_request, not_found
+from service.model.rows import AuditRow, ProjectRow, TokenRow
 
 router: Final = APIRouter(prefix="/v1", tags=["administration"])
 

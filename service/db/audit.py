@@ -11,8 +11,8 @@ from typing import Any, Final
 from sqlalchemy import Connection, insert, select, update
 
 from service.db.engine import Database
-from service.db.rows import AuditRow, Role
 from service.db.tables import audit_log
+from service.model.rows import AuditRow, Role
 
 _PATH_CHARS: Final = 512
 _SHORT_CHARS: Final = 64

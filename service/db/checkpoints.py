@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 
 from everstep.wire import RunStatus
 from service.db.engine import Database
-from service.db.few import Few
+from service.db.planner_hints import Few
 from service.db.tables import checkpoint_checks, runs
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)

@@ -9,15 +9,15 @@ from typing import Literal
 import structlog
 from sqlalchemy import Connection, select
 
-from everstep.events import EventKind
 from everstep.wire import RunStatus
+from everstep.wire.events import EventKind
 from service.db.engine import Database, DatabaseError
-from service.db.rows import CheckpointCheck, EventRow, RunRow
 from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
+from service.model.rows import CheckpointCheck, EventRow, RunRow
 from service.projections.changes import Changes, project
 from service.projections.fitting import UNFIT, checked
-from storage.journal import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 
 logger = structlog.get_logger(__name__)
@@ -163,7 +163,7 @@ def _apply(writer: RunWriter, event: JournalEvent) -> None:
 
 
 def _changes(run: RunRow, event: EventRow) -> Changes:
-    """What the event means; one whose data is not as everstep/events.py says stays in the history and means nothing.
+    """What the event means; one whose data is not as everstep/wire/events.py says stays in the history and means nothing.
 
     It must not stop the tail: what comes behind it still tells how the run goes.
     """

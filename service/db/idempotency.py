@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, insert, select
 
 from service.db.engine import DatabaseError
-from service.db.rows import RunRow
 from service.db.run_lookup import find_run
 from service.db.tables import idempotency_keys
+from service.model.rows import RunRow
 
 
 class IdempotencyConflict(DatabaseError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.wire import RunStatus
-from service.db.rows import RunRow, TransitionRow
+from service.model.rows import RunRow, TransitionRow
 from service.projections.goodput import TimeLedger
 
 

@@ -9,8 +9,8 @@ from typing import Final
 from sqlalchemy import delete, insert, select, text, update
 
 from service.db.engine import Database
-from service.db.rows import MarkWord, NodeFailure, NodeMarkRow
 from service.db.tables import events, node_marks
+from service.model.rows import MarkWord, NodeFailure, NodeMarkRow
 
 GONE_KEPT_S: Final = 24 * 3600.0
 """A mark of a node that the cluster no longer has is kept for so long: a head that lost sight of it may find it again."""

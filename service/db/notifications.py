@@ -11,8 +11,8 @@ from typing import Any, Final
 from sqlalchemy import delete, select, update
 
 from service.db.engine import Database
-from service.db.rows import Row, RunRow
 from service.db.tables import notifications
+from service.model.rows import Row, RunRow
 
 _DUE: Final = 20
 

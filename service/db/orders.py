@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, select
 
-from everstep.events import EventKind
 from everstep.wire import RunStatus
+from everstep.wire.events import EventKind
 from service.db.engine import Database
-from service.db.rows import EventRow, RunRow
 from service.db.tables import events
 from service.db.writer import RunWriter
-from service.states import TransitionConflict
+from service.model.rows import EventRow, RunRow
+from service.model.states import TransitionConflict
 
 TAKE_UP_S: Final = 15.0
 """A driver takes an order up within about a second; for so long no other one of its kind may take its place."""

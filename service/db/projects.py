@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
-from everstep.team import Quotas
 from everstep.wire import RunStatus
+from everstep.wire.team import Quotas
 from service.db.audit import note_target
 from service.db.engine import Database, DatabaseError
-from service.db.few import IS_LIVE
-from service.db.rows import ProjectRow
+from service.db.planner_hints import IS_LIVE
 from service.db.tables import projects, runs, tokens
+from service.model.rows import ProjectRow
 
 DEFAULT_PROJECT: Final = "default"
 _MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bindparam("name"))

@@ -28,8 +28,8 @@ from sqlalchemy import (
 )
 
 from everstep.wire import RunStatus
-from service.db.rows import RunRow
 from service.db.tables import run_tags, runs
+from service.model.rows import RunRow
 
 Columns = Select[*tuple[Any, ...]]
 """What is wanted of each run: a query of ``runs`` without conditions."""

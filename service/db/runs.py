@@ -9,26 +9,26 @@ from typing import Any, Final
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Reason, RunStatus
+from everstep.wire.events import EventKind
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError, Guard
-from service.db.few import IS_LIVE
 from service.db.idempotency import IdempotencyKey, is_used, known_run, remember
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
+from service.db.planner_hints import IS_LIVE
 from service.db.projects import join_queue
-from service.db.rows import ListedRun, RunHead, RunRow, TransitionRow
 from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
 from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.storage_identity import StorageRecords
 from service.db.tables import run_tags, runs, transitions
 from service.db.tokens import CLAIM_HOLDS, Claim
 from service.db.writer import RunWriter
+from service.model.rows import ListedRun, RunHead, RunRow, TransitionRow
+from service.model.states import LIVE, SUBMITTED, TransitionConflict
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
-from service.states import LIVE, SUBMITTED, TransitionConflict
 from storage.run_dir import Stop
 
 _CREATE_ATTEMPTS: Final = 5

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import CTE, ColumnElement, Connection, ScalarSelect, Select, func, literal, select, union
 
 from service.db.engine import Database
-from service.db.rows import MetricPoint
 from service.db.tables import metrics
+from service.model.rows import MetricPoint
 from service.projections.downsampling import Point, downsample
 
 

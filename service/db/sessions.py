@@ -10,9 +10,9 @@ from typing import Final
 from sqlalchemy import bindparam, delete, insert, or_, select
 
 from service.db.engine import Database
-from service.db.rows import TokenRow
 from service.db.tables import sessions, tokens
 from service.db.tokens import sha256_of, valid_digests
+from service.model.rows import TokenRow
 
 LASTS_S: Final = 30 * 24 * 3600.0
 _MOST_OF_A_TOKEN: Final = 100

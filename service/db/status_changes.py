@@ -10,8 +10,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from service.db.rows import TransitionRow
 from service.db.tables import runs
+from service.model.rows import TransitionRow
 
 
 class StatusChanges(FunctionElement[Any]):

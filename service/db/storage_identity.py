@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.db.audit import note_target
 from service.db.engine import Database
-from service.db.few import IS_LIVE
+from service.db.planner_hints import IS_LIVE
 from service.db.tables import runs, storage_identity
 
 _NAME: Final = "runs"

@@ -16,9 +16,9 @@ from service.db.audit import note_target
 from service.db.engine import Database
 from service.db.ids import new_token_id
 from service.db.projects import ensure_project
-from service.db.rows import ListedRun, Role, TokenRow, TransitionRow
 from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.tables import runs, tokens
+from service.model.rows import ListedRun, Role, TokenRow, TransitionRow
 
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32

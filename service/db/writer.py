@@ -12,16 +12,16 @@ import structlog
 from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from everstep.events import EventKind
 from everstep.wire import Reason, RunStatus
+from everstep.wire.events import EventKind
 from service.db.engine import encoded
 from service.db.notifications import notification_of
-from service.db.rows import EventRow, MetricPoint, RunRow
 from service.db.tables import events, metrics, notifications, runs, transitions
+from service.model.rows import EventRow, MetricPoint, RunRow
+from service.model.states import TransitionConflict, check_legal
 from service.projections.changes import NO_WORKERS, preempted
 from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger
-from service.states import TransitionConflict, check_legal
 
 logger = structlog.get_logger(__name__)
 

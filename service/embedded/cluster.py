@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import structlog
 
+from service.cluster.cluster_note import ClusterNote, read_note
 from service.embedded.environment import cluster_environment
-from service.embedded.note import ClusterNote, read_note
 from service.embedded.processes import end_members, lives
 from service.settings import Settings
 

@@ -15,10 +15,10 @@ _RANK_MODULES = (
     "ray.train.torch",
     "ray.train.v2._internal.execution.worker_group.worker",
     "train_fn.ray_train.worker_actor",
-    "train_fn.worker",
-    "train_fn.loop",
+    "train_fn.ray_train.rank_process",
+    "train_fn.loop.attempt",
 )
-_CONTROLLER_MODULES = ("ray.train.torch", "train_fn.ray_train.controller", "train_fn.journal")
+_CONTROLLER_MODULES = ("ray.train.torch", "train_fn.ray_train.controller", "train_fn.journal.server")
 
 PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES)))
 """What the fork server imports, for all of them."""

@@ -28,9 +28,9 @@ import psutil
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
+from service.cluster.cluster_note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import worker_start
 from service.embedded.environment import HEAD_VARIABLES, NODE_CORES_VARIABLE, PRELOADED_MODULES, WORKER_NODE_VARIABLES
-from service.embedded.note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded.patience import start_patiently
 from service.embedded.precedence import Precedence
 from service.embedded.processes import end_members, lives, members, started_at

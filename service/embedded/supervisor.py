@@ -8,9 +8,9 @@ from typing import Final
 
 import structlog
 
+from service.cluster.cluster_note import ClusterNote
+from service.cluster.ray_jobs import RayEndpoint
 from service.embedded.cluster import ClusterError, EmbeddedCluster
-from service.embedded.note import ClusterNote
-from service.ray_jobs import RayEndpoint
 
 WATCH_INTERVAL_S: Final = 1.0
 FIRST_RETRY_S: Final = 2.0

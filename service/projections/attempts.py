@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from everstep.events import EventKind
 from everstep.wire import Attempt, RunStatus, Verdict, WorkerInfo
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 
 KINDS: Final = frozenset(
     {

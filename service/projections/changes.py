@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from everstep.events import EventKind
-from everstep.metric_names import NameLimit, lookup, validation_name
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
-from service.db.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
+from everstep.wire.events import EventKind
+from everstep.wire.metric_names import NameLimit, lookup, validation_name
+from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
+from service.model.states import is_legal
 from service.projections.checkpoints import stands
-from service.states import is_legal
 
 NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})
 """Columns of a run of which nothing trains."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from everstep.events import BEGINNINGS, EventKind
-from everstep.metric_names import lookup
 from everstep.wire import Checkpoint
-from service.db.rows import CheckpointCheck, EventRow
-from storage.lineage import is_newer
+from everstep.wire.events import BEGINNINGS, EventKind
+from everstep.wire.metric_names import lookup
+from service.model.rows import CheckpointCheck, EventRow
+from storage.checkpoints.lineage import is_newer
 from storage.run_dir import CheckpointName, Origin
 
 KINDS: Final = frozenset({EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.RESTORED, EventKind.EVALUATED})

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from everstep.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
-from everstep.events import EventKind
 from everstep.wire import RunStatus, Verdict
-from service.db.rows import EventRow
+from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 from service.projections.parity import parity
 
 KINDS: Final = frozenset(

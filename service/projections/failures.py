@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from everstep.events import EventKind
 from everstep.wire import Failure, Verdict
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 from storage.run_dir import CheckpointName
 
 KINDS: Final = frozenset(

@@ -13,7 +13,7 @@ from typing import Any, Final
 from service.projections.changes import Changes
 
 UNFIT: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What reading an event raises whose data is not as everstep/events.py says."""
+"""What reading an event raises whose data is not as everstep/wire/events.py says."""
 _MOST: Final = 2**31 - 1
 _MOST_TEXT_CHARS: Final = 100_000
 _MOST_WORKERS: Final = 100_000

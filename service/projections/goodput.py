@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from everstep.events import EventKind
 from everstep.wire import Goodput, GoodputBuckets, RunStatus, Verdict
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 
 BUCKETS: Final = tuple(GoodputBuckets.model_fields)
 _WORKING: Final = ("productive", "rework")

@@ -1,4 +1,4 @@
-"""Whether the loss goes on after a recovery as it was going before; ``everstep.drills.DrillParity`` says what is compared."""
+"""Whether the loss goes on after a recovery as it was going before; ``everstep.wire.drills.DrillParity`` says what is compared."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Final
 
-from everstep.drills import DrillParity
-from service.db.rows import EventRow
+from everstep.wire.drills import DrillParity
+from service.model.rows import EventRow
 
 NUM_STEPS: Final = 10
 """Steps on either side of the recovery that are compared."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from everstep.events import EventKind
-from everstep.profiles import AllReduce, Profile, ProfileState
 from everstep.wire import RunStatus
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from everstep.wire.profiles import AllReduce, Profile, ProfileState
+from service.model.rows import EventRow
 
 KINDS: Final = frozenset(
     {

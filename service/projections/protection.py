@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from everstep.wire import Loss, Protection
-from service.db.rows import ListedRun, RunRow
+from service.model.rows import ListedRun, RunRow
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     {

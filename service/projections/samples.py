@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from everstep.events import EventKind
 from everstep.wire import EpochSamples, SampleOrigin, Samples
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 
 KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from everstep.events import EventKind
 from everstep.wire import GpuUse, NodeTimes, RankTimes, Straggler, StragglerReport
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 
 GPU_EVENTS: Final = 512
 """So many of the newest ``gpu_use`` events are looked through: two of each rank of a large run."""

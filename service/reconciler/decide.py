@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import Reason, ReasonCode, RunStatus
+from service.model.states import LIVE
 from service.reconciler.facts import Facts, JobFact, RunFacts, TailFact
 from service.reconciler.schedule import plan
-from service.states import LIVE
 from storage.run_dir import Stop
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}

@@ -11,9 +11,9 @@ from typing import Final
 import structlog
 
 from service.db.engine import DatabaseError
-from service.db.rows import RunRow
+from service.model.rows import RunRow
+from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
-from service.states import TransitionConflict
 
 RUN_PATIENCE_S: Final = 5.0
 """How long a look waits for one run's journal. A longer one is read on meanwhile, and counts as not read to its end."""

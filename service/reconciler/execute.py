@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.db.rows import RunRow
+from service.cluster.ray_jobs import JobNotFound, RayError, RayJobs
 from service.db.runs import RunStore
 from service.figures import RunFigures
-from service.ray_jobs import JobNotFound, RayError, RayJobs
+from service.model.rows import RunRow
+from service.model.states import TransitionConflict
 from service.reconciler.decide import (
     ChangeStatus,
     Decision,
@@ -32,11 +33,10 @@ from service.reconciler.decide import (
 )
 from service.reconciler.facts import Delivered
 from service.reconciler.pace import in_pieces
-from service.states import TransitionConflict
-from service.storage_gate import StorageGate
+from service.storage_identity.gate import StorageGate
+from storage.cluster.identity import KNOWN_VARIABLE, Known
 from storage.errors import StorageError
 from storage.filesystem import Storage
-from storage.identity import KNOWN_VARIABLE, Known
 from storage.run_dir import Stop
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"

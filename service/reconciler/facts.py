@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal
 
-from everstep.team import Quotas
 from everstep.wire import Reason, RunStatus
+from everstep.wire.team import Quotas
 from storage.run_dir import Stop
 
 

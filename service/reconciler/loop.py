@@ -10,6 +10,9 @@ from typing import Final
 
 import structlog
 
+from service.cluster.ray_jobs import RayJobs
+from service.control_files.kept_checkpoints import KeptSteps
+from service.control_files.node_marks import MarksFile
 from service.db.engine import DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseLost
@@ -17,10 +20,6 @@ from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.figures import RunFigures
-from service.kept_steps import KeptSteps
-from service.marks_file import MarksFile
-from service.notify import Notifier
-from service.ray_jobs import RayJobs
 from service.reconciler.background import Background
 from service.reconciler.decide import Decision, decide
 from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
@@ -32,7 +31,8 @@ from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
 from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
-from service.storage_gate import StorageGate
+from service.reconciler.webhook_sender import Notifier
+from service.storage_identity.gate import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage
 

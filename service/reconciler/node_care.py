@@ -9,10 +9,10 @@ from typing import Final
 
 import structlog
 
+from service.cluster.ray_jobs import RayError, RayJobs, RayNode
+from service.control_files.node_marks import MarksFile
 from service.db.node_marks import NodeMarkStore
-from service.db.rows import NodeMarkRow
-from service.marks_file import MarksFile
-from service.ray_jobs import RayError, RayJobs, RayNode
+from service.model.rows import NodeMarkRow
 from service.reconciler.unhealthy import CordonRule, Suspect, choose_to_cordon, find_suspects
 from storage.errors import StorageError
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from everstep.wire import RunStatus
+from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
-from service.db.rows import RunRow
 from service.db.runs import RunStore
-from service.ray_jobs import Job, JobNotFound, RayError, RayJobs
+from service.model.rows import RunRow
+from service.model.states import SUBMITTED
 from service.reconciler.decide import submission_id
 from service.reconciler.drains import Drains
 from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
 from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
-from service.states import SUBMITTED
-from service.storage_gate import StorageGate
+from service.storage_identity.gate import StorageGate
 from storage.run_dir import CheckpointName
 
 ASK_INTERVAL_S: Final = 2.0

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from everstep.team import Quotas
 from everstep.wire import Reason, ReasonCode, RunStatus
+from everstep.wire.team import Quotas
 from service.reconciler.capacity import (
     Free,
     amounts,

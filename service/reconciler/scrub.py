@@ -14,7 +14,7 @@ import structlog
 
 from service.db.checkpoints import CheckpointRecords, KeptCheckpoint
 from service.db.events import EventStore
-from service.states import TransitionConflict
+from service.model.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from storage.filesystem import Storage
 

@@ -8,13 +8,13 @@ import structlog
 
 from service.db.engine import DatabaseError
 from service.db.events import EventStore, JournalGap
-from service.db.rows import RunRow
 from service.figures import RunFigures
+from service.model.rows import RunRow
+from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
-from service.states import TransitionConflict
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
-from storage.journal import journal_stamp, may_be_cut, read_journal
+from storage.logs.journal import journal_stamp, may_be_cut, read_journal
 
 BATCH_EVENTS = 1000
 MAX_BATCHES = 20

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from everstep.events import NODE_UNFIT
 from everstep.wire import Verdict
-from service.db.rows import NodeFailure
+from everstep.wire.events import NODE_UNFIT
+from service.model.rows import NodeFailure
 from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
 
 NODE_VERDICTS: Final = frozenset({Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG})

@@ -12,7 +12,7 @@ from typing import Final
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
-from service.problems import not_found
+from service.api.problems import not_found
 
 router: Final = APIRouter(include_in_schema=False)
 

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 
-from everstep import cli_words
+from everstep.text import words as cli_words
 from everstep.wire import RunStatus
 from service.api import cluster
 from service.api.context import Context
+from service.api.problems import invalid_request
 from service.api.runs import run_answers
 from service.db.run_lookup import RunFilter
-from service.problems import invalid_request
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller
 

@@ -7,16 +7,16 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
+from service.api.auth import Principal, visible_run
 from service.api.context import ApiContext, Context
+from service.api.problems import ProblemError
 from service.api.runs import run_answers
-from service.auth import Principal, visible_run
-from service.db.rows import RunRow
 from service.db.run_lookup import RunFilter
-from service.problems import ProblemError
+from service.model.rows import RunRow
+from service.web.formatting import differences
 from service.web.rendering import PageRoute, page
 from service.web.run_pages import run_page
 from service.web.session import WebCaller, WebRun
-from service.web.words import differences
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from everstep.events import EventKind
-from everstep.metric_names import PREFIX
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from everstep.wire.metric_names import PREFIX
+from service.model.rows import EventRow
 
 MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
 _FIRST: Final = ("loss", "accuracy", "perplexity")

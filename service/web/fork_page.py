@@ -10,11 +10,11 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.metric_names import mode_of
+from everstep.wire.metric_names import mode_of
 from service.api.context import Context
+from service.api.problems import ProblemError
 from service.api.runs import submitted
 from service.api.spec_body import check_shape, content_sha256, validated
-from service.problems import ProblemError
 from service.web.rendering import PageRoute
 from service.web.run_pages import run_page
 from service.web.session import CheckedForm, WebCaller, WebRun

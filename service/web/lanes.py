@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from everstep.events import EventKind
 from everstep.wire import RunStatus, Verdict
-from service.db.rows import EventRow
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
 
 KINDS: Final = frozenset(
     {

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import RedirectResponse
 
 from service.api.context import Context
-from service.problems import ProblemError
+from service.api.problems import ProblemError
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, cookie_of, local_path, log_in, log_out_of_browser, read_form
 

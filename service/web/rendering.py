@@ -15,11 +15,11 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from everstep import cli_words
+from everstep.text import words as cli_words
+from service.api.auth import Principal
 from service.api.context import ApiContext
-from service.auth import Principal
-from service.problems import ProblemError, as_problem
-from service.web import words
+from service.api.problems import ProblemError, as_problem
+from service.web import formatting as words
 from service.web.assets import asset_url
 from service.web.session import CSRF_FIELD, cookie_of, csrf_token
 

@@ -11,9 +11,9 @@ from everstep.wire import RunStatus
 from service.api.context import Context
 from service.api.runs import found_runs, parse_tag
 from service.db.run_lookup import RunFilter
+from service.web.formatting import STATUS_GROUPS, progress_share
 from service.web.rendering import PageRoute, page
 from service.web.session import WebCaller
-from service.web.words import STATUS_GROUPS, progress_share
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 

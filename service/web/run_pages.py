@@ -8,23 +8,23 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 
-from everstep import cli_words
-from everstep.events import EventKind
-from everstep.profiles import MOST_STEPS, ProfileRequest
+from everstep.text import words as cli_words
 from everstep.wire import Failure, Run, RunStatus
+from everstep.wire.events import EventKind
+from everstep.wire.profiles import MOST_STEPS, ProfileRequest
 from service.api import checkpoints, histories, profiles, runs, sse
 from service.api.answers import event_answer
+from service.api.auth import Principal
 from service.api.context import ApiContext, Context
+from service.api.problems import invalid_request
 from service.api.series import thinned
-from service.auth import Principal
-from service.db.rows import RunRow
-from service.problems import invalid_request
-from service.states import is_legal
+from service.model.rows import RunRow
+from service.model.states import is_legal
 from service.web import curves
+from service.web.formatting import bucket_shares, progress_share
 from service.web.lanes import ACTIVITY_WORDS, KINDS, MOST_RANKS, lanes
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
-from service.web.words import bucket_shares, progress_share
 
 router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
 

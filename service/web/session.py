@@ -17,13 +17,13 @@ from urllib.parse import parse_qsl, urlsplit
 from fastapi import Depends, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials
 
+from service.api.auth import Principal, admitted, controlled_run, principal, visible_run
 from service.api.context import ApiContext, Context
+from service.api.problems import ProblemError
 from service.api.spec_body import MAX_BODY_BYTES
-from service.auth import Principal, admitted, controlled_run, principal, visible_run
-from service.db.rows import RunRow
 from service.db.sessions import LASTS_S
 from service.db.tokens import sha256_of
-from service.problems import ProblemError
+from service.model.rows import RunRow
 
 COOKIE: Final = "everstep_session"
 """Name of the cookie on a plain connection, as to this machine. It held a token once."""

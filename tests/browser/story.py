@@ -7,12 +7,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.events import EventKind
 from everstep.wire import Node, NodeState, Reason, ReasonCode, RunStatus
+from everstep.wire.events import EventKind
 from service.db import orders
-from storage.journal import JournalEvent
-from storage.rank_logs import LogRecord, RankLogWriter
-from tests.unit.api_service import ApiService, Journal
+from storage.logs.journal import JournalEvent
+from storage.logs.rank_logs import LogRecord, RankLogWriter
+from tests.support.api_service import ApiService, Journal
 
 NODES = ("3b321ac3f0d1", "9ff8478f77ab", "e88586c9d4c2", "71c0aa5e9b13")
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import psutil
 
-from storage.checkpoint_writer import CheckpointWriter
+from storage.checkpoints.writer import CheckpointWriter
 from storage.run_dir import Stop
-from train_fn import boundary, loop
 from train_fn.context import WorkerContext
-from train_fn.ledger import Ledger
-from train_fn.loader import Loader
-from train_fn.replica import Replica
+from train_fn.loop import attempt as loop
+from train_fn.loop import boundary
+from train_fn.loop.replica import Replica
+from train_fn.samples.ledger import Ledger
+from train_fn.samples.loader import Loader
 
 
 @dataclass(frozen=True)

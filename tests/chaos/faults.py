@@ -10,8 +10,8 @@ from random import Random
 
 import psutil
 
-from everstep.runs import RunHandle
-from tests.service_process import ServiceProcess, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.service_process import ServiceProcess, wait_for
 
 _WEIGHTS = {
     "rank_killed": 6,

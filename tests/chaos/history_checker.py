@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from everstep.runs import RunHandle
+from everstep.client.runs import RunHandle
 from everstep.wire import Event, Failure, RunStatus, Verdict
 
 ROUNDING_S = 0.01

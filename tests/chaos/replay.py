@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from everstep.events import EventKind
-from everstep.runs import RunHandle
-from everstep.spec import RunSpec
+from everstep.client.runs import RunHandle
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.run_dir import Stop
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from everstep.client import Client
+from everstep.client.client import Client
+from everstep.client.runs import RunHandle
 from everstep.errors import Conflict, EverstepError, InvalidSpec
-from everstep.runs import RunHandle
 from everstep.wire import RunStatus
 from tests.chaos.faults import KINDS, Fault, strike
 from tests.chaos.history_checker import Expected, of_fault, strangers, violations
 from tests.chaos.replay import replay, segments
 from tests.chaos.soak_report import write_report
-from tests.digits_run import SAMPLES, STEPS_PER_EPOCH
-from tests.service_process import ServiceProcess, wait_for
+from tests.support.digits_run import SAMPLES, STEPS_PER_EPOCH
+from tests.support.service_process import ServiceProcess, wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 NUM_NODES = 3

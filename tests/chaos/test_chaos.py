@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 
-from everstep.runs import RunHandle
+from everstep.client.runs import RunHandle
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
-from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
-from tests.service_process import ServiceProcess, wait_for
-from train_fn.node_dir import shared_memory_root
+from tests.support.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
+from tests.support.service_process import ServiceProcess, wait_for
+from train_fn.node.node_dir import shared_memory_root
 
 EPOCHS = {2: 60, 3: 48, 5: 36}
 """By the number of ranks: long enough that a run outlasts a service's restart."""

@@ -23,12 +23,12 @@ import httpx
 import pytest
 
 from service.db.lease import LEASE_S
-from tests.replica import Replica
-from tests.service_process import wait_for
-from tests.unit import postgres_server
-from tests.unit.api_service import spec
-from tests.unit.fake_ray import FakeRay, serving
-from tests.unit.postgres_server import PostgresServer
+from tests.support import postgres_server
+from tests.support.api_service import spec
+from tests.support.fake_ray import FakeRay, serving
+from tests.support.postgres_server import PostgresServer
+from tests.support.replica import Replica
+from tests.support.service_process import wait_for
 
 CLIENTS = 4
 STOPPED_S = LEASE_S + 2

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from everstep import LogLine
-from everstep.runs import RunHandle
-from tests.service_process import ServiceProcess, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

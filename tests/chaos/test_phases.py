@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from tests.chaos.deadly_loop import Strike
 from tests.integration.driven_run import DrivenRun
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 from tests.integration.ray_cluster import REPOSITORY, RayCluster, ray_cluster
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec
-from train_fn.node_dir import shared_memory_root
+from train_fn.node.node_dir import shared_memory_root
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 

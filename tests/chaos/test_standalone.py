@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from storage.errors import StorageNotFound
 from storage.filesystem import open_storage
-from storage.journal import JournalEvent, read_journal
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
-from tests.service_process import wait_for
+from tests.support.service_process import wait_for
 
 pytestmark = pytest.mark.chaos
 DEADLINE_S = 180.0
@@ -134,7 +134,7 @@ def test_a_task_of_ones_own_trains_under_torchrun_on_nodes_that_were_looked_at(t
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     looked = subprocess.run(
-        [*torchrun, "train_fn.preflight"], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [*torchrun, "train_fn.node.preflight"], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert looked.returncode == 0, looked.stdout + looked.stderr
     lines = looked.stdout.splitlines()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from train_fn import standalone
-from train_fn.collectives import end_process_group
+from train_fn.step.peers import end_process_group
 
 HERE = Path(__file__).parent
 

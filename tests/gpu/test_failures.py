@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from train_fn import nccl as nccl_abort
 from train_fn.errors import PeersGone
-from train_fn.gpu_memory import memory_summary
-from train_fn.rank_error import ErrorKind, classify, describe_error
+from train_fn.node.gpu_memory import memory_summary
+from train_fn.recovery.rank_error import ErrorKind, classify, describe_error
+from train_fn.step import nccl as nccl_abort
 
 
 def test_out_of_memory_is_a_verdict_with_who_held_it(nccl: torch.device) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from train_fn.step_clock import StepClock
+from train_fn.step.step_clock import StepClock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

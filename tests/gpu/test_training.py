@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.journal import read_journal
+from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn import standalone
-from train_fn.loader import KeyedDataset, Loader
-from train_fn.sampler import MicroBatch
-from train_fn.tensor_tree import copy_to_cpu
+from train_fn.samples.loader import KeyedDataset, Loader
+from train_fn.samples.sampler import MicroBatch
+from train_fn.state.tensor_tree import copy_to_cpu
 
 
 def make_spec(**train: Any) -> RunSpec:

@@ -25,8 +25,8 @@ from everstep import Client
 from tests.hosts.compose_file import REPOSITORY, Part, image_environment, read_compose
 from tests.hosts.host import Host
 from tests.hosts.network import Cable, switch
-from tests.service_process import wait_for
-from tests.unit.postgres_server import binaries
+from tests.support.postgres_server import binaries
+from tests.support.service_process import wait_for
 
 ADDRESSES = {
     "head": "172.30.0.10",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.hosts.compose_file import REPOSITORY
 from tests.hosts.deployment import Deployment
-from tests.service_process import wait_for
+from tests.support.service_process import wait_for
 
 _SHIM = """#!{python}
 import json, socket, sys

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from everstep.runs import RunHandle
-from tests.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
+from everstep.client.runs import RunHandle
 from tests.hosts import clock
 from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
 from tests.hosts.docker import docker
 from tests.hosts.host import Host
-from tests.service_process import ASK_S, wait_for
+from tests.support.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
+from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [
     pytest.mark.chaos,

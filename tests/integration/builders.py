@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from tests.integration.trainees import NUM_SAMPLES, Lines, Regression
-from train_fn import replica
+from train_fn.loop import replica
 
 
 def rank() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.service_process import ServiceProcess
+from tests.support.service_process import ServiceProcess
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.journal import JournalEvent, read_journal
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from tests.integration.ray_cluster import REPOSITORY, RayCluster
-from train_fn.node_dir import shared_memory_root
+from train_fn.node.node_dir import shared_memory_root
 
 PATIENCE_S = 150.0
 """Longest wait for any one fact; a fact that does not come fails the test with the driver's output."""

@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
-from train_fn import loop, replica, reporter
 from train_fn.context import WorkerContext
-from train_fn.evaluate import MIN_MICRO_BATCH
-from train_fn.publisher import Publisher
-from train_fn.replica import Replica
+from train_fn.loop import attempt as loop
+from train_fn.loop import replica, reporter
+from train_fn.loop.evaluate import MIN_MICRO_BATCH
+from train_fn.loop.replica import Replica
+from train_fn.snapshots.publisher import Publisher
 
 NUM_STREAMED = MIN_MICRO_BATCH + 16
 NUM_HELD_OUT = 3 * MIN_MICRO_BATCH + 16

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from everstep.spec import RunSpec
-from train_fn import replica
-from train_fn.sampler import Sampler
+from everstep.spec.run_spec import RunSpec
+from train_fn.loop import replica
+from train_fn.samples.sampler import Sampler
 
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 90, 28, 6, 8
 """A global batch is five micro-batches, the last one of four samples; the fourth of an epoch has six samples in one."""

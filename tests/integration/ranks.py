@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import ProfileOrder, RunDir, Stop
-from tests.service_process import wait_for
-from train_fn.node_dir import shared_memory_root
+from tests.support.service_process import wait_for
+from train_fn.node.node_dir import shared_memory_root
 
 DEADLINE_S = 120.0
 
@@ -117,7 +117,7 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
 def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
     """Run an attempt to its end, whatever that is. Every rank is a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_fn.loop", "torch._dynamo", "tests.integration.ranks"])
+    context.set_forkserver_preload(["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"])
     base = tmp_path / f"{job.run_dir.run_id}-s{job.submission}-a{job.attempt}-{time.monotonic_ns()}"
     base.mkdir(parents=True)
     processes = [context.Process(target=_rank_main, args=(job, rank, str(base))) for rank in range(job.world_size)]
@@ -159,7 +159,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
     import torch.distributed as dist
 
     from train_fn.context import WorkerContext
-    from train_fn.loop import train
+    from train_fn.loop.attempt import train
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -198,7 +198,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
 
 def _follow_restores(journal: ListJournal) -> None:
     """Let the journal know at which step its rank began, which only the loop knows."""
-    from train_fn import loop
+    from train_fn.loop import attempt as loop
 
     begin = loop.Attempt.begin
 

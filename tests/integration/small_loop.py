@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from storage.run_dir import Stop
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed

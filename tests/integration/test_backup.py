@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.digits_run import STEPS_PER_EPOCH
-from tests.service_process import ServiceProcess, wait_for
+from tests.support.digits_run import STEPS_PER_EPOCH
+from tests.support.service_process import ServiceProcess, wait_for
 
 EPOCHS = 150
 SPEC = {
@@ -23,7 +23,7 @@ SPEC = {
 
 
 def copying(service: ServiceProcess, what: str, directory: Path) -> str:
-    command = [sys.executable, "-m", "everstep.cli", what, str(directory)]
+    command = [sys.executable, "-m", "everstep.cli.main", what, str(directory)]
     environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

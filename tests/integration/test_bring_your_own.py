@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep.wire import RunStatus
-from tests.service_process import ServiceProcess, wait_for
+from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -35,7 +35,7 @@ def command_with(words: str) -> list[str]:
     found = [line.strip() for line in text.splitlines() if line.startswith("    .venv/bin/") and words in line]
     assert len(found) == 1, found
     arguments = shlex.split(found[0])
-    program = {".venv/bin/python": [sys.executable], ".venv/bin/everstep": [sys.executable, "-m", "everstep.cli"]}
+    program = {".venv/bin/python": [sys.executable], ".venv/bin/everstep": [sys.executable, "-m", "everstep.cli.main"]}
     return [*program[arguments[0]], *arguments[1:]]
 
 

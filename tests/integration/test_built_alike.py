@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from tests.service_process import free_port
+from tests.support.service_process import free_port
 
 HERE = "tests.integration.builders"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.journal import JournalEvent, read_journal
-from tests.digits_run import digits, wait_for_step
-from tests.service_process import ServiceProcess, wait_for
+from storage.logs.journal import JournalEvent, read_journal
+from tests.support.digits_run import digits, wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
 
 DEADLINE_S = 60.0
 

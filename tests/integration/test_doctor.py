@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 
-from everstep.deployment import DeploymentReport
-from everstep.doctor import check_findings
-from tests.service_process import ServiceProcess
+from everstep.doctor.findings import check_findings
+from everstep.wire.deployment import DeploymentReport
+from tests.support.service_process import ServiceProcess
 
 
 def test_every_node_is_asked_and_nothing_is_wrong(service: ServiceProcess) -> None:
     environment = {**os.environ, "EVERSTEP_URL": service.url, "EVERSTEP_TOKEN": service.token}
-    command = [sys.executable, "-m", "everstep.cli", "doctor", "--all-reduce", "1", "--json"]
+    command = [sys.executable, "-m", "everstep.cli.main", "doctor", "--all-reduce", "1", "--json"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = {finding["check"]: finding["message"] for finding in json.loads(ended.stdout)["findings"]}

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from everstep import Client
-from everstep.runs import RunHandle
-from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
-from tests.service_process import ServiceProcess, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.digits_run import assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from everstep import DrillHandle
-from everstep.runs import RunHandle
-from tests.digits_run import STEPS_PER_EPOCH, digits, wait_for_step
-from tests.service_process import ServiceProcess, wait_for
+from everstep.client.runs import RunHandle
+from tests.support.digits_run import STEPS_PER_EPOCH, digits, wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
 
 LONG = {"epochs": 500, "checkpoint": {"every_steps": 10, "best_metric": None, "keep_latest": 3}}
 

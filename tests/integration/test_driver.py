@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
-from everstep.spec import RecoverySpec, RunSpec
-from storage.journal import read_journal
-from storage.rank_logs import read_rank_logs
+from everstep.spec.run_spec import RecoverySpec, RunSpec
+from everstep.wire.events import EventKind
+from storage.logs.journal import read_journal
+from storage.logs.rank_logs import read_rank_logs
 from storage.run_dir import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
-from tests.small_disk import mounted_small_disk
-from train_fn.node_dir import shared_memory_root
-from train_fn.saver import TELL_EVERY_S
+from tests.support.small_disk import mounted_small_disk
+from train_fn.checkpoints.saver import TELL_EVERY_S
+from train_fn.node.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,12 +16,12 @@ import httpx
 import psutil
 import pytest
 
+from service.cluster.cluster_note import ClusterNote
 from service.embedded.cluster import ClusterError, EmbeddedCluster
-from service.embedded.note import ClusterNote
 from service.embedded.precedence import CONTROL_NICENESS
 from service.embedded.processes import lives, members
 from service.settings import Settings
-from tests.service_process import wait_for
+from tests.support.service_process import wait_for
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from train_fn.errors import StepFailed
-from train_fn.node_dir import shared_memory_root
-from train_fn.rank_error import ErrorKind, describe_error
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.recovery.rank_error import ErrorKind, describe_error
 
 STEPS_PER_EPOCH = 15
 """Of 1,437 samples in global batches of 100: the last one has 37."""

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
-from storage.journal import JournalWriter
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.logs.journal import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
 from tests.integration.test_exactness_precision import TRAINEES
-from tests.unit.storage_places import event, save
-from train_fn.node_dir import shared_memory_root
-from train_fn.snapshot import Label, SnapshotStore, node_snapshots
+from tests.support.storage_places import event, save
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.snapshots.store import Label, SnapshotStore, node_snapshots
 
 ALL_THE_TIME = f"{TRAINEES}:publishing_all_the_time"
 """What is being written was copied two steps before: the weights have changed meanwhile."""

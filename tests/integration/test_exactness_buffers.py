@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import NUM_STEPS, SPEC, MovingTask, plain_run, plain_val_loss, tensors_of
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same
 from train_fn.errors import StepFailed
-from train_fn.randomness import key
+from train_fn.samples.randomness import key
 
 SETUP = "tests.integration.moving_buffers:moving_task"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.evaluated_trainees import HOOK_S, NUM_HELD_OUT, NUM_STREAMED, SECOND_RANK_S
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import own_task_spec
-from train_fn.evaluate import MIN_MICRO_BATCH
+from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.progress import ProgressTracker
 from train_fn.recovery.settings import RecoverySettings

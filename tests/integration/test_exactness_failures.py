@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, make_spec
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
-from tests.unit.storage_places import record_restored
+from tests.support.storage_places import record_restored
 from train_fn.errors import StepFailed
-from train_fn.node_dir import shared_memory_root
-from train_fn.rank_error import ErrorKind, RankError, describe_error
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.recovery.rank_error import ErrorKind, RankError, describe_error
 
 
 def errors_of(outcomes: list[Outcome]) -> list[RankError]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
-from train_fn.optim import unpacked
+from train_fn.state.optim import unpacked
 
 TRAINEES = "tests.integration.trainees"
 

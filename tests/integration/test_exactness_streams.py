@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, merged_losses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.moving_buffers import NUM_STEPS, SPEC
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.stateful_task import plain_losses

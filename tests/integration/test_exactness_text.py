@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, merged_losses
 from tests.integration.test_exactness_alone import make_text_spec

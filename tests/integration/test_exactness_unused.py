@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES
 from tests.integration.trainees import HeadsByKind
-from train_fn.randomness import key
-from train_fn.sampler import Sampler
+from train_fn.samples.randomness import key
+from train_fn.samples.sampler import Sampler
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 0.01
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 320, 32, 8

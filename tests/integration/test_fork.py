@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.events import EventKind
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.code_pack import pack
-from everstep.events import EventKind
-from storage.code_store import CodeStore
+from everstep.code.pack import pack
+from everstep.wire.events import EventKind
+from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration import straight_line
 from tests.integration.driven_run import DrivenRun
 from tests.integration.driven_run import spec as driven_spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
 from tests.integration.straight_line import LR, NUM_SAMPLES, by_plain_torch
-from train_fn.node_dir import shared_memory_root
+from train_fn.node.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
 

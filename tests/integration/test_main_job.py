@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from everstep import RunFailed
-from everstep.runs import RunHandle
-from tests.digits_run import assert_every_sample_counted_once, digits, wait_for_step
-from tests.service_process import ServiceProcess, wait_for
-from train_fn.worker import RANK_NICENESS
+from everstep.client.runs import RunHandle
+from tests.support.digits_run import assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
+from train_fn.ray_train.rank_process import RANK_NICENESS
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from everstep.code_pack import pack
-from everstep.events import EventKind
-from everstep.spec import RunSpec
-from storage.code_store import CodeStore
+from everstep.code.pack import pack
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.code.store import CodeStore
 from storage.filesystem import open_storage
-from storage.rank_logs import read_rank_logs
+from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
 from tests.integration.ray_cluster import RayCluster, ray_cluster
-from train_fn.ray_train.reported_parts import MANIFEST
+from train_fn.ray_train.user_checkpoints import MANIFEST
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

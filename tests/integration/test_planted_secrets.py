@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from service.embedded.processes import members
-from tests.service_process import ServiceProcess, wait_for
-from tests.unit import postgres_server
-from train_fn.secrets import MASK
+from tests.support import postgres_server
+from tests.support.service_process import ServiceProcess, wait_for
+from train_fn.node.secrets import MASK
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -153,7 +153,7 @@ def command_lines(service: ServiceProcess) -> dict[str, str]:
             lines[f"process {process.pid}"] = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-    assert any("service.serve" in line for line in lines.values()) and any("raylet" in line for line in lines.values())
+    assert any("service.process.serve" in line for line in lines.values()) and any("raylet" in line for line in lines.values())
     return lines
 
 

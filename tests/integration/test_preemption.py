@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from service.reconciler.decide import STOP_GRACE_S
-from tests.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, digits, wait_for_step
-from tests.service_process import ServiceProcess, wait_for
+from tests.support.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.chaos]
 

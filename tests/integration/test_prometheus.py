@@ -16,9 +16,9 @@ import httpx
 import pytest
 import yaml
 
-from everstep.events import EventKind
-from tests.unit.api_service import ApiService
-from tests.unit.test_figures import a_hard_life
+from everstep.wire.events import EventKind
+from tests.support.api_service import ApiService
+from tests.unit.service.api.test_figures import a_hard_life
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.cluster.cluster_note import ClusterNote
+from service.cluster.ray_jobs import Job, JobNotFound, JobStatus, RayEndpoint, RayJobs, RayRefused, RayUnavailable
 from service.embedded.cluster import EmbeddedCluster
-from service.embedded.note import ClusterNote
 from service.embedded.processes import members
-from service.ray_jobs import Job, JobNotFound, JobStatus, RayEndpoint, RayJobs, RayRefused, RayUnavailable
 from service.settings import Settings
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ray.util import get_node_ip_address
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import REPOSITORY, RayCluster, ray_cluster
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from everstep import InvalidSpec, RunFailed
-from tests.digits_run import wait_for_step
-from tests.service_process import ServiceProcess, wait_for
-from tests.unit.code_archives import TASK, tar_gz
-from tests.wheels import add_wheel, only_from
-from train_fn.own_packages import packages_dir
+from tests.support.code_archives import TASK, tar_gz
+from tests.support.digits_run import wait_for_step
+from tests.support.service_process import ServiceProcess, wait_for
+from tests.support.wheels import add_wheel, only_from
+from train_fn.user_code.packages import packages_dir
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

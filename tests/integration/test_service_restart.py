@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from service.embedded.processes import members
-from tests.service_process import ASK_S, ServiceProcess, free_port, wait_for
+from tests.support.service_process import ASK_S, ServiceProcess, free_port, wait_for
 
 SPEC = {
     "name": "digits",
@@ -44,7 +44,7 @@ def one_node(one_node_service: ServiceProcess) -> Iterator[ServiceProcess]:
 
 def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """``serve`` that is expected to end by itself."""
-    command = [sys.executable, "-m", "service.serve", *args]
+    command = [sys.executable, "-m", "service.process.serve", *args]
     environ = {**os.environ, "EVERSTEP_HOME": str(home), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
@@ -156,7 +156,7 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
 
 
 def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
-    command = [sys.executable, "-m", "service.serve", "--port", str(free_port()), "--nodes", "1"]
+    command = [sys.executable, "-m", "service.process.serve", "--port", str(free_port()), "--nodes", "1"]
     process = subprocess.Popen(command, env={**os.environ, "EVERSTEP_HOME": str(home)}, stderr=subprocess.DEVNULL)
     wait_for((home / "cluster.json").exists, 120, "the cluster's start")
     process.send_signal(signal.SIGTERM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
-from train_fn.secrets import MASK
+from train_fn.node.secrets import MASK
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 

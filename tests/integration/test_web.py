@@ -17,16 +17,16 @@ import pytest
 from playwright.async_api import BrowserContext, ConsoleMessage, Page, async_playwright, expect
 from sqlalchemy import insert
 
-from everstep.events import EventKind
 from everstep.wire import RunStatus
+from everstep.wire.events import EventKind
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
 from tests.browser.log_in import session_cookie
 from tests.browser.story import Story, tell
-from tests.digits_run import digits
-from tests.service_process import ServiceProcess
-from tests.unit.api_service import NOON, ApiService, Journal
-from tests.unit.web_browser import status_of
+from tests.support.api_service import NOON, ApiService, Journal
+from tests.support.digits_run import digits
+from tests.support.service_process import ServiceProcess
+from tests.support.web_browser import status_of
 
 AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
 

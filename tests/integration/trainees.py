@@ -15,9 +15,10 @@ from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from train_fn import replica, stragglers
 from train_fn.context import WorkerContext
-from train_fn.sampler import Sampler
+from train_fn.loop import replica
+from train_fn.samples.sampler import Sampler
+from train_fn.step import stragglers
 
 NUM_SAMPLES = 90
 
@@ -120,14 +121,14 @@ def overflowing_scaler() -> None:
 
 
 def too_little_shared_memory() -> None:
-    from train_fn import snapshot
+    from train_fn.snapshots import store as snapshot
 
     snapshot.SnapshotStore.free_bytes = lambda self: 1000
 
 
 def publishing_all_the_time() -> None:
     """Publish whenever nothing is being written, and write each state only when two more steps have changed the weights."""
-    from train_fn import publisher
+    from train_fn.snapshots import publisher
 
     publisher.COST_RATIO = 0.0
     publish, offer, close = publisher.publish_snapshot, publisher.Publisher.offer, publisher.Publisher.close
@@ -159,13 +160,13 @@ def publishing_all_the_time() -> None:
 
 
 def publishing_once() -> None:
-    from train_fn import publisher
+    from train_fn.snapshots import publisher
 
     publisher.COST_RATIO = 1e9
 
 
 def publishing_nothing() -> None:
-    from train_fn.publisher import Publisher
+    from train_fn.snapshots.publisher import Publisher
 
     Publisher.offer = lambda self: None  # type: ignore[method-assign]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.unit import postgres_server
-from tests.unit.postgres_server import PostgresServer
+from tests.support import postgres_server
+from tests.support.postgres_server import PostgresServer
 
 hypothesis.settings.register_profile("everstep", deadline=None)
 hypothesis.settings.load_profile("everstep")

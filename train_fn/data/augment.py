@@ -6,7 +6,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from train_fn.randomness import uniform
+from train_fn.samples.randomness import uniform
 
 Images = NDArray[np.uint8]
 """[n, channels, height, width]"""

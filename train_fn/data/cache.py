@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from train_fn.node_dir import cache_root, once_a_node
+from train_fn.node.node_dir import cache_root, once_a_node
 
 Arrays = dict[str, NDArray[np.generic]]
 

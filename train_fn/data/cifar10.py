@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from everstep.catalog import Cifar10Args
+from everstep.spec.catalog import Cifar10Args
 from train_fn.data.cache import Arrays, decoded_once
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing
-from train_fn.node_dir import cache_root, node_lock
-from train_fn.torchvision_ops import torchvision_datasets
+from train_fn.node.node_dir import cache_root, node_lock
+from train_fn.user_code.torchvision_ops import torchvision_datasets
 
 _DIRECTORY = "cifar-10-batches-py"
 _BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.catalog import DigitsArgs
+from everstep.spec.catalog import DigitsArgs
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing
 

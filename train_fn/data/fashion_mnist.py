@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.catalog import FashionMnistArgs
+from everstep.spec.catalog import FashionMnistArgs
 from train_fn.data.cache import Arrays, decoded_once
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing
-from train_fn.node_dir import cache_root, node_lock
-from train_fn.torchvision_ops import torchvision_datasets
+from train_fn.node.node_dir import cache_root, node_lock
+from train_fn.user_code.torchvision_ops import torchvision_datasets
 
 _FILES = {
     "train_images": "train-images-idx3-ubyte",

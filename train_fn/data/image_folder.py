@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
-from everstep.catalog import ImageFolderArgs
+from everstep.spec.catalog import ImageFolderArgs
 from train_fn.data.image_index import SUFFIXES, ImageIndex, index_images
 from train_fn.data.images import Channels, ImageBatch, ImageData
 from train_fn.errors import DataMissing
-from train_fn.randomness import key
+from train_fn.samples.randomness import key
 
 IMAGENET = Channels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 """As torchvision's weights expect them."""

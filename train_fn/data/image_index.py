@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train_fn.data.cache import Arrays, cached
-from train_fn.node_dir import cache_root, node_lock
+from train_fn.node.node_dir import cache_root, node_lock
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 _SETTLED_NS = 2_000_000_000

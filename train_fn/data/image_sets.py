@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.catalog import Cifar10Spec, DigitsSpec, FashionMnistSpec, ImageDataSpec, ImageFolderSpec
+from everstep.spec.catalog import Cifar10Spec, DigitsSpec, FashionMnistSpec, ImageDataSpec, ImageFolderSpec
 from train_fn.data.cifar10 import load_cifar10
 from train_fn.data.digits import load_digits
 from train_fn.data.fashion_mnist import load_fashion_mnist

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-from everstep.catalog import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
+from everstep.spec.catalog import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
 from train_fn.models.mini_resnet import MiniResNet
 from train_fn.models.pretrained import load_weights
-from train_fn.torchvision_ops import torchvision_models
+from train_fn.user_code.torchvision_ops import torchvision_models
 
 _WITH_AUXILIARY_HEADS = frozenset({"googlenet", "inception_v3"})
 _AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")

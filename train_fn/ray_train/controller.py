@@ -14,15 +14,16 @@ import ray
 
 from everstep.wire import Verdict
 from storage.run_dir import STOPS, Stop
-from train_fn import head_clock
-from train_fn.rank_logging import collect_log
-from train_fn.ray_train.chronicle import Chronicle
-from train_fn.ray_train.fitness import Fitness
+from train_fn import clock as head_clock
+from train_fn.journal.rank_logging import collect_log
+from train_fn.node.silent_peers import watch_peers
+from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.checkpoint_list import ShortList
 from train_fn.ray_train.nodes import node_look
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
 from train_fn.ray_train.placement import Placement
-from train_fn.ray_train.scaling import LiveScalingPolicy
-from train_fn.ray_train.seam import (
+from train_fn.ray_train.preflight_checks import Fitness
+from train_fn.ray_train.ray_internals import (
     ControllerError,
     FailureDecision,
     FailurePolicy,
@@ -35,16 +36,15 @@ from train_fn.ray_train.seam import (
     WorkerGroupError,
     WorkerGroupStartupTimeoutError,
 )
-from train_fn.ray_train.snapshot_file import ShortList
+from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
-from train_fn.recovery.apart import Apart
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch
 from train_fn.recovery.marks import WorkersLimit
+from train_fn.recovery.partition import Apart
 from train_fn.recovery.sizing import NodeView
-from train_fn.silent_peers import watch_peers
-from train_fn.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, judge
+from train_fn.recovery.verdict import BUDGET_OF, Decision, Evidence, Judgement, RankReport, decide, judge
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from train_fn.drills import DrillRefused
-from train_fn.node_faults import kill_ranks, kill_raylet, signal_ranks
+from train_fn.drills.node_faults import kill_ranks, kill_raylet, signal_ranks
+from train_fn.drills.orders import DrillRefused
 from train_fn.ray_train.nodes import head_node_ids
-from train_fn.ray_train.seam import GcsClient, autoscaler_pb2
+from train_fn.ray_train.ray_internals import GcsClient, autoscaler_pb2
 from train_fn.recovery.history import RankPlace
 
 _ON_NODE_S = 30.0
@@ -26,7 +26,7 @@ NodeCall = tuple[str, Callable[..., str | None], tuple[Any, ...]]
 
 
 class RayFaults:
-    """As ``train_fn.drills.Faults`` says, in the cluster that this driver is connected to."""
+    """As ``train_fn.drills.orders.Faults`` says, in the cluster that this driver is connected to."""
 
     def head_node_ids(self) -> Collection[str]:
         try:

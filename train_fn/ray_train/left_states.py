@@ -10,12 +10,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.spec import RunSpec
-from storage.manifest import Manifest
+from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.manifest import Manifest
 from storage.run_dir import RunDir
-from train_fn.election import Offer
-from train_fn.last_save import LastSave, Unreadable, commit_snapshot, save_last
-from train_fn.snapshot import Label, node_snapshots
+from train_fn.snapshots.election import Offer
+from train_fn.snapshots.last_save import LastSave, Unreadable, commit_snapshot, save_last
+from train_fn.snapshots.store import Label, node_snapshots
 
 ASK_S = 20.0
 """Longest wait for the nodes to say what they hold."""

@@ -7,11 +7,11 @@ from functools import partial
 
 import ray
 
+from storage.cluster.node_marks import NodeMark
 from storage.filesystem import Storage
-from storage.node_marks import NodeMark
-from train_fn.ray_train.seam import cluster_state
+from train_fn.node.probe import ask
+from train_fn.ray_train.ray_internals import cluster_state
 from train_fn.recovery.marks import MarksReader
-from train_fn.recovery.probe import ask
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"

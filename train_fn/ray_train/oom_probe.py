@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from train_fn.out_of_memory import look_for_oom
+from train_fn.node.out_of_memory import look_for_oom
 
 DELAY_S = 10.0
 """By then the next attempt runs, and a rank of it on that node can be asked: a task would take the process that a new rank needs,

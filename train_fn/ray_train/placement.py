@@ -16,8 +16,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from train_fn.ray_train.leftovers import placement_group_name
-from train_fn.ray_train.seam import PlacementGroupHandle
+from train_fn.ray_train.ray_internals import PlacementGroupHandle
+from train_fn.ray_train.stale_placement_groups import placement_group_name
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from train_fn.rank_error import RankFailure, describe_error
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.seam import Worker, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from train_fn.ray_train.stopped import find_stopped
+from train_fn.ray_train.ray_internals import Worker, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from train_fn.ray_train.stopped_processes import find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
+from train_fn.recovery.rank_error import RankFailure, describe_error
 from train_fn.recovery.sizing import NodeView
-from train_fn.verdict import RankReport
+from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

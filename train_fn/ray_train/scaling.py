@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.events import EventKind
 from everstep.wire import ReasonCode
-from train_fn.journal import ActorJournalClient
+from everstep.wire.events import EventKind
+from train_fn.journal.server import ActorJournalClient
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.seam import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
+from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import Fit, NodeView, fit_workers
 

@@ -9,14 +9,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from train_fn.rank_error import ErrorKind, RankError
-from train_fn.ray_train.seam import WorkerGroupStartupFailedError
+from train_fn.ray_train.rank_process import versions
+from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.worker_actor import RankReady
-from train_fn.recovery.apart import nodes_apart
+from train_fn.recovery.partition import nodes_apart
+from train_fn.recovery.rank_error import ErrorKind, RankError
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
-from train_fn.verdict import RankReport
-from train_fn.worker import versions
+from train_fn.recovery.verdict import RankReport
 
 LeaveOut = Callable[[list[str]], None]
 """Is told the ids of nodes that are to get no rank for a while."""

@@ -11,15 +11,15 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from everstep.spec import RunSpec, ScalingSpec
-from train_fn.journal import NAMESPACE
+from everstep.spec.run_spec import RunSpec, ScalingSpec
+from train_fn.journal.server import NAMESPACE
+from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.older_submissions import controller_name
-from train_fn.ray_train.seam import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
-from train_fn.ray_train.snapshot_file import KeepCheckpointList
+from train_fn.ray_train.rank_process import run_rank
+from train_fn.ray_train.ray_internals import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
 from train_fn.recovery.launch import Engine, Outcome
 from train_fn.recovery.resources import worker_resources
-from train_fn.worker import run_rank
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
 """The driver removes what a dead controller leaves; no Ray Data here. Each would start a process per fit."""

@@ -17,7 +17,7 @@ import grpc  # type: ignore[import-untyped]
 import ray
 
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.seam import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
+from train_fn.ray_train.ray_internals import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, fit_workers
 

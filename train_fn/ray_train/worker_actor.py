@@ -11,16 +11,16 @@ import psutil
 import ray
 import torch
 
-from train_fn import worker
-from train_fn.link_time import pass_time, take_in
-from train_fn.nccl import abort_collectives
-from train_fn.network_settings import interface_problem
-from train_fn.node_dir import own_temporary_dir
-from train_fn.out_of_memory import look_for_oom, oom_kills
-from train_fn.preflight import Figures, look_at_this_node
-from train_fn.ray_train.seam import RayTrainWorker, get_train_context
+from train_fn.node.link_time import pass_time, take_in
+from train_fn.node.network_settings import interface_problem
+from train_fn.node.node_dir import own_temporary_dir
+from train_fn.node.out_of_memory import look_for_oom, oom_kills
+from train_fn.node.preflight import Figures, look_at_this_node
+from train_fn.node.probe import accepts_connection
+from train_fn.ray_train import rank_process as worker
+from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
-from train_fn.recovery.probe import accepts_connection
+from train_fn.step.nccl import abort_collectives
 
 WATCH = "watch"
 """Concurrency group of the one call that waits beside all others."""

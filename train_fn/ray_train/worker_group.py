@@ -16,11 +16,12 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.fitness import Fitness
+from train_fn.ray_train.group_shutdown import Settling
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.placement import Bundle, Placement, Reservation
+from train_fn.ray_train.preflight_checks import Fitness
 from train_fn.ray_train.rank_reports import reports_after_failed_start, reports_of_slow_start
-from train_fn.ray_train.seam import (
+from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
     Worker,
     WorkerGroup,
@@ -33,14 +34,13 @@ from train_fn.ray_train.seam import (
     invoke_context_managers,
     worker_group_module,
 )
-from train_fn.ray_train.settling import Settling
 from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import SILENT_S, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
-from train_fn.verdict import RankReport
+from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

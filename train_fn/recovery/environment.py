@@ -5,7 +5,7 @@ The job carries no runtime_env, and neither do its actors: with one, none of the
 
 from __future__ import annotations
 
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from train_fn.recovery.settings import RecoverySettings
 
 NCCL_ENV = {

@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.events import EventKind
 from everstep.wire import Verdict
-from storage.journal import JournalEvent, read_journal
+from everstep.wire.events import EventKind
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from train_fn.recovery.progress import moved_at
-from train_fn.verdict import PastFailure
+from train_fn.recovery.verdict import PastFailure
 
 READ_BATCH = 5000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.spec import RunSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
 from storage.run_dir import RunDir, Stop
 from train_fn.recovery.driver_process import DriverProcess

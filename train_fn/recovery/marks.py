@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from storage.cluster.node_marks import NodeMark, read_node_marks
 from storage.filesystem import Storage
-from storage.node_marks import NodeMark, read_node_marks
 from storage.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

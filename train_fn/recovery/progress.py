@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from everstep.events import EventKind
+from everstep.wire.events import EventKind
 
 _STEPS_KEPT = 512
 _BESIDE_TRAINING = frozenset({EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED})

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from everstep.spec import TrainSpec
+from everstep.spec.run_spec import TrainSpec
 from train_fn.errors import BadTask
-from train_fn.own_code import place_of
 from train_fn.tasks.batch_objects import refuse_batches
 from train_fn.tasks.protocol import Sum, Task
+from train_fn.user_code.modules import place_of
 
 _NAMES_SHOWN = 5
 

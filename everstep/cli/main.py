@@ -1,0 +1,93 @@
+"""The command line: `everstep COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from everstep import __version__
+from everstep.cli import backup as cli_backup
+from everstep.cli import doctor as cli_doctor
+from everstep.cli import drills as cli_drills
+from everstep.cli import local as cli_local
+from everstep.cli import nodes as cli_nodes
+from everstep.cli import observe as cli_observe
+from everstep.cli import runs as cli_runs
+from everstep.cli import service as cli_service
+from everstep.cli import storage as cli_storage
+from everstep.cli import team as cli_team
+from everstep.cli.terminal import JsonOption, UrlOption, begin
+from everstep.spec.hash_seed import fix_hash_seed
+
+app = typer.Typer(
+    name="everstep",
+    help="Fault-tolerant distributed PyTorch training. Exit codes: 0 done or SUCCEEDED, 1 FAILED or CANCELLED, 2 bad usage or an "
+    "invalid spec, 3 the service cannot be reached.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"everstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    json_: JsonOption = False,
+    url: UrlOption = None,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")] = False,
+) -> None:
+    """Options of every command; they may also stand behind its name."""
+    begin(json_, url)
+
+
+app.command()(cli_service.serve)
+app.command()(cli_runs.submit)
+app.command()(cli_local.run)
+app.add_typer(cli_local.init, name="init")
+app.command()(cli_runs.runs)
+app.command()(cli_runs.show)
+app.command()(cli_runs.watch)
+app.command()(cli_runs.logs)
+app.command()(cli_runs.why)
+app.command()(cli_observe.stragglers)
+app.command()(cli_observe.profile)
+app.command()(cli_observe.goodput)
+app.command()(cli_runs.metrics)
+app.command()(cli_runs.samples)
+app.command()(cli_runs.checkpoints)
+app.command()(cli_runs.verify)
+app.command()(cli_runs.download)
+app.command()(cli_runs.cancel)
+app.command()(cli_runs.pause)
+app.command()(cli_runs.resume)
+app.command()(cli_drills.drill)
+app.command()(cli_service.cluster)
+app.command()(cli_nodes.cordon)
+app.command()(cli_nodes.uncordon)
+app.command()(cli_nodes.drain)
+app.add_typer(cli_team.project, name="project")
+app.add_typer(cli_team.token, name="token")
+app.command()(cli_team.audit)
+app.add_typer(cli_storage.storage, name="storage")
+app.command()(cli_doctor.doctor)
+app.command()(cli_backup.backup)
+app.command()(cli_backup.restore)
+app.command()(cli_service.demo)
+
+
+def main() -> None:
+    """Entry point of the ``everstep`` script."""
+    if sys.argv[1:2] == ["run"]:  # trains in this process
+        fix_hash_seed()
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Where time goes: `everstep goodput`, `everstep stragglers` and `everstep profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everstep.cli.runs import RunArgument
+from everstep.cli.terminal import Exit, JsonOption, Terminal, UrlOption, command, terminal
+from everstep.text import words
+from everstep.wire import GoodputBuckets
+from everstep.wire.profiles import MOST_STEPS, Profile, ProfileState
+
+
+@command
+def goodput(
+    run_id: Annotated[
+        str | None, typer.Argument(metavar="[RUN_ID]", help="One run; without, all projects.", show_default=False)
+    ] = None,
+    project: Annotated[str | None, typer.Option(help="This project only.")] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Show where the wall time of a run, or of each project's runs, went."""
+    out = terminal()
+    if run_id is not None:
+        found = out.client().runs.get(run_id).goodput()
+        if out.as_json:
+            out.json(found)
+            return
+        out.table(("bucket", "time", "share"), _rows(found.buckets, found.wall_s), empty="no time has passed yet")
+        return
+    projects = out.client().goodput(project)
+    if out.as_json:
+        out.json({"items": projects})
+        return
+    for each in projects:
+        share = "" if each.goodput is None else f", {each.goodput:.1%} of the time with resources trained steps that count"
+        out.line(f"{each.project}: {words.count(each.runs, 'run')}, {words.duration(each.wall_s)}{share}")
+        out.table(("bucket", "time", "share"), _rows(each.buckets, each.wall_s), empty="no time has passed yet")
+    if not projects:
+        out.note("no runs")
+
+
+def _rows(buckets: GoodputBuckets, wall_s: float) -> list[tuple[object, ...]]:
+    spent = buckets.model_dump()
+    return [(name, words.duration(spent[name]), f"{spent[name] / wall_s:.1%}" if wall_s else None) for name in spent if spent[name]]
+
+
+@command
+def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show each rank's own time in a step, how long it waits for the others, who holds them up, and how busy GPUs are."""
+    out = terminal()
+    report = out.client().runs.get(run_id).stragglers()
+    if out.as_json:
+        out.json(report)
+        return
+    out.table(
+        ("rank", "node", "micro-batches", "own time", "waits", "skew"),
+        [
+            (
+                each.rank,
+                each.node_id[:8],
+                each.micro_batches,
+                f"{each.own_s * 1e3:.1f} ms",
+                f"{each.wait_s * 1e3:.1f} ms",
+                each.skew,
+            )
+            for each in report.ranks
+        ],
+        empty="no times yet: they come after some seconds of training with two ranks or more",
+    )
+    if report.gpus:
+        out.table(
+            ("rank", "node", "GPU", "busy", "memory", "own tensors"),
+            [
+                (
+                    each.rank,
+                    each.node_id[:8],
+                    each.name,
+                    None if each.busy is None else f"{each.busy:.0%}",
+                    f"{words.size(each.used_bytes)} of {words.size(each.total_bytes)}",
+                    words.size(each.allocated_bytes),
+                )
+                for each in report.gpus
+            ],
+            empty="",
+        )
+    for line in words.stragglers(report):
+        out.line(line)
+
+
+@command
+def profile(
+    run_id: RunArgument,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose steps are recorded.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="How many, from the next one on.")] = 10,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where the trace goes.", show_default="RUN-rank-N.json.gz")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the trace, and download it.")] = True,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")] = 600.0,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Record some steps of a rank that trains, and show what its all-reduces took; https://ui.perfetto.dev opens the trace."""
+    out = terminal()
+    begun = out.client().runs.get(run_id).profile(rank=rank, steps=steps)
+    if not wait:
+        out.json(begun.profile) if out.as_json else out.line(begun.id)
+        return
+    if not out.as_json:
+        out.note(f"{begun.id}: waiting for {words.count(steps, 'step')} of rank {rank}")
+    found = begun.wait(timeout_s)
+    path = None
+    if found.state is ProfileState.DONE:
+        path = found.download(output or Path(f"{run_id}-rank-{rank}.json.gz"))
+    if out.as_json:
+        out.json({**found.profile.model_dump(mode="json"), "path": None if path is None else str(path)})
+    elif path is not None:
+        _show_profile(out, found.profile, path)
+    if path is None:
+        why = found.problem or "its attempt ended before the trace was complete"
+        raise out.fail(f"profile {found.id} is {found.state}: {why}", Exit.FAILED)
+
+
+def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
+    out.table(
+        ("all-reduce of", "size", "times", "mean", "longest"),
+        [
+            (
+                "all else" if each.bucket is None else f"bucket {each.bucket}",
+                words.size(each.size_bytes),
+                each.count,
+                f"{each.mean_s * 1e3:.2f} ms",
+                f"{each.max_s * 1e3:.2f} ms",
+            )
+            for each in found.all_reduces
+        ],
+        empty="no all-reduces: the run has one rank",
+    )
+    if found.step_s is not None:
+        out.line(f"{words.count(found.steps, 'step')} from step {found.first_step} on, {found.step_s * 1e3:.2f} ms each")
+    out.line(f"{path}: {words.size(found.size_bytes or 0)}; open it in https://ui.perfetto.dev")

@@ -1,0 +1,191 @@
+"""What the CLI writes: tables for people, plain lines for pipes, JSON for programs; and how it ends: errors as exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, Any, ParamSpec, cast
+
+import typer
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everstep.client.client import Client
+from everstep.errors import AuthError, Conflict, EverstepError, InvalidSpec, NotFound, RateLimited, Unavailable, UsageError
+from everstep.spec.plain_text import json_line, printable, printable_lines
+from everstep.wire import RunStatus
+
+P = ParamSpec("P")
+CLI_TRIES = 4
+
+
+class Exit(IntEnum):
+    """What a command's exit code says."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    """The run ended FAILED or CANCELLED; or the service or this machine failed at what was asked."""
+    USAGE = 2
+    """Bad usage, an invalid spec, or something that the service refuses."""
+    UNREACHABLE = 3
+    INTERRUPTED = 130
+
+
+_EXIT_OF: tuple[tuple[type[EverstepError], Exit], ...] = (
+    (Unavailable, Exit.UNREACHABLE),
+    (RateLimited, Exit.UNREACHABLE),
+    *((kind, Exit.USAGE) for kind in (UsageError, InvalidSpec, AuthError, NotFound, Conflict)),
+    (EverstepError, Exit.FAILED),
+)
+
+
+def exit_code_of(error: EverstepError) -> Exit:
+    return next(code for kind, code in _EXIT_OF if isinstance(error, kind))
+
+
+def exit_code_of_status(status: RunStatus) -> Exit:
+    return Exit.FAILED if status in (RunStatus.FAILED, RunStatus.CANCELLED) else Exit.SUCCEEDED
+
+
+class _Console(Console):
+    """Rich's console, which leaves a broken pipe to whoever wrote into it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+@dataclass
+class Terminal:
+    """Standard output and error of one command."""
+
+    as_json: bool = False
+    url: str | None = None
+    out: Console = field(default_factory=_console)
+    err: Console = field(default_factory=lambda: _console(stderr=True))
+
+    def client(self) -> Client:
+        return Client(self.url, max_tries=CLI_TRIES)
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person looks at it: bars and colours make sense."""
+        return self.out.is_terminal and not self.as_json
+
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """One line of text, whose control characters cannot reach the terminal."""
+        self.out.print(Text(printable(text), style=style or ""))
+
+    def note(self, text: str) -> None:
+        """One line beside the output proper."""
+        self.err.print(Text(printable(text), style="dim"))
+
+    def json(self, value: Any) -> None:
+        """One value on one line."""
+        sys.stdout.write(json_line(_plain(value)) + "\n")
+        sys.stdout.flush()
+
+    def table(self, headers: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
+        """Rows below headers; in a pipe plain columns that are never cut."""
+        cells = [[printable("-" if cell is None else str(cell)) for cell in row] for row in rows]
+        if not cells:
+            self.note(empty)
+        elif self.is_interactive:
+            table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+            for header in headers:
+                table.add_column(header, overflow="fold")
+            for row in cells:
+                table.add_row(*map(Text, row))
+            self.out.print(table, soft_wrap=False)
+        else:
+            widths = [max(len(row[column]) for row in [list(headers), *cells]) for column in range(len(headers))]
+            for row in [[header.upper() for header in headers], *cells]:
+                self.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
+        """Names and values below each other; None is left out."""
+        shown = [(printable(name), str(value)) for name, value in pairs if value is not None]
+        width = max((len(name) for name, _ in shown), default=0)
+        for name, value in shown:
+            self.out.print(Text.assemble((name.ljust(width), "bold"), "  ", printable(value)))
+
+    def fail(self, message: str, code: Exit, details: dict[str, Any] | None = None) -> typer.Exit:
+        """Say what went wrong on standard error; the exception to raise."""
+        if self.as_json:
+            sys.stderr.write(json_line({"error": {"message": message, **(details or {})}}) + "\n")
+        else:
+            self.err.print(Text.assemble(("error: ", "bold red"), printable_lines(message)))
+        return typer.Exit(code)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+_CURRENT: ContextVar[Terminal] = ContextVar("terminal")
+
+
+def begin(as_json: bool, url: str | None) -> None:
+    """Begin a command line, with the options that stand before the command's name."""
+    _CURRENT.set(Terminal(as_json, url))
+
+
+def terminal() -> Terminal:
+    """Of the command that runs."""
+    return _CURRENT.get()
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON, one value a line.")]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The service; by default EVERSTEP_URL, else this machine's.")
+]
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """A command whose errors become a message and an exit code, and that takes the options of every command behind its name too."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        terminal().as_json |= bool(kwargs.get("json_"))
+        terminal().url = cast(str | None, kwargs.get("url")) or terminal().url
+        try:
+            function(*args, **kwargs)
+        except EverstepError as exc:
+            details: dict[str, Any] = {"code": exc.code, "status": exc.status}
+            if isinstance(exc, InvalidSpec):
+                details["errors"] = [{"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors]
+            raise terminal().fail(_message(exc), exit_code_of(exc), details) from exc
+        except KeyboardInterrupt as exc:
+            raise typer.Exit(Exit.INTERRUPTED) from exc
+        except BrokenPipeError as exc:
+            # The reader of our pipe has enough. Python flushes standard output once more at exit: let that succeed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.SUCCEEDED) from exc
+        except OSError as exc:
+            raise terminal().fail(f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED) from exc
+
+    return guarded
+
+
+def _message(error: EverstepError) -> str:
+    if isinstance(error, InvalidSpec) and error.errors and str(error) == "\n".join(map(str, error.errors)):
+        count = len(error.errors)
+        return f"the request has {count} fault{'s' if count > 1 else ''}:\n" + "\n".join(f"  {fault}" for fault in error.errors)
+    return error.message

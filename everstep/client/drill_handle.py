@@ -1,0 +1,36 @@
+"""A drill as an object: asked for, waited for, and its report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.client.order_handle import OrderHandle
+from everstep.wire.drills import Drill, DrillKind, DrillReport, DrillState
+
+
+class DrillHandle(OrderHandle[Drill]):
+    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last answer, kept whole in ``drill.drill``.
+
+    ``wait`` ends when the report is complete: the run has trained ten steps since, or ended, or the drill was not carried out.
+    ``report.parity`` tells how the run took it.
+
+    >>> run.drill("kill_worker", rank=1).wait().report.recovery_s   # doctest: +SKIP
+    1.1
+    """
+
+    _noun = "drill"
+    _fields = frozenset(Drill.model_fields)
+
+    if TYPE_CHECKING:
+        kind: DrillKind
+        rank: int
+        state: DrillState
+        problem: str | None
+        report: DrillReport | None
+
+    def __repr__(self) -> str:
+        return f"<drill {self.id} {self.drill.kind} of rank {self.drill.rank}, {self.drill.state}>"
+
+    @property
+    def drill(self) -> Drill:
+        return self._order

@@ -1,0 +1,165 @@
+"""Waiting for something to come about, and following what happens over a stream that survives lost connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from pydantic import ValidationError
+
+from everstep.client.sse import parse_sse
+from everstep.client.timing import Timing
+from everstep.client.transport import Params, Transport
+from everstep.errors import EverstepError, RateLimited, ServiceError, Unavailable, WaitTimeout
+from everstep.wire import Event, LogLine
+
+Item = TypeVar("Item", bound=Event | LogLine)
+MAX_GAPS = 3
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a stream may be silent, and how long the service may be away."""
+
+    silence_s: float = 30.0
+    """The service sends a heartbeat every 5 s; a connection that says nothing for so long is given up for a new one."""
+    away_s: float = 600.0
+    """After so many seconds without one good connection following ends with Unavailable."""
+
+
+def wait_until(
+    done: Callable[[], bool],
+    refresh: Callable[[], object],
+    late: Callable[[], str],
+    timing: Timing,
+    patience: Patience,
+    *,
+    timeout_s: float | None,
+    first_pause_s: float = 0.5,
+    most_pause_s: float = 0.5,
+) -> None:
+    """Call ``refresh`` until ``done``; the pauses between grow by half, from the first to the longest.
+
+    A service that is away for a while does not end the waiting. Raises WaitTimeout with the words of ``late`` after ``timeout_s``
+    seconds, Unavailable if the service stays away for longer than ``patience`` has.
+    """
+    started = alive_at = timing.now()
+    pause_s = first_pause_s
+    while True:
+        try:
+            refresh()
+            alive_at = timing.now()
+        except Unavailable:
+            if timing.now() - alive_at > patience.away_s:
+                raise
+        if done():
+            return
+        left_s = None if timeout_s is None else started + timeout_s - timing.now()
+        if left_s is not None and left_s <= 0:
+            raise WaitTimeout(late())
+        timing.sleep(pause_s if left_s is None else min(pause_s, left_s))
+        pause_s = min(most_pause_s, pause_s * 1.5)
+
+
+class Follower(Generic[Item]):
+    """Items of one stream in order, each once.
+
+    Args:
+        path, params: the list's endpoint, which answers as a stream where it is asked to.
+        after: ``seq`` of the last item that is already known; it moves on with every item.
+        contiguous: whether a ``seq`` that jumps means that something was lost.
+        is_last: whether nothing follows an item.
+        has_ended: asks the service whether the run is over; asked when a stream ends without its last item.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        path: str,
+        item: type[Item],
+        *,
+        params: Params,
+        stream_params: Params,
+        after: int,
+        contiguous: bool,
+        is_last: Callable[[Item], bool],
+        has_ended: Callable[[], bool],
+        patience: Patience,
+    ) -> None:
+        self.after = after
+        self._transport = transport
+        self._timing = transport.timing
+        self._path = path
+        self._item = item
+        self._params = params
+        self._stream_params = stream_params
+        self._contiguous = contiguous
+        self._is_last = is_last
+        self._has_ended = has_ended
+        self._patience = patience
+        self._gaps = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        failures = 0
+        alive_at = self._timing.now()
+        while True:
+            before = self.after
+            try:
+                for item in self._one_stream():
+                    yield item
+                    if self._is_last(item):
+                        return
+                if self._has_ended():
+                    yield from self._rest()
+                    return
+                error: EverstepError | None = None
+            except (Unavailable, RateLimited) as exc:
+                error = exc
+            now = self._timing.now()
+            if self.after > before or error is None:
+                alive_at = now
+            failures = 1 if self.after > before else failures + 1
+            if error is not None and now - alive_at > self._patience.away_s:
+                raise error
+            self._timing.sleep(self._timing.backoff_s(failures))
+
+    def _one_stream(self) -> Iterator[Item]:
+        """New items of one connection, until it ends or breaks."""
+        headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        if self.after:
+            headers["Last-Event-ID"] = str(self.after)
+        params = {**self._params, **self._stream_params, "after": self.after}
+        with self._transport.stream(self._path, params=params, headers=headers, silence_s=self._patience.silence_s) as response:
+            if "text/event-stream" not in response.headers.get("Content-Type", ""):
+                raise ServiceError(f"GET {response.request.url}: the answer is not a stream of events; is a proxy in between?")
+            for message in parse_sse(response.iter_bytes()):
+                item = self._new(self._parsed(message.data))
+                if item is not None:
+                    yield item
+
+    def _parsed(self, data: str) -> Item:
+        try:
+            return cast(Item, self._item.model_validate_json(data))
+        except ValidationError as exc:
+            raise ServiceError(f"GET {self._path}: the stream holds what is not an item of it: {data[:120]!r}") from exc
+
+    def _new(self, item: Item) -> Item | None:
+        """The item if it is new. Raises Unavailable, so that the stream is asked for again, where one is missing before it."""
+        seq = item.seq
+        if seq <= self.after:
+            return None
+        if self._contiguous and seq != self.after + 1:
+            self._gaps += 1
+            message = f"GET {self._path}: item {self.after + 1} is missing before item {seq}"
+            raise Unavailable(message, code="gap") if self._gaps < MAX_GAPS else ServiceError(message, code="gap")
+        self._gaps = 0
+        self.after = seq
+        return item
+
+    def _rest(self) -> Iterator[Item]:
+        """What came between a stream's end and the run's."""
+        for item in self._transport.pages(self._path, self._item, {**self._params, "after": self.after}):
+            new = self._new(item)
+            if new is not None:
+                yield new

@@ -1,0 +1,43 @@
+"""A profile as an object: asked for, waited for, downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everstep.client.order_handle import OrderHandle
+from everstep.wire.profiles import AllReduce, Profile, ProfileState
+
+
+class ProfileHandle(OrderHandle[Profile]):
+    """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last answer, kept whole in
+    ``profile.profile``. ``wait`` ends when the trace is there, or will not come.
+
+    >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
+    PosixPath('trace.json.gz')
+    """
+
+    _noun = "profile"
+    _fields = frozenset(Profile.model_fields)
+
+    if TYPE_CHECKING:
+        rank: int
+        steps: int
+        state: ProfileState
+        problem: str | None
+        first_step: int | None
+        all_reduces: tuple[AllReduce, ...]
+
+    def __repr__(self) -> str:
+        return f"<profile {self.id} of rank {self.profile.rank}, {self.profile.state}>"
+
+    @property
+    def profile(self) -> Profile:
+        return self._order
+
+    def download(self, path: str | Path) -> Path:
+        """Fetch the trace, gzipped JSON that https://ui.perfetto.dev opens as it is. Returns the path; raises NotFound where there
+        is none, and OSError where the disk does not take it."""
+        answer = self._transport.send("GET", f"{self._path}/trace", repeatable=True)
+        Path(path).write_bytes(answer.content)
+        return Path(path)

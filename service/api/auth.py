@@ -1,0 +1,221 @@
+"""Who is asking: bearer tokens, roles, and the local admin token. There is no anonymous mode."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from fastapi import Depends, Path, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import Connection
+
+from service.api.context import ApiContext, Context
+from service.api.problems import ProblemError, not_found
+from service.db.audit import current_entry
+from service.db.engine import DatabaseError
+from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
+from service.model.rows import Role, RunRow, TokenRow
+
+LOCAL_TOKEN_ID: Final = "tok_local"
+METRICS_TOKEN_ID: Final = "tok_metrics"
+EMBEDDED_TRUST: Final = (
+    "the embedded cluster runs the code of runs as the service's own user: everyone who may submit a run is the administrator. "
+    "For people whom you trust less give the service a cluster of its own user: --ray-address (docs/security.md)"
+)
+_RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
+_bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever a valid token stands for."""
+
+    token_id: str
+    name: str
+    role: Role
+    project: str | None
+    """The one project that it reaches; None reaches all."""
+    sha256: str
+    """Of the secret that came with the request: a token, or a browser's session."""
+    by_session: bool = False
+
+    def reaches(self, project: str) -> bool:
+        return self.project is None or self.project == project
+
+    def may(self, role: Role) -> bool:
+        """Whether its role allows what ``role`` allows."""
+        return _RANK[self.role] >= _RANK[role]
+
+    def require(self, role: Role) -> None:
+        """Raises 403 for a lesser role."""
+        if not self.may(role):
+            raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
+
+
+@dataclass(frozen=True)
+class Claimant(Principal):
+    """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says whether it still is."""
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.sha256, self.role, self.project)
+
+    def confirm(self, context: ApiContext, connection: Connection) -> None:
+        """Look for the token again, as part of what is asked of the database, or written to it, for it. Raises 401."""
+        if not self.claim.holds(connection, context.clock()):
+            raise self.refused(context)
+
+    def refused(self, context: ApiContext) -> ProblemError:
+        """The answer to a claim that does not hold any more."""
+        context.known_tokens.forget(self.sha256)
+        return _unauthorized()
+
+
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
+    """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
+    secret = _secret(credentials)
+    found = None if secret is None else await context.database_look(context.tokens.find, secret)
+    return admitted(request, context, found)
+
+
+def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
+    return credentials.credentials if credentials is not None and credentials.credentials.isascii() else None
+
+
+def _unauthorized() -> ProblemError:
+    return ProblemError(
+        401,
+        "unauthorized",
+        "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def admitted(request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None) -> Principal:
+    """Return whom a token that was found stands for, and note the call.
+
+    Args:
+        request: What is asked.
+        context: The service's.
+        found: The token; None is none that is valid.
+        session: SHA-256 of the browser's session that led to the token; None where the token itself came.
+
+    Raises 401 without a token, 429 for one that asks too often.
+    """
+    if found is None:
+        raise _unauthorized()
+    wait_s = context.rate_limit.wait_s(found.id)
+    if wait_s:
+        detail = f"token {found.name!r} asks too often; try again in {wait_s} s"
+        raise ProblemError(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
+    context.token_use.note(found.id)
+    entry = current_entry()
+    if entry is not None:
+        entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
+        entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
+        entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
+    return Principal(found.id, found.name, found.role, found.project, session or found.sha256, session is not None)
+
+
+Caller = Annotated[Principal, Depends(principal)]
+
+
+async def claimant(request: Request, context: Context, credentials: Credentials) -> Claimant:
+    """As ``principal``, without asking the database for a token that is known; for requests that ask it for more anyhow."""
+    secret = _secret(credentials)
+    digest = None if secret is None else sha256_of(secret)
+    found = None if digest is None else context.known_tokens.get(digest)
+    if found is None and secret is not None:
+        found = await context.database_look(context.tokens.find, secret)
+    caller = admitted(request, context, found)
+    assert found is not None
+    context.known_tokens.keep(found)
+    return Claimant(**vars(caller))
+
+
+CallerToConfirm = Annotated[Claimant, Depends(claimant)]
+
+
+RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
+
+
+async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
+    """The run of the path. One of another project does not exist for this caller: 404."""
+    run = await context.database_look(context.runs.get, run_id)
+    if run is None or not caller.reaches(run.project):
+        raise not_found(f"run {run_id} does not exist")
+    return run
+
+
+VisibleRun = Annotated[RunRow, Depends(visible_run)]
+
+
+async def seen_run(run_id: RunPath, request: Request, context: Context, credentials: Credentials) -> SeenRun:
+    """What ``principal`` and ``visible_run`` find, with the run's transitions, by one question to the database."""
+    secret = _secret(credentials)
+    token, found = (None, None)
+    if secret is not None:
+        token, found = await context.database_look(context.tokens.find_with_run, secret, run_id)
+    caller = admitted(request, context, token)
+    if found is None or not caller.reaches(found[0].project):
+        raise not_found(f"run {run_id} does not exist")
+    return found
+
+
+SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
+
+
+async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
+    """The run of the path, for an action on it. Raises 403 for viewers."""
+    caller.require("submitter")
+    return run
+
+
+ControlledRun = Annotated[RunRow, Depends(controlled_run)]
+
+
+def ensure_local_token(tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID) -> None:
+    """See that ``path`` holds a valid admin token, readable by its owner only.
+
+    A missing file, or one that does not hold a valid token, is made again; the token that it held, of id ``token_id``, is then
+    worthless.
+    """
+    try:
+        secret = path.read_text().strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        secret = ""
+    found = tokens.find(secret) if secret else None
+    if found is not None and found.role == "admin":
+        path.chmod(0o600)
+        return
+    _, secret = tokens.create("local admin", "admin", None, token_id=token_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secret + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(path)
+
+
+def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
+    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all projects."""
+
+    def known() -> bool:
+        found = tokens.find(secret)
+        return found is not None and found.role == "viewer"
+
+    if known():
+        return
+    try:
+        tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
+    except DatabaseError:
+        if not known():  # else another replica was faster
+            raise

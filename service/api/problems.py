@@ -1,0 +1,146 @@
+"""Errors as RFC 9457 answers: one place maps every exception to a status, a code and words that say what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from everstep.errors import FieldError, InvalidSpec
+from service.db.engine import DatabaseUnavailable, Unstorable
+from service.db.idempotency import IdempotencyConflict
+from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
+from service.model.states import TransitionConflict
+from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
+
+logger = structlog.get_logger(__name__)
+
+MEDIA_TYPE: Final = "application/problem+json"
+RETRY_AFTER_S: Final = 2
+
+
+class ProblemError(Exception):
+    """A request that cannot be served, as the client will read it."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        *,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.headers = dict(headers or {})
+
+
+def not_found(detail: str) -> ProblemError:
+    return ProblemError(404, "not_found", detail)
+
+
+def unavailable(code: str, detail: str) -> ProblemError:
+    return ProblemError(503, code, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def invalid_request(*loc: str | int, msg: str) -> ProblemError:
+    return ProblemError(422, "invalid_request", f"{'.'.join(map(str, loc))}: {msg}", errors=[FieldError(loc, msg)])
+
+
+def problem_response(problem: ProblemError) -> Response:
+    """The answer. Written as ASCII: what a client sent may hold text that UTF-8 cannot say."""
+    body: dict[str, Any] = {
+        "type": f"urn:everstep:problem:{problem.code}",
+        "title": HTTPStatus(problem.status).phrase,
+        "status": problem.status,
+        "detail": problem.detail,
+        "code": problem.code,
+        "errors": [{"loc": list(error.loc), "msg": error.msg} for error in problem.errors],
+    }
+    return Response(json.dumps(body), problem.status, problem.headers, media_type=MEDIA_TYPE)
+
+
+def as_problem(exc: Exception) -> ProblemError:
+    """What a client may know of an exception; what it must not is logged and becomes ``internal_error``."""
+    match exc:
+        case ProblemError():
+            return exc
+        case InvalidSpec(errors=errors):
+            return ProblemError(422, "invalid_spec", f"the spec has {len(errors)} fault(s); see errors", errors=errors)
+        case TransitionConflict(found=None):
+            return not_found(f"run {exc.run_id} does not exist")
+        case TransitionConflict():
+            return ProblemError(409, "invalid_transition", str(exc))
+        case QuotaExceeded():
+            return ProblemError(409, "quota_exceeded", str(exc))
+        case UnknownProject():
+            return invalid_request("project", msg=str(exc))
+        case ProjectInUse():
+            return ProblemError(409, "conflict", str(exc))
+        case IdempotencyConflict():
+            return ProblemError(409, "idempotency_conflict", str(exc))
+        case DatabaseUnavailable():
+            logger.error("database_unavailable", error=str(exc))
+            return unavailable("database_unavailable", "the database does not answer; nothing was changed, try again")
+        case Unstorable():
+            return ProblemError(422, "invalid_request", f"the request holds what the database cannot: {exc}")
+        case StorageNotFound():
+            return not_found(str(exc))
+        case InvalidArchive():
+            return ProblemError(422, "invalid_archive", str(exc), errors=[FieldError(("file",), str(exc))])
+        case CorruptCheckpoint():
+            return ProblemError(409, "corrupt_checkpoint", str(exc))
+        case StorageError():
+            logger.error("storage_unavailable", error=str(exc))
+            return unavailable("storage_unavailable", str(exc))
+        case RequestValidationError():
+            faults = [FieldError(tuple(error["loc"][1:]) or tuple(error["loc"]), error["msg"]) for error in exc.errors()]
+            return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+        case HTTPException(status_code=413):
+            return ProblemError(413, "body_too_large", str(exc.detail))
+        case HTTPException(status_code=400):
+            return ProblemError(400, "malformed_json", str(exc.detail))
+        case HTTPException():
+            code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
+            return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
+        case ClientDisconnect():
+            return ProblemError(400, "client_disconnected", "the client went away before its request was complete")
+        case _:
+            return ProblemError(500, "internal_error", "the service failed; its log says how")
+
+
+_HANDLED: Final[tuple[type[Exception], ...]] = (
+    ProblemError,
+    InvalidSpec,
+    TransitionConflict,
+    IdempotencyConflict,
+    ProjectError,
+    DatabaseUnavailable,
+    Unstorable,
+    StorageError,
+    RequestValidationError,
+    HTTPException,
+    ClientDisconnect,
+    Exception,
+)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception that leaves a handler with a problem."""
+
+    async def handle(_request: Request, exc: Exception) -> Response:
+        return problem_response(as_problem(exc))
+
+    for exception in _HANDLED:
+        app.add_exception_handler(exception, handle)

@@ -1,0 +1,102 @@
+"""API and dashboard as one ASGI application: routers, errors, documentation, and what lives as long as it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from service.api import (
+    checkpoints,
+    cluster,
+    code,
+    deployment_checks,
+    drills,
+    goodput,
+    health,
+    histories,
+    logs,
+    openapi,
+    problems,
+    profiles,
+    prometheus,
+    runs,
+    series,
+    storage,
+    team,
+)
+from service.api.context import ApiContext
+from service.api.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
+from service.web import dashboard
+
+_DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
+Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`); errors are `application/problem+json` with a `code`."""
+
+
+def create_app(context: ApiContext) -> FastAPI:
+    """Compose the API. Nothing runs before the application's lifespan begins, and nothing of Ray is touched.
+
+    ``context.feed.close()`` ends every stream: call it when the server is told to stop, before it waits for its connections.
+    """
+
+    app = FastAPI(
+        title="Everstep",
+        version=version("everstep"),
+        description=_DESCRIPTION,
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.context = context
+    app.state.figures = prometheus.Figures(context)
+    app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
+    app.add_middleware(AuditMiddleware, context=context)
+    app.add_middleware(AddressMiddleware)
+    app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
+    problems.install(app)
+    openapi.install(app)
+    for module in (
+        runs,
+        histories,
+        goodput,
+        series,
+        logs,
+        checkpoints,
+        drills,
+        profiles,
+        code,
+        cluster,
+        deployment_checks,
+        team,
+        storage,
+        health,
+        prometheus,
+    ):
+        app.include_router(module.router)
+    dashboard.install(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Run the event feed, the confirmation of its followers, and the notes of when tokens are used, as tasks."""
+    context: ApiContext = app.state.context
+    tasks = [
+        asyncio.create_task(context.feed.run(), name="event-feed"),
+        asyncio.create_task(context.followers.run(), name="followers"),
+        asyncio.create_task(context.token_use.run(), name="token-use"),
+    ]
+    try:
+        yield
+    finally:
+        context.feed.close()
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await context.token_use.flush()
+        await context.database.close_loop()

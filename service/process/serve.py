@@ -1,0 +1,260 @@
+"""``python -m service.process.serve``: one service process, from its arguments to its last line.
+
+Exit code 0 after a graceful stop (SIGTERM, SIGINT), which also ends the embedded cluster with every process of it; 2 where the
+arguments or the machine do not allow a start, with a message that says the way out. A SIGKILL leaves the embedded cluster and its
+runs alone, and the next start adopts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import FrameType
+
+import structlog
+import uvicorn
+import uvloop
+
+from everstep.spec.plain_text import printable_lines
+from service.api.auth import EMBEDDED_TRUST, LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
+from service.api.context import ApiContext
+from service.cluster.cluster_view import ClusterView
+from service.cluster.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
+from service.db.engine import Database, DatabaseError
+from service.db.events import EventStore
+from service.db.lease import LeaseStore
+from service.db.node_marks import NodeMarkStore
+from service.db.notifications import NotificationStore
+from service.db.projects import ProjectStore
+from service.db.runs import RunStore
+from service.db.storage_identity import StorageRecords
+from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.supervisor import ClusterSupervisor
+from service.figures import RunFigures
+from service.process.api_server import ApiServer, base_url, check_tls, listening
+from service.process.app import create_app
+from service.process.arguments import settings_of
+from service.process.home import HomeError, HomeLock, published_url
+from service.process.logs import configure_logging
+from service.reconciler.leadership import Leadership
+from service.reconciler.loop import Reconciler
+from service.reconciler.scrub import ScrubRule
+from service.reconciler.unhealthy import CordonRule
+from service.reconciler.webhook_sender import Notifier
+from service.settings import CannotStart, Settings, SettingsError
+from service.storage_identity.gate import StorageGate
+from service.submission_rules.storage_roots import StorageRoots
+from storage.errors import StorageError
+from storage.filesystem import Storage, open_storage
+
+EXIT_CANNOT_START = 2
+
+log = structlog.get_logger("everstep")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; returns the exit code."""
+    configure_logging()
+    cannot_start = (CannotStart, SettingsError, HomeError, ClusterError, StorageError, DatabaseError)
+    try:
+        settings = settings_of(argv)
+        with interruptible(), HomeLock(settings), listening(settings) as listener:
+            check_tls(settings)
+            storage, database = opened(settings)
+            with running_cluster(settings) as supervisor:
+                # uvicorn takes this loop by itself only where it makes the loop.
+                uvloop.run(serve(settings, listener, storage, database, supervisor))
+    except cannot_start as exc:
+        print(f"everstep serve: {printable_lines(str(exc))}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    except KeyboardInterrupt:
+        log.info("stopped before the service was up")
+    return 0
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: before the event loop is up, either unwinds."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def opened(settings: Settings) -> tuple[Storage, Database]:
+    """Storage and database, tried out. Raises StorageError, DatabaseError, CannotStart."""
+    storage = open_storage(settings.storage_uri)
+    if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
+        raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
+    try:
+        storage.probe()
+    except StorageError as exc:
+        raise CannotStart(f"{exc}; see that this user may write there, or choose another --storage") from exc
+    try:
+        database = Database(settings.database_url)
+        database.migrate()
+    except DatabaseError as exc:
+        raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
+    # Not a reason to end: the storage may come back, and an operator may adopt the one that is there.
+    if problem := StorageGate(storage, StorageRecords(database)).problem():
+        print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
+    return storage, database
+
+
+@contextlib.contextmanager
+def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
+    """The embedded cluster, ended on a graceful way out; None where another's is used."""
+    if not settings.embedded:
+        yield None
+        return
+    cluster = EmbeddedCluster(settings)
+    supervisor = ClusterSupervisor(cluster)
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        # A second signal must not leave half of the cluster behind.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        cluster.stop()
+
+
+async def serve(
+    settings: Settings, listener: socket.socket, storage: Storage, database: Database, supervisor: ClusterSupervisor | None
+) -> None:
+    """API and reconciler until SIGTERM or SIGINT. Raises CannotStart where an existing cluster cannot be reached."""
+    existing = RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
+    async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
+        if supervisor is None:
+            await reach(ray, settings)
+        figures = RunFigures()
+        url = base_url(settings, listener)
+        reconciler = made_reconciler(settings, database, storage, ray, figures, settings.public_url or url)
+        view = ClusterView(ray, supervisor.note if supervisor else None)
+        context = ApiContext(
+            database,
+            storage,
+            view,
+            reconciler.lag_s,
+            drills_enabled=settings.drills,
+            pip_rule=settings.pip_rule,
+            figures=figures,
+            public_url=settings.public_url or url,
+            rate_per_s=settings.rate_per_s,
+            max_upload_bytes=settings.max_upload_bytes,
+            max_code_bytes=settings.max_code_bytes,
+            storage_roots=StorageRoots(settings.storage_roots),
+            ray=ray,
+            notify=settings.notify,
+            embedded=settings.embedded,
+        )
+        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
+        if settings.metrics_token:
+            await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
+        server = ApiServer(create_app(context), lambda: announce(settings, url, view), settings)
+        with stopped_by_signals(server, context), published_url(settings.url_path, url):
+            async with running(reconciler, supervisor):
+                await server.serve([listener])
+    database.close()
+
+
+def made_reconciler(
+    settings: Settings, database: Database, storage: Storage, ray: RayJobs, figures: RunFigures, public_url: str
+) -> Reconciler:
+    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file is held by the home's lock."""
+    leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
+    mine = database if leadership is None else database.guarded(leadership.check)
+    return Reconciler(
+        RunStore(mine),
+        EventStore(mine),
+        NodeMarkStore(mine),
+        ProjectStore(mine),
+        storage,
+        ray,
+        cordon_rule=CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s),
+        scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
+        figures=figures,
+        leadership=leadership,
+        notifier=Notifier(NotificationStore(mine), settings.notify),
+        public_url=public_url,
+    )
+
+
+def local_token_id(settings: Settings, database: Database) -> str:
+    """Id of the token of this home: replicas that share a database have one each, and must not replace each other's."""
+    if database.is_sqlite:
+        return LOCAL_TOKEN_ID
+    place = f"{socket.gethostname()}:{settings.home}"
+    return f"{LOCAL_TOKEN_ID}_{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+
+
+@contextlib.asynccontextmanager
+async def running(reconciler: Reconciler, supervisor: ClusterSupervisor | None) -> AsyncIterator[None]:
+    """The reconciler, and the watch over the embedded cluster, for as long as the API serves."""
+    stopping = asyncio.Event()
+    tasks = [asyncio.create_task(reconciler.run(stopping), name="reconciler")]
+    if supervisor is not None:
+        tasks.append(asyncio.create_task(supervisor.run(stopping), name="cluster"))
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.gather(*tasks)
+
+
+async def reach(ray: RayJobs, settings: Settings) -> None:
+    """See that the existing cluster answers; one that has answered this home before may be away. Raises CannotStart."""
+    try:
+        version = await ray.version()
+    except RayError as exc:
+        if not isinstance(exc, RayRefused) and settings.reached_before:
+            log.warning("the Ray cluster is away; runs wait until it answers", problem=str(exc))
+            return
+        raise CannotStart(
+            f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example http://head:8265 "
+            "(`ray start --head --dashboard-host=0.0.0.0`)"
+        ) from exc
+    log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+    settings.reached_path.write_text(f"{settings.ray_address}\n")
+
+
+@contextlib.contextmanager
+def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[None]:
+    """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would never end by themselves."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        log.info("stopping")
+        context.feed.close()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def announce(settings: Settings, url: str, view: ClusterView) -> None:
+    """Tell the operator that the API answers, and where."""
+    print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
+    print(f"Ray dashboard:     {view.dashboard_url}")
+    print(f"Admin token:       {settings.token_path}", flush=True)
+    if settings.embedded:
+        print(f"Trust:             {EMBEDDED_TRUST}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Whether the storage is the one that the database belongs to: asked before anything is begun there, or concluded from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from service.db.storage_identity import KnownStorage, StorageRecords
+from service.model.rows import RunRow
+from storage.cluster.identity import REMEDY, Known, check_identity, new_identity, read_identity, write_identity
+from storage.errors import StorageError, StorageMismatch
+from storage.filesystem import Storage
+
+KEPT_S: Final = 5.0
+"""How long an answer of ``problem`` is kept."""
+_RUNS_LOOKED_FOR: Final = 50
+"""Of a deployment from before storages had ids, so many runs' directories are looked for."""
+
+log = structlog.get_logger(__name__)
+
+
+class StorageGate:
+    """One for each process that works with the storage. Any thread may ask; it blocks."""
+
+    def __init__(self, storage: Storage, records: StorageRecords, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._storage = storage
+        self._records = records
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._problem: str | None = None
+        self._asked_at = float("-inf")
+
+    def check(self) -> str:
+        """Return the storage's id, which is given to a storage that is used for the first time.
+
+        Raises:
+            StorageMismatch: it is not the storage that the database belongs to.
+            StorageError: it could not be read.
+            DatabaseError: the database does not answer.
+        """
+        known = self._records.get() or self._first_use()
+        if not known.was_seen:
+            write_identity(self._storage, known.storage_id)
+        check_identity(self._storage, known.storage_id)
+        if not known.was_seen:
+            self._records.seen(known.storage_id)
+        return known.storage_id
+
+    def problem(self) -> str | None:
+        """Return why the storage must not be used, as of the last few seconds; None where it may. Raises DatabaseError."""
+        with self._lock:
+            if self._monotonic() - self._asked_at >= KEPT_S:
+                try:
+                    self.check()
+                    found = None
+                except StorageError as exc:
+                    found = str(exc)
+                if found is not None and found != self._problem:
+                    log.error("storage_unavailable", problem=found)
+                self._problem, self._asked_at = found, self._monotonic()
+            return self._problem
+
+    def require(self) -> None:
+        """Raises StorageMismatch where ``problem`` says so, DatabaseError."""
+        if (problem := self.problem()) is not None:
+            raise StorageMismatch(problem)
+
+    def forget(self) -> None:
+        """Have the next question asked anew."""
+        with self._lock:
+            self._asked_at = float("-inf")
+
+    def check_run(self, run: RunRow) -> Known:
+        """See that a run may go on here. Returns what its driver is to find.
+
+        Raises StorageMismatch where the storage holds submissions that the database does not know, and as ``check``.
+        """
+        storage_id = self.check()
+        newest = max(self._storage.run_dir(run.id).submissions(), default=0)
+        if newest > run.submission:
+            raise StorageMismatch(
+                f"the storage holds submission {newest} of run {run.id}, and the database knows {run.submission}: the database is "
+                "older than its storage, for instance restored from a backup. End the other service if there is one, and restore a "
+                "newer database; or run `everstep storage adopt`, which reads what the storage holds beyond it"
+            )
+        return known_of(run, storage_id)
+
+    def _first_use(self) -> KnownStorage:
+        """The database knows no storage: it is new, or from before storages had ids."""
+        runs = self._records.submitted_runs(_RUNS_LOOKED_FOR)
+        if runs and not any(_has_directory(self._storage, run_id) for run_id in runs):
+            raise StorageMismatch(
+                f"the database knows {len(runs)} run{'s' * (len(runs) > 1)} ({runs[0]} for one), and storage {self._storage.uri} "
+                f"holds the directory of none. {REMEDY}"
+            )
+        return self._records.claim(read_identity(self._storage) or new_identity())
+
+
+def known_of(run: RunRow, storage_id: str | None) -> Known:
+    """What the database knows of a run."""
+    checkpoint = run.latest_checkpoint["name"] if run.latest_checkpoint else None
+    return Known(storage_id, run.journal_submission if run.journal_n else 0, checkpoint)
+
+
+def _has_directory(storage: Storage, run_id: str) -> bool:
+    return bool(storage.files.list(f"runs/{run_id}"))

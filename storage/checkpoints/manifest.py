@@ -1,0 +1,176 @@
+"""The manifest of a checkpoint: its last file, and the commit. A directory without a valid one is not a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Protocol, Self
+
+import blake3 as blake3_module
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from everstep.spec import plain_text
+from everstep.wire import relative_names
+from everstep.wire.metric_names import lookup
+from storage.errors import CorruptFile
+from storage.run_dir import CheckpointName
+
+SCHEMA_VERSION = 3
+"""1 had files' SHA-256; 1 and 2 had neither ``writer`` nor the attempt in the checkpoint's name."""
+_ATTEMPT_IN_NAME = 3
+MANIFEST = "manifest.json"
+
+MAX_MANIFEST_BYTES = 8 << 20
+"""Room for tens of thousands of files."""
+
+
+def check_file_name(name: str) -> str:
+    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for one that may not be."""
+    if fault := relative_names.fault_of(name):
+        raise ValueError(f"the file name {name[:200]!r} {fault}")
+    if name == MANIFEST:
+        raise ValueError(f"the file name {name!r} is the manifest's own: use another name")
+    return name
+
+
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Hash(Protocol):
+    """Takes a file's bytes in order. Both kinds let go of the interpreter meanwhile."""
+
+    def update(self, data: Any, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def new_hash() -> Hash:
+    """What files are written with: BLAKE3, which is no slower than memory where SHA-256 would be slower than a disk."""
+    return blake3_module.blake3()
+
+
+class FileEntry(_Frozen):
+    """Size and digest of a file: ``blake3``, or ``sha256`` in manifests of schema version 1."""
+
+    size_bytes: Annotated[int, Field(ge=0)]
+    blake3: HexDigest | None = None
+    sha256: HexDigest | None = None
+
+    def new_hash(self) -> Hash:
+        """Of the kind that the digest is of."""
+        return new_hash() if self.blake3 else hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
+
+    def digest_of(self, hashed: Hash) -> str:
+        """What to compare with ``digest``; ``hashed`` comes from ``new_hash`` and was given the whole file."""
+        return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
+
+    @model_validator(mode="after")
+    def _one_digest(self) -> Self:
+        if (self.blake3 is None) == (self.sha256 is None):
+            raise ValueError("a file has one digest, blake3 or sha256")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_the_other(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+
+class Manifest(_Frozen):
+    """What a committed checkpoint is, and the size and digest of every file in it."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    step: Annotated[int, Field(ge=0)]
+    """Optimizer steps done."""
+    epoch: Annotated[int, Field(ge=0)]
+    """Epoch in progress, from 0."""
+    submission: Annotated[int, Field(ge=1)]
+    attempt: Annotated[int, Field(ge=0)]
+    writer: str | None = None
+    """The process that wrote it (``process_nonce``)."""
+    parent: str | None
+    """Checkpoint that the state descends from; None where it began afresh."""
+    world_size: Annotated[int, Field(ge=1)]
+    sample_digest: str | None
+    """Hash chain over the sample indices used so far."""
+    metrics: dict[str, FiniteFloat]
+    """Of the evaluation of this very state; none where it was not evaluated."""
+    created_at: AwareDatetime
+    files: dict[Annotated[str, AfterValidator(check_file_name)], FileEntry]
+    """By path relative to the checkpoint's directory."""
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's directory below ``checkpoints/``."""
+        return str(CheckpointName(self.step, self.submission, self.attempt if self.schema_version >= _ATTEMPT_IN_NAME else 0))
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Manifests of older versions have no writer, and their digest was taken without."""
+        return {name: value for name, value in handler(self).items() if name != "writer" or value is not None}
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of its files, the manifest not counted."""
+        return sum(entry.size_bytes for entry in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest's canonical JSON; it covers every file's own digest."""
+        return _digest(self.model_dump(mode="json"))
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``: canonical JSON with its own digest beside the fields."""
+        fields = self.model_dump(mode="json")
+        return _canonical({**fields, "digest": _digest(fields)})
+
+
+def best_of(manifests: Iterable[Manifest], metric: str, mode: Literal["min", "max"]) -> Manifest | None:
+    """The checkpoint with the best value of a validation metric, the first of equals; None where none has it."""
+    sign = 1.0 if mode == "max" else -1.0
+    scored = [(sign * value, each) for each in manifests if (value := lookup(each.metrics, metric)) is not None]
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
+    try:
+        raw = plain_text.parse_json(data)
+        version = raw.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise CorruptFile(f"schema version {version} is of a newer Everstep; this one reads up to {SCHEMA_VERSION}")
+        raw.pop("digest", None)
+        manifest = Manifest.model_validate_json(json.dumps(raw))
+    except (ValueError, AttributeError, ValidationError) as exc:
+        raise CorruptFile(f"not a manifest: {exc}") from exc
+    if data != manifest.to_bytes():  # the digest is part of it
+        raise CorruptFile("its content is not what its digest was taken of")
+    return manifest
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(fields)).hexdigest()
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,115 @@
+"""A checkpoint as an uncompressed tar file: made block by block in constant memory, verified as it passes, the same every time.
+
+Its bytes follow from the manifest alone, so that a download that broke off goes on at the byte where it stopped.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from storage.checkpoints.manifest import MANIFEST, Manifest
+from storage.errors import CorruptCheckpoint, mapped
+from storage.files.protocol import Files
+
+_BLOCK_BYTES = 1 << 20
+
+Blocks = Callable[[str, int], Iterator[bytes]]
+"""(a file's relative path, offset) -> its bytes from there on."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stretch of the archive; ``read`` gives its bytes from an offset within it on."""
+
+    size_bytes: int
+    read: Callable[[int], Iterator[bytes]]
+
+
+class Archive:
+    """``manifest.json``, then every file, at the archive's root.
+
+    Args:
+        blocks: a file's bytes, verified where they are asked for from the first one on. Where it raises, the stream ends there.
+    """
+
+    def __init__(self, manifest: Manifest, blocks: Blocks) -> None:
+        self.manifest = manifest
+        self._parts = list(_parts(manifest, blocks))
+        self.size_bytes = sum(part.size_bytes for part in self._parts)
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes from ``start`` up to, not including, ``stop``; None is the end.
+
+        A file of which not all lies in between is not compared with its digest: whoever puts the pieces together does that.
+        """
+        stop = self.size_bytes if stop is None else max(start, min(stop, self.size_bytes))
+        begin = 0
+        for part in self._parts:
+            end = begin + part.size_bytes
+            if end > start and begin < stop:
+                place = max(begin, start)
+                for block in filter(None, part.read(place - begin)):
+                    yield block[: stop - place]
+                    place += len(block)
+                    if place >= stop and stop < end:
+                        break  # a file that is to be sent whole is read to its end, where its digest is compared
+            begin = end
+
+
+def _parts(manifest: Manifest, blocks: Blocks) -> Iterator[_Part]:
+    data = manifest.to_bytes()
+    yield _literal(_header(manifest, MANIFEST, len(data)) + data + _padding(len(data)))
+    for relpath, entry in sorted(manifest.files.items()):
+        yield _literal(_header(manifest, relpath, entry.size_bytes))
+        yield _file(relpath, entry.size_bytes, blocks)
+        yield _literal(_padding(entry.size_bytes))
+    yield _literal(bytes(2 * tarfile.BLOCKSIZE))
+
+
+def _literal(data: bytes) -> _Part:
+    return _Part(len(data), lambda offset: iter((data[offset:],)))
+
+
+def _file(relpath: str, size_bytes: int, blocks: Blocks) -> _Part:
+    return _Part(size_bytes, lambda offset: blocks(relpath, offset))
+
+
+def file_blocks(files: Files, directory: str, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
+    """A file's bytes from ``offset`` on in blocks, never more than the manifest says.
+
+    Raises CorruptCheckpoint, at the latest after the last, where the size differs, or where all was read (``offset`` 0) the digest.
+    """
+    entry = manifest.files[relpath]
+    path = f"{directory}/{relpath}"
+    hashed, size_bytes = entry.new_hash(), offset
+    with files.open_read(path, offset) as stream:
+        while True:
+            with mapped("read", files.path(path)):
+                block = stream.read(_BLOCK_BYTES)
+            if not block:
+                break
+            if not offset:
+                hashed.update(block)
+            size_bytes += len(block)
+            if size_bytes > entry.size_bytes:
+                raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "more")
+            yield block
+    if size_bytes != entry.size_bytes:
+        found = "fewer" if offset else f"{size_bytes} bytes"
+        raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", found)
+    if not offset and (found := entry.digest_of(hashed)) != entry.digest:
+        raise CorruptCheckpoint(manifest.name, relpath, entry.digest, found)
+
+
+def _header(manifest: Manifest, name: str, size_bytes: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = size_bytes
+    info.mode = 0o644
+    info.mtime = int(manifest.created_at.timestamp())
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _padding(size_bytes: int) -> bytes:
+    return bytes(-size_bytes % tarfile.BLOCKSIZE)

@@ -1,0 +1,378 @@
+"""Writing one checkpoint: files first, each hashed as it is written, then the manifest, which commits them."""
+
+from __future__ import annotations
+
+import io
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from everstep.wire import relative_names
+from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, new_hash
+from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError, StorageNotFound, StorageUnreadable
+from storage.files.protocol import Files, WriteStream
+from storage.process_nonce import process_nonce
+from storage.run_dir import CheckpointName, RunDir
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_BESIDE_BYTES = 1 << 20
+"""Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
+_BUFFER_BYTES = 1 << 20
+BEGUN, TRASH = ".begun-", ".trash-"
+"""How names of directories begin that are being written, or were set aside; the checkpoint's name and a random part follow."""
+
+
+class _HashedStream(io.RawIOBase):
+    """A file's bytes on their way to the storage: hashed and counted. What follows a failed write is dropped."""
+
+    def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
+        super().__init__()
+        self._stream = stream
+        self._hash = new_hash()
+        self._hasher = hasher
+        self._on_write = on_write
+        self._size_bytes = 0
+        self.spoilt = False
+        """Whether not all that was written got there."""
+        self.problem: StorageError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        if self.spoilt:
+            return len(view)
+        # The digest of a large block is taken while it is written: both let go of the interpreter. Neither keeps the caller's
+        # memory, so both must be done on return.
+        hashed = self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
+        try:
+            self._stream.write(view)
+        except BaseException as exc:
+            self.spoilt = True
+            self.problem = exc if isinstance(exc, StorageError) else None
+            raise
+        finally:
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self._hash.update(view)
+        self._size_bytes += len(view)
+        self._on_write()
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._stream.close()
+        except BaseException:
+            self.spoilt = True
+            raise
+        finally:
+            super().close()
+
+    def entry(self) -> FileEntry:
+        return FileEntry(size_bytes=self._size_bytes, blake3=self._hash.hexdigest())
+
+
+class CheckpointFile(io.BufferedWriter):
+    """A binary file that is hashed and counted as it is written; whole and durable once closed without an exception.
+
+    Small pieces are gathered: torch writes five for every tensor, and what each one cost on its way was a third of a small save.
+    """
+
+    def __init__(
+        self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor, on_write: Callable[[], None]
+    ) -> None:
+        self._bytes = _HashedStream(stream, hasher, on_write)
+        self._closed_whole = closed_whole
+        super().__init__(self._bytes, _BUFFER_BYTES)
+
+    def close(self) -> None:
+        """Make the file durable. Raises StorageError, and then it is not part of the checkpoint."""
+        if self.closed:
+            return
+        super().close()
+        if not self._bytes.spoilt:
+            self._closed_whole(self._bytes.entry())
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._bytes.spoilt = True
+        with suppress(StorageError):  # the exception under way says more
+            self.close()
+        problem = self._bytes.problem
+        if problem is not None and exc is not problem:
+            raise problem from exc  # torch.save says only that a write failed
+
+
+class CheckpointWriter:
+    """One checkpoint in the making. Nothing of it is a checkpoint before ``commit``; leaving the context without aborts it."""
+
+    def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
+        self._run_dir = run_dir
+        self._name = name
+        # A directory of its own, which becomes the checkpoint's by the commit: nobody else ever writes there.
+        self._directory = run_dir.checkpoints_path(f"{BEGUN}{name}-{secrets.token_hex(6)}")
+        self._marker = f"{self._directory}/{MANIFEST}.tmp"
+        self._entries: dict[str, FileEntry | None] = {}
+        self._hasher = ThreadPoolExecutor(1, "checkpoint-digest")
+        self._ended = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._files.make_dir(self._run_dir.checkpoints_path())
+        with self._as_replaced():
+            self._files.touch(self._marker)  # fences the living; commit makes the directory durable
+
+    def _may_go_on(self) -> bool:
+        """Whether nobody has begun the same checkpoint again."""
+        return self._files.exists(self._marker)
+
+    def _promote(self, manifest: str, data: bytes) -> bool:
+        """Commit, unless somebody has begun the same checkpoint again."""
+        return self._files.promote(self._marker, manifest, data)
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's directory below ``checkpoints/``."""
+        return str(self._name)
+
+    def write_file(self, relpath: str, on_write: Callable[[], None] = lambda: None) -> CheckpointFile:
+        """Begin a file, for use in a ``with``.
+
+        Args:
+            on_write: called whenever the storage took bytes of it.
+
+        Raises InvalidStorage for a path that may not be, CheckpointReplaced.
+        """
+        if fault := relative_names.fault_of(relpath):
+            raise InvalidStorage(f"{relpath!r} is not a plain path below a checkpoint's directory: it {fault}")
+        if relpath.startswith(MANIFEST):
+            raise InvalidStorage(f"{relpath!r} is the manifest's own name; choose another")
+        if relpath in self._entries:
+            raise InvalidStorage(f"{relpath!r} was written to checkpoint {self.name} already")
+        if not self._may_go_on():
+            raise CheckpointReplaced(self.name)
+        self._entries[relpath] = None
+
+        def closed_whole(entry: FileEntry) -> None:
+            self._entries[relpath] = entry
+
+        with self._as_replaced():
+            stream = self._files.create(f"{self._directory}/{relpath}")
+        return CheckpointFile(stream, closed_whole, self._hasher, on_write)
+
+    def commit(
+        self,
+        *,
+        epoch: int,
+        parent: str | None,
+        world_size: int,
+        sample_digest: str | None,
+        metrics: Mapping[str, float],
+        created_at: datetime | None = None,
+    ) -> Manifest:
+        """Write the manifest last; from then on, also after a crash of the machine, this is a checkpoint.
+
+        Args:
+            metrics: of this state's own evaluation; those that are not finite are left out.
+
+        Raises:
+            CheckpointReplaced: another writer began the same checkpoint; this one is not committed.
+            StorageError: not committed as far as can be told.
+        """
+        entries = {relpath: entry for relpath, entry in self._entries.items() if entry is not None}
+        unfinished = sorted(self._entries.keys() - entries.keys())
+        if unfinished or not entries:
+            raise InvalidStorage(f"checkpoint {self.name} cannot be committed: {unfinished or 'no file'} was written whole")
+        manifest = Manifest(
+            run_id=self._run_dir.run_id,
+            step=self._name.step,
+            epoch=epoch,
+            submission=self._name.submission,
+            attempt=self._name.attempt,
+            writer=process_nonce(),
+            parent=parent,
+            world_size=world_size,
+            sample_digest=sample_digest,
+            metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            created_at=created_at or datetime.now(UTC),
+            files=entries,
+        )
+        # The files' bytes are durable since they were closed; now their names, innermost directories first.
+        with self._as_replaced():
+            for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
+                self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
+        target = f"{self._run_dir.checkpoints_path(self.name)}/{MANIFEST}"
+        if not self._promote(target, manifest.to_bytes()):
+            raise CheckpointReplaced(self.name)
+        self._ended = True
+        return manifest
+
+    def abort(self) -> None:
+        """Remove what was written, unless it was committed or another writer took over."""
+        if not self._ended:
+            self._ended = True
+            self._clear_away()
+
+    def _clear_away(self) -> None:
+        self._files.delete_dir(self._directory)
+
+    @contextmanager
+    def _as_replaced(self) -> Iterator[None]:
+        """Whoever begins the same checkpoint takes this writer's directory away."""
+        try:
+            yield
+        except StorageNotFound as exc:
+            raise CheckpointReplaced(self.name) from exc
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self._hasher.shutdown()
+        if kind is None:
+            self.abort()
+            return
+        with suppress(StorageError):  # the exception under way says more; who begins next clears away what is left
+            self.abort()
+
+    @property
+    def _files(self) -> Files:
+        return self._run_dir.files
+
+
+class ObjectCheckpointWriter(CheckpointWriter):
+    """The same where nothing can be renamed, and a put overwrites what another has put: all that is written lies at its place from
+    the beginning, and the place belongs to the first process that begins there, for as long as its marker is there."""
+
+    def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
+        self._owner = f"{process_nonce()} {secrets.token_hex(6)}".encode()
+        super().__init__(run_dir, name)
+
+    def _begin(self) -> None:
+        self._directory = self._run_dir.checkpoints_path(self.name)
+        self._marker = f"{self._directory}/{MANIFEST}.tmp"
+        if self._files.create_new(self._marker, self._owner):
+            return
+        if _content(self._files, self._marker).partition(b" ")[0] != process_nonce().encode():
+            raise CheckpointReplaced(self.name)
+        self._files.write(self._marker, self._owner)  # an earlier save of this process's, which is void from now on
+
+    def _may_go_on(self) -> bool:
+        return _content(self._files, self._marker) == self._owner
+
+    def _promote(self, manifest: str, data: bytes) -> bool:
+        if not self._may_go_on() or not self._files.create_new(manifest, data):
+            return False
+        self._files.delete_file(self._marker)
+        return True
+
+    def clear_leavings(self, *, is_corrupt: bool) -> None:
+        """Remove what lies there."""
+        if is_corrupt:
+            self._files.delete_file(f"{self._directory}/{MANIFEST}")
+        for entry in self._files.list(self._directory):
+            if entry.is_dir:
+                self._files.delete_dir(f"{self._directory}/{entry.name}")
+            elif entry.name not in (MANIFEST, PurePosixPath(self._marker).name):
+                self._files.delete_file(f"{self._directory}/{entry.name}")
+
+    def _clear_away(self) -> None:
+        if not self._may_go_on():
+            return
+        # The manifest first: where the answer to its put was lost, it may be there. The marker last: then others may begin.
+        for relpath in (MANIFEST, *self._entries):
+            self._files.delete_file(f"{self._directory}/{relpath}")
+        self._files.delete_file(self._marker)
+
+    def release(self) -> None:
+        """Leave what lies there to whoever comes next."""
+        self._ended = True
+        self._files.delete_file(self._marker)
+
+
+def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]) -> CheckpointWriter:
+    """Clear away what an earlier writer left under this name, and begin.
+
+    Args:
+        is_sound: whether a checkpoint of this name is committed and verifies; asked only where there is a manifest.
+
+    Raises:
+        CheckpointExists: it is.
+        CheckpointReplaced: on an object store, another process has begun it.
+    """
+    files, directory = run_dir.files, run_dir.checkpoints_path(str(name))
+    manifest = f"{directory}/{MANIFEST}"
+    if not files.can_append:
+        writer = ObjectCheckpointWriter(run_dir, name)
+        is_there = files.exists(manifest)
+        if is_there and is_sound():
+            writer.release()
+            raise CheckpointExists(str(name))
+        writer.clear_leavings(is_corrupt=is_there)
+        return writer
+    for entry in files.list(run_dir.checkpoints_path()):  # who was slow, not dead, cannot commit any more
+        if entry.name.startswith(f"{BEGUN}{name}-"):
+            _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
+    judged = _content(files, manifest)
+    if judged and is_sound():
+        raise CheckpointExists(str(name))
+    # Renamed before it is deleted, and judged by what was renamed: another writer may have committed since we looked.
+    aside = _aside(run_dir, name)
+    if files.set_aside(directory, aside):
+        if _content(files, f"{aside}/{MANIFEST}") != judged:
+            put_back(run_dir, aside, str(name))
+            raise CheckpointExists(str(name))
+        files.delete_file(f"{aside}/{MANIFEST}")
+        files.delete_dir(aside)
+    return CheckpointWriter(run_dir, name)
+
+
+def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
+    """Bring a committed checkpoint that was set aside back to its place, where there is none now. Whether it is one: then it must
+    not be removed, also where its place is taken by somebody else."""
+    files = run_dir.files
+    if CheckpointName.parse(name) is None or not files.exists(f"{aside}/{MANIFEST}"):
+        return False
+    directory = run_dir.checkpoints_path(name)
+    if files.exists(f"{directory}/{MANIFEST}"):
+        return False
+    with suppress(StorageError):
+        files.set_aside(aside, directory)
+    return True
+
+
+def _clear(run_dir: RunDir, name: CheckpointName, begun: str) -> None:
+    """End another writer, and remove what it wrote."""
+    aside = _aside(run_dir, name)
+    if run_dir.files.set_aside(begun, aside):
+        run_dir.files.delete_file(f"{aside}/{MANIFEST}")  # it was about to commit
+        run_dir.files.delete_dir(aside)
+
+
+def _aside(run_dir: RunDir, name: CheckpointName) -> str:
+    return run_dir.checkpoints_path(f"{TRASH}{name}-{secrets.token_hex(6)}")
+
+
+def _content(files: Files, relpath: str) -> bytes:
+    """A file's bytes; none where there is no such file, or the medium cannot give them back."""
+    try:
+        return files.read(relpath)
+    except (StorageNotFound, StorageUnreadable):
+        return b""

@@ -1,0 +1,87 @@
+"""Which nodes may take no rank, as the service tells drivers: one small file of the storage, ``cluster/nodes.json``.
+
+The service is its only writer and replaces it whole; whoever looks for room for ranks reads it. A file that is not there marks
+no node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from everstep.spec import plain_text
+from storage.errors import CorruptFile, StorageNotFound
+from storage.filesystem import Storage
+
+PATH = "cluster/nodes.json"
+VERSION = 1
+
+MarkState = Literal["cordoned", "draining"]
+
+
+@dataclass(frozen=True)
+class NodeMark:
+    """One node that takes no new rank; from one that is ``draining`` ranks leave, too. Times are unix seconds."""
+
+    node_id: str
+    state: MarkState
+    reason: str | None
+    by: str
+    """Who said so."""
+    at: float
+    deadline: float | None = None
+    """When a draining node is to be taken away; None where nobody said."""
+
+
+def encode_marks(marks: Iterable[NodeMark]) -> bytes:
+    """The file's bytes: equal for equal marks."""
+    nodes = {}
+    for mark in sorted(marks, key=lambda mark: mark.node_id):
+        fields = asdict(mark)
+        nodes[fields.pop("node_id")] = fields
+    return json.dumps({"version": VERSION, "nodes": nodes}, indent=1).encode()
+
+
+NO_MARKS = encode_marks(())
+
+
+def read_marks_file(storage: Storage) -> bytes:
+    """The file as it lies there; where there is none, what it says of no marks. Raises StorageError."""
+    try:
+        return storage.files.read(PATH)
+    except StorageNotFound:
+        return NO_MARKS
+
+
+def write_marks_file(storage: Storage, data: bytes) -> None:
+    """Replace the file at once: readers see the old marks or the new ones. Raises StorageError."""
+    storage.files.write(PATH, data)
+
+
+def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
+    """The marks by node id. Fields that a newer service added are passed over.
+
+    Raises StorageError: CorruptFile where the file is something else.
+    """
+    data = read_marks_file(storage)
+    try:
+        nodes = plain_text.parse_json(data)["nodes"]
+        return {node_id: _mark(node_id, fields) for node_id, fields in nodes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CorruptFile(f"{storage.files.path(PATH)} does not say which nodes are marked: {data[:80]!r}") from exc
+
+
+def _mark(node_id: str, fields: dict[str, object]) -> NodeMark:
+    state, deadline = fields["state"], fields.get("deadline")
+    if state not in ("cordoned", "draining"):
+        raise ValueError(f"state {state!r} is not known")
+    return NodeMark(
+        node_id=node_id,
+        state="draining" if state == "draining" else "cordoned",
+        reason=None if fields.get("reason") is None else str(fields["reason"]),
+        by=str(fields.get("by", "")),
+        at=float(str(fields["at"])),
+        deadline=None if deadline is None else float(str(deadline)),
+    )

@@ -1,0 +1,74 @@
+"""Uploaded code: archives in storage, named by what they hold, so that every node can fetch them and none is stored twice."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from everstep.code.rules import DIGEST_PATTERN, MAX_ARCHIVE_BYTES, collisions, modules
+from storage.code.archive import read_members
+from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageNotFound
+from storage.filesystem import Storage
+
+
+@dataclass(frozen=True)
+class StoredCode:
+    """What an archive is."""
+
+    digest: str
+    """``sha256:`` and 64 hex digits, over the archive's bytes."""
+    size_bytes: int
+    modules: tuple[str, ...]
+    """Dotted names that can be imported from it."""
+
+
+class CodeStore:
+    """``STORAGE/code/sha256-…``. A file is written whole or not at all, and never changes."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._files = storage.files
+
+    def put(self, data: bytes) -> StoredCode:
+        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what is not safe, or of no use."""
+        looked_at = look_at(data)
+        self.keep(looked_at, data)
+        return looked_at
+
+    def keep(self, looked_at: StoredCode, data: bytes) -> None:
+        """Keep the bytes of an archive that was looked at before."""
+        if not self._holds(looked_at.digest):
+            self._files.write(_path(looked_at.digest), data)
+
+    def read(self, digest: str) -> bytes:
+        """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not those that were stored."""
+        path = _path(digest)
+        data = self._files.read(path, MAX_ARCHIVE_BYTES)
+        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if found != digest:
+            raise CorruptFile(f"{self._files.path(path)} holds {found}; upload the code again, which puts it right")
+        return data
+
+    def _holds(self, digest: str) -> bool:
+        try:
+            self.read(digest)
+        except (StorageNotFound, CorruptFile):
+            return False
+        return True
+
+
+def look_at(data: bytes) -> StoredCode:
+    """Return what an archive holds, without keeping it. Raises InvalidArchive for what is not safe, or of no use."""
+    paths = {member.path for member in read_members(data)}
+    if problems := collisions(paths):
+        raise InvalidArchive("; ".join(problems))
+    names = modules(paths)
+    if not names:
+        raise InvalidArchive("the archive holds no Python module; pack the directory that holds yours")
+    return StoredCode(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data), names)
+
+
+def _path(digest: str) -> str:
+    if not re.fullmatch(DIGEST_PATTERN, digest):
+        raise InvalidStorage(f"{digest!r} names no code; it is sha256: and 64 hex digits")
+    return f"code/{digest.replace(':', '-')}"

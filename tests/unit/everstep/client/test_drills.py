@@ -1,0 +1,127 @@
+"""Drills as users of the SDK and the command line see them, against the service's real API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from everstep import AuthError, Client, Conflict, DrillHandle, InvalidSpec, RunHandle, WaitTimeout
+from everstep.wire.drills import Drill, DrillKind, DrillState
+from everstep.wire.events import EventKind
+from tests.support.api_service import ApiService, Journal
+from tests.unit.everstep.cli.test_cli import everstep
+from tests.unit.service.api.test_api_drills import recover, start
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path, drills=True) as service:
+        service.announce(monkeypatch)
+        yield service
+
+
+async def running(api: ApiService) -> tuple[RunHandle, Journal]:
+    run_id, journal = await api.running()
+    api.apply(run_id, [journal.steps(*range(2, 12))])
+    return await asyncio.to_thread(Client().runs.get, run_id), journal
+
+
+async def asked(api: ApiService, run_id: str) -> Drill:
+    """The drill that a client in another thread asks for."""
+    async with asyncio.timeout(60):
+        while not (items := (await api.get(f"/v1/runs/{run_id}/drills"))["items"]):  # noqa: ASYNC110  it comes from a thread
+            await asyncio.sleep(0.01)
+    return Drill.model_validate(items[0])
+
+
+async def test_a_drill_is_waited_for_to_its_report(api: ApiService) -> None:
+    run, journal = await running(api)
+    waiting = asyncio.create_task(asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(60)))
+    drill = await asked(api, run.id)
+    start(api, journal, run.id, drill)
+    recover(api, journal, run.id, 11, *range(12, 25))
+    done = await waiting
+    assert done.id == drill.id and done.state is DrillState.RECOVERED and done.kind is DrillKind.KILL_WORKER
+    assert done.report is not None and done.report.parity is not None and done.report.parity.in_parity is True
+    assert drill.id in repr(done)
+    [listed] = await asyncio.to_thread(run.drills)
+    assert listed.drill == done.drill
+    with pytest.raises(AttributeError, match="stat"):
+        done.stat  # type: ignore[attr-defined]  # noqa: B018
+
+
+async def test_a_wait_has_an_end(api: ApiService) -> None:
+    run, _ = await running(api)
+    drill: DrillHandle = await asyncio.to_thread(run.drill, DrillKind.HANG_WORKER)
+    with pytest.raises(WaitTimeout, match="is still requested"):
+        await asyncio.to_thread(drill.wait, 0.1)
+
+
+async def test_what_is_refused_is_raised(api: ApiService) -> None:
+    run, _ = await running(api)
+
+    def story() -> None:
+        with pytest.raises(InvalidSpec, match=r"rank: .* ranks 0 to 1"):
+            run.drill("kill_worker", rank=2)
+        with pytest.raises(InvalidSpec, match="kind"):
+            run.drill("kill_everything")
+        run.drill("kill_driver")
+        with pytest.raises(Conflict, match="has not been taken up yet"):
+            run.drill("kill_driver")
+        stranger = Client(api.url, api.token("submitter")).runs.get(run.id)
+        with pytest.raises(AuthError, match="needs the role admin"):
+            stranger.drill("kill_driver")
+
+    await asyncio.to_thread(story)
+
+
+async def test_drills_that_are_off_say_how_to_turn_them_on(tmp_path: Path) -> None:
+    async with ApiService(tmp_path / "off") as api:
+        run_id, _ = await api.running()
+        run = await asyncio.to_thread(Client(api.url, api.token("admin")).runs.get, run_id)
+        with pytest.raises(AuthError, match="--drills") as caught:
+            await asyncio.to_thread(run.drill, "kill_worker")
+        assert caught.value.code == "drills_disabled"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json: bool) -> None:
+    run, journal = await running(api)
+    telling = asyncio.create_task(everstep("drill", run.id, "kill_worker", "--rank", "1", *(["--json"] if as_json else [])))
+    drill = await asked(api, run.id)
+    start(api, journal, run.id, drill)
+    recover(api, journal, run.id, 11, *range(12, 25))
+    epoch = {"epoch": 1, "samples": 10, "used_once": 10, "duplicates": 0, "missing": 0, "digest": "ab" * 32, "seconds": 1.0}
+    api.apply(run.id, [journal.event(EventKind.EPOCH_COMPLETED, **epoch)])
+    told = await telling
+    assert told.exit_code == 0, told.output
+    if as_json:
+        found = json.loads(told.stdout)
+        assert (found["id"], found["state"], found["report"]["parity"]["in_parity"]) == (drill.id, "recovered", True)
+        return
+    for words in ("worker_lost", "detect 0.2 s", "first step 0.3 s", "2 -> 2", "process 101 on node node-2", "in parity: mean 0.5"):
+        assert words in told.stdout, words
+    watched = (await everstep("show", run.id)).stdout
+    assert "RUNNING" in watched
+
+
+async def test_a_drill_that_comes_to_nothing_is_exit_code_1(api: ApiService) -> None:
+    run, journal = await running(api)
+    telling = asyncio.create_task(everstep("drill", run.id, "kill_node"))
+    drill = await asked(api, run.id)
+    refused = {"id": drill.id, "kind": "kill_node", "rank": 0, "problem": "rank 0 is on the cluster's head"}
+    api.apply(run.id, [journal.event(EventKind.DRILL_FAILED, **refused)])
+    told = await telling
+    assert told.exit_code == 1 and "rank 0 is on the cluster's head" in told.stdout
+
+
+async def test_the_command_need_not_wait_and_refuses_what_is_none(api: ApiService) -> None:
+    run, _ = await running(api)
+    begun = await everstep("drill", run.id, "hang_worker", "--no-wait")
+    assert begun.exit_code == 0 and begun.stdout.startswith("drill_")
+    assert (await everstep("drill", run.id, "kill_everything")).exit_code == 2
+    assert (await everstep("drill", run.id, "kill_worker", "--rank", "7")).exit_code == 2

@@ -1,0 +1,160 @@
+"""Uploading from a directory: what goes along, the same bytes for the same files, and the command line."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from everstep import Client, InvalidSpec, UsageError
+from everstep.code.pack import pack
+from storage.code.store import CodeStore
+from tests.support.api_service import ApiService
+from tests.support.code_archives import TASK, zip_of
+from tests.unit.everstep.cli.test_cli import everstep
+
+
+def write(root: Path, *names: str, **contents: str) -> Path:
+    for name, text in {**dict.fromkeys(names, ""), **contents}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def packed(path: Path) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(pack(path))) as tar:
+        return tar.getnames()
+
+
+def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", "a.py", "mine/b.py", "mine/__init__.py")
+    second = write(tmp_path / "second", "mine/__init__.py", "mine/b.py", "a.py")
+    os.utime(second / "a.py", (1, 1))
+    (second / "a.py").chmod(0o600)
+    assert pack(first) == pack(second)
+    (second / "a.py").write_text("x = 1")
+    assert pack(first) != pack(second)
+
+
+def test_ignore_files_are_honoured_as_git_does(tmp_path: Path) -> None:
+    root = write(
+        tmp_path / "repo" / "project",
+        *(
+            "a.py",
+            "big.bin",
+            "data/x.csv",
+            "data/keep.csv",
+            "mine/b.py",
+            "mine/notes.txt",
+            "mine/c.log",
+            "weights/w.pt",
+            "build/d.py",
+        ),
+        **{
+            ".gitignore": "*.bin\n/data/*\n!data/keep.csv\nbuild/\n",
+            "mine/.gitignore": "*.txt\n",
+            ".everstepignore": "weights/\n!big.bin\n",
+            "../.gitignore": "*.log\n",
+        },
+    )
+    write(root, ".venv/pyvenv.cfg", ".venv/lib/x.py", "__pycache__/a.pyc", "mine/e.pyc")
+    (tmp_path / "repo" / ".git").mkdir()
+    names = set(packed(root))
+    assert names == {"a.py", "big.bin", "data/keep.csv", "mine/b.py", ".gitignore", ".everstepignore", "mine/.gitignore"}
+    subprocess.run(["git", "init", "-q", tmp_path / "repo"], check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--others", "--exclude-standard", "."], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.split()
+    by_git = {name for name in listed if not name.startswith((".venv", "weights", "__pycache__")) and not name.endswith(".pyc")}
+    assert names - {"big.bin"} == by_git
+
+
+def test_links_are_followed_within_the_directory_only(tmp_path: Path) -> None:
+    root = write(tmp_path / "project", "a.py", **{"mine/b.py": "x = 1"})
+    (root / "c.py").symlink_to("mine/b.py")
+    assert packed(root) == ["a.py", "c.py", "mine/b.py"]
+    for target in ("/etc/passwd", "mine", "nowhere"):
+        (root / "link").symlink_to(target)
+        with pytest.raises(UsageError, match=r"link is a link .* \.everstepignore"):
+            pack(root)
+        (root / "link").unlink()
+    (root / "link").symlink_to("/etc/passwd")
+    (root / ".everstepignore").write_text("link\n")
+    assert "link" not in packed(root)
+
+
+def test_what_cannot_be_uploaded_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        pack(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="no Python module"):
+        pack(write(tmp_path / "texts", "a.txt"))
+    with pytest.raises(UsageError, match="'train_fn' belongs to Everstep itself"):
+        pack(write(tmp_path / "taken", "train_fn.py"))
+    monkeypatch.setattr("everstep.code.pack.MAX_UNPACKED_BYTES", 1000)
+    with pytest.raises(UsageError, match=r"list data in \.everstepignore\. The largest: data\.bin"):
+        pack(write(tmp_path / "large", "a.py", **{"data.bin": "x" * 2000}))
+
+
+def test_one_file_and_an_archive_are_taken_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, **{"task.py": TASK})
+    assert packed(tmp_path / "task.py") == ["task.py"]
+    archive = tmp_path / "code.zip"
+    archive.write_bytes(zip_of({"task.py": TASK}))
+    assert pack(archive) == archive.read_bytes()
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path / "service") as service:
+        service.announce(monkeypatch)
+        yield service
+
+
+async def test_uploaded_and_submitted_by_hand(api: ApiService, tmp_path: Path) -> None:
+    import asyncio
+
+    root = write(tmp_path / "project", **{"task.py": TASK})
+
+    def by_sdk() -> str:
+        with Client() as client:
+            archive = client.code.upload(root)
+            assert client.code.upload(str(root)) == archive and archive.modules == ("task",)
+            with pytest.raises(InvalidSpec, match="broken"):
+                client.code.upload_packed(b"\x1f\x8bnot one")
+            run = client.runs.create({"name": "mine", "code": {"archive": archive.digest, "task": "task:Line"}})
+            return run.id
+
+    run_id = await asyncio.to_thread(by_sdk)
+    digest = (await api.get(f"/v1/runs/{run_id}/spec"))["code"]["archive"]
+    result = await everstep(
+        "submit", "--code", root, "--task", "task:Line", "--set", "train.epochs=3", "--set", "code.args.length=9"
+    )
+    assert result.exit_code == 0, result.stderr
+    spec = await api.get(f"/v1/runs/{result.stdout.strip()}/spec")
+    assert (spec["name"], spec["train"]["epochs"]) == ("Line", 3)
+    assert spec["code"] | {"args": {}} == {"archive": digest, "task": "task:Line", "train_fn": None, "args": {}, "config": {}}
+    assert spec["code"]["args"] == {"length": 9}
+    assert CodeStore(api.storage).read(digest)
+
+
+async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path: Path) -> None:
+    root = write(tmp_path / "project", **{"train.py": "def train_fn(config):\n    pass\n"})
+    file = tmp_path / "spec.yaml"
+    file.write_text("name: mine\ncode: {train_fn: 'train:train_fn', config: {epochs: 3}}\n")
+    result = await everstep("submit", file, "--code", root)
+    assert result.exit_code == 0, result.stderr
+    spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
+    assert spec["code"]["config"] == {"epochs": 3}
+    for arguments, words in (
+        (("--code", root, "--train-fn", "train:nothing"), "train.py has no function 'nothing'"),
+        (("--code", root), "give either task or train_fn"),
+        (("--task", "a:B"), "give --code DIRECTORY, too"),
+        ((), "give a SPEC.yaml"),
+    ):
+        result = await everstep("submit", *arguments)
+        assert result.exit_code == 2 and words in result.stderr.replace("\n", " "), result.stderr

@@ -1,0 +1,152 @@
+"""Manifests for Kubernetes: the shape of KubeRay's v1 API, names that exist, and settings that agree with the compose file's.
+
+The schemas below hold the fields of the public API that matter here; anything else in those places is a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy" / "kuberay"
+
+
+def closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+STRING, COUNT, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, True
+STRINGS = {"type": "object", "additionalProperties": STRING}
+CONTAINER = closed(
+    ["name", "image", "securityContext", "resources"],
+    **{name: STRING for name in ("name", "image")},
+    **{name: {"type": "array", "items": STRING} for name in ("command", "args")},
+    **{name: ANY for name in ("env", "ports", "resources", "volumeMounts", "livenessProbe", "readinessProbe", "startupProbe")},
+    securityContext=closed(
+        ["allowPrivilegeEscalation", "runAsNonRoot", "capabilities"],
+        allowPrivilegeEscalation={"const": False},
+        runAsNonRoot={"const": True},
+        capabilities={"const": {"drop": ["ALL"]}},
+        **{name: ANY for name in ("runAsUser", "readOnlyRootFilesystem", "seccompProfile")},
+    ),
+)
+POD = closed(
+    ["spec"],
+    metadata=ANY,
+    spec=closed(
+        ["containers"],
+        containers={"type": "array", "minItems": 1, "items": CONTAINER},
+        **{name: ANY for name in ("volumes", "securityContext", "nodeSelector", "tolerations", "topologySpreadConstraints")},
+        terminationGracePeriodSeconds=COUNT,
+        automountServiceAccountToken={"const": False},
+        priorityClassName=STRING,
+    ),
+)
+RAY_CLUSTER = closed(
+    ["headGroupSpec", "workerGroupSpecs"],
+    rayVersion=STRING,
+    enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=closed(
+        [],
+        version={"enum": ["v1", "v2"]},
+        upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+        idleTimeoutSeconds=COUNT,
+    ),
+    headGroupSpec=closed(["rayStartParams", "template"], rayStartParams=STRINGS, template=POD, serviceType=STRING),
+    workerGroupSpecs={
+        "type": "array",
+        "items": closed(
+            ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+            groupName=STRING,
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            rayStartParams=STRINGS,
+            template=POD,
+        ),
+    },
+)
+
+
+def manifests() -> list[dict[str, Any]]:
+    listed = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["resources"]
+    return [document for name in listed for document in yaml.safe_load_all((DEPLOY / name).read_text())]
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {found["metadata"]["name"]: found for found in manifests() if found["kind"] == kind}
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    """The pod of every part, as its spec."""
+    cluster = of_kind("RayCluster")["everstep"]["spec"]
+    yield cluster["headGroupSpec"]["template"]["spec"]
+    yield from (group["template"]["spec"] for group in cluster["workerGroupSpecs"])
+    yield of_kind("Deployment")["everstep"]["spec"]["template"]["spec"]
+
+
+def environment(pod: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]}
+
+
+def test_the_ray_cluster_and_the_deployment_have_the_shape_of_their_apis() -> None:
+    jsonschema.validate(of_kind("RayCluster")["everstep"]["spec"], RAY_CLUSTER)
+    jsonschema.validate(of_kind("Deployment")["everstep"]["spec"]["template"], POD)
+    assert {found["apiVersion"] for found in of_kind("RayCluster").values()} == {"ray.io/v1"}
+    for group in of_kind("RayCluster")["everstep"]["spec"]["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_a_wrong_field_would_be_found() -> None:
+    spec = of_kind("RayCluster")["everstep"]["spec"]
+    spec["workerGroupSpecs"][0]["minReplica"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="minReplica"):
+        jsonschema.validate(spec, RAY_CLUSTER)
+
+
+def test_what_pods_mount_exists() -> None:
+    claims = of_kind("PersistentVolumeClaim").keys()
+    readme = (DEPLOY / "README.md").read_text()
+    for pod in pods():
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes.keys()
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in claims
+            if "secret" in volume:
+                assert f"secret generic {volume['secret']['secretName']} " in readme
+
+
+def test_ray_s_own_settings_are_those_of_the_compose_file() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-ray-environment"]
+    other_there = re.compile("RAY_AUTH_TOKEN_PATH|RAY_.*TLS")  # pods' addresses can be in no certificate
+    settings = {
+        name: value for name, value in compose.items() if name.startswith(("RAY_", "PYTHON")) and not other_there.match(name)
+    }
+    assert settings
+    for pod in list(pods())[:-1]:
+        found = environment(pod)
+        assert {name: found.get(name) for name in settings} == settings
+
+
+def test_a_node_has_time_to_drain_and_gets_the_signal_itself() -> None:
+    for group in of_kind("RayCluster")["everstep"]["spec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        drain_s = int(environment(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert 0 < drain_s < pod["terminationGracePeriodSeconds"] - 20
+        assert "exec $KUBERAY_GEN_RAY_START_CMD" in pod["containers"][0]["args"][0]
+        assert group["template"]["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+
+
+def test_only_the_service_gets_at_the_database_and_the_head_runs_no_ranks() -> None:
+    with_database = [pod["containers"][0]["name"] for pod in pods() if "EVERSTEP_DATABASE" in environment(pod)]
+    assert with_database == ["service"]
+    assert of_kind("RayCluster")["everstep"]["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert of_kind("NetworkPolicy")["ray"]["spec"]["policyTypes"] == ["Ingress", "Egress"]

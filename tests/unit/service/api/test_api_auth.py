@@ -1,0 +1,120 @@
+"""Nobody without a token, and nobody beyond their project and role."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.api_service import NOON, ApiService, spec
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+async def routes(api: ApiService) -> list[tuple[str, str]]:
+    """Every documented (method, path), with parameters filled in."""
+    schema = await api.get("/openapi.json")
+    run_id = await api.create()
+    filled = [
+        (method.upper(), path.replace("{run_id}", run_id).replace("{step}", "latest"))
+        for path, methods in schema["paths"].items()
+        for method in methods
+    ]
+    assert len(filled) > 20
+    return filled
+
+
+OPEN = {"/healthz", "/readyz"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "Bearer wrong", "Bearer", "Basic dXNlcjpwYXNz", "Bearer \xe4", "evs_x", "Bearer a b"],
+)
+async def test_no_route_answers_without_a_valid_token(api: ApiService, header: str | None) -> None:
+    client = await api.client(None)
+    headers = [] if header is None else [(b"Authorization", header.encode("latin-1"))]
+    for method, path in await routes(api):
+        if path in OPEN:
+            continue
+        answer = await client.request(method, path, headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (method, path, answer.text)
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_health_and_documentation_answer_without(api: ApiService) -> None:
+    client = await api.client(None)
+    for path in ("/healthz", "/readyz", "/openapi.json", "/docs"):
+        assert (await client.get(path)).status_code == 200, path
+
+
+async def test_bad_parameters_are_not_told_to_strangers(api: ApiService) -> None:
+    client = await api.client(None)
+    assert (await client.get("/v1/runs?limit=x")).status_code == 401
+    assert (await client.post("/v1/runs", content=b"{")).status_code == 401
+
+
+async def test_a_viewer_looks_and_does_not_touch(api: ApiService) -> None:
+    viewer = await api.client(api.token("viewer", "default"))
+    run_id = await api.create()
+    assert (await viewer.get(f"/v1/runs/{run_id}")).status_code == 200
+    for path in ("cancel", "pause", "resume", "checkpoints/1/verify"):
+        answer = await viewer.post(f"/v1/runs/{run_id}/{path}")
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), path
+    assert (await viewer.delete(f"/v1/runs/{run_id}")).status_code == 403
+    assert (await viewer.post("/v1/runs", json=spec())).status_code == 403
+    assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "QUEUED"
+
+
+async def test_projects_do_not_see_each_other(api: ApiService) -> None:
+    mine, theirs = [await api.client(api.token("submitter", project)) for project in ("mine", "theirs")]
+    made = await mine.post("/v1/runs", json=spec(project="mine"))
+    assert made.status_code == 201
+    run_id = made.json()["id"]
+    for path in ("", "/spec", "/events", "/metrics", "/logs", "/checkpoints", "/checkpoints/latest/archive", "/goodput"):
+        answer = await theirs.get(f"/v1/runs/{run_id}{path}")
+        assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), path
+        unknown = await theirs.get(f"/v1/runs/run_000000000000{path}")
+        assert answer.json()["detail"].replace(run_id, "") == unknown.json()["detail"].replace("run_000000000000", "")
+    for action in ("cancel", "pause", "resume"):
+        assert (await theirs.post(f"/v1/runs/{run_id}/{action}")).status_code == 404
+    assert (await theirs.delete(f"/v1/runs/{run_id}")).status_code == 404
+    for query in ("", "?project=mine", "?name=digits"):
+        assert (await theirs.get(f"/v1/runs{query}")).json() == {"items": [], "next_cursor": None}
+    forbidden = await theirs.post("/v1/runs", json=spec(project="mine"))
+    assert (forbidden.status_code, forbidden.json()["code"]) == (403, "forbidden")
+    assert [item["id"] for item in (await mine.get("/v1/runs")).json()["items"]] == [run_id]
+    assert (await mine.post(f"/v1/runs/{run_id}/cancel")).status_code == 202
+
+
+async def test_keys_of_projects_do_not_meet(api: ApiService) -> None:
+    headers = {"Idempotency-Key": "nightly"}
+    made = []
+    for project in ("a", "b"):
+        client = await api.client(api.token("submitter", project))
+        made.append(await client.post("/v1/runs", json=spec(project=project), headers=headers))
+    assert [answer.status_code for answer in made] == [201, 201]
+
+
+async def test_nodes_show_only_ones_own_runs(api: ApiService) -> None:
+    run_id, _ = await api.running(project="mine")
+
+    async def runs_on_nodes(client: Any) -> list[str]:
+        return (await client.get("/v1/cluster")).json()["nodes"][0]["runs"]
+
+    assert await runs_on_nodes(api.http) == [run_id]
+    assert await runs_on_nodes(await api.client(api.token("viewer", "mine"))) == [run_id]
+    assert await runs_on_nodes(await api.client(api.token("viewer", "theirs"))) == []
+
+
+async def test_a_token_ends(api: ApiService) -> None:
+    client = await api.client(api.token("viewer", None, expires_at=NOON + 60))
+    assert (await client.get("/v1/runs")).status_code == 200
+    api.clock.now += 60
+    assert (await client.get("/v1/runs")).status_code == 401

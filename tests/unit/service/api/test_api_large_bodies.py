@@ -1,0 +1,124 @@
+"""Bodies that are made to take long: refused at once, and never in the way of other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import time
+import typing
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.errors import InvalidSpec
+from everstep.spec import field_errors
+from everstep.spec.field_errors import MAX_FAULTS
+from everstep.spec.run_spec import parse_spec
+from everstep.text import close_names
+from service.api.spec_body import MAX_VALUES
+from tests.support.api_service import ApiService, spec
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+def unknown_fields(count: int, length: int = 20) -> dict[str, Any]:
+    return spec(**{f"{'x' * length}{n}": n for n in range(count)})
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    calls = [0]
+    real = getattr(module, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **more)
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+def test_many_faults_cost_no_more_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations were evaluated and names compared again for every unknown field: 15 s for a body of 39 kB."""
+    compared = counted(monkeypatch, difflib.SequenceMatcher, "ratio")
+    evaluated = counted(monkeypatch, typing, "get_type_hints")
+    with pytest.raises(InvalidSpec):
+        parse_spec(unknown_fields(MAX_FAULTS))  # fills what is kept
+    work = []
+    for count in (400, 4000):
+        compared[0] = evaluated[0] = 0
+        with pytest.raises(InvalidSpec) as caught:
+            parse_spec(unknown_fields(count))
+        assert len(caught.value.errors) == MAX_FAULTS + 1
+        assert caught.value.errors[-1].msg.startswith(f"has {count - MAX_FAULTS} more faults")
+        assert "did you mean" not in caught.value.errors[-2].msg
+        work.append((compared[0], evaluated[0]))
+    assert work[1] == work[0] and work[0][1] == 0
+
+
+def test_the_first_faults_still_name_what_was_meant() -> None:
+    with pytest.raises(InvalidSpec, match="did you mean 'priority'"):
+        parse_spec(spec(priorty=3))
+
+
+def test_what_is_echoed_of_a_request_is_short() -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_spec(spec(**{"y" * 100_000: 1}, tags={"z" * 100_000: "\0"}))
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_suggestion_compares_few_and_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = counted(monkeypatch, difflib.SequenceMatcher, "real_quick_ratio")
+    assert close_names.closest("epohcs", ["max_steps", "epochs"]) == "epochs"
+    for count in (10_000, 100_000):
+        compared[0] = 0
+        close_names.closest("abcdefgh", (f"abc{n:05d}" for n in range(count)))
+        assert compared[0] <= 500
+    compared[0] = 0
+    assert close_names.closest("a" * 10_000, ["a" * 10_000]) is None and compared[0] == 0
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_validated(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = await api.http.post("/v1/runs", json=spec(env={f"A{n}": "1" for n in range(MAX_VALUES)}))
+    assert answer.status_code == 413 and "more than 20000 values" in answer.json()["detail"]
+    answer = await api.http.post("/v1/runs", json=unknown_fields(5_000))
+    assert answer.status_code == 422 and len(answer.content) < 40_000
+    assert answer.json()["errors"][-1]["loc"] == []
+
+
+async def test_others_are_served_while_a_body_is_validated(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation of a body stands still here until another request was answered: in the event loop, that would be never."""
+    answered = asyncio.Event()
+    real, loop = field_errors.field_errors, asyncio.get_running_loop()
+
+    def waits(*args: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(answered.wait(), loop).result(30)
+        return real(*args)
+
+    monkeypatch.setattr("everstep.spec.run_spec.field_errors", waits)
+    slow = asyncio.create_task(api.http.post("/v1/runs", json=unknown_fields(3)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert (await api.http.get("/v1/runs")).status_code == 200
+    answered.set()
+    assert (await slow).status_code == 422
+
+
+def test_eight_times_the_body_takes_about_eight_times_as_long() -> None:
+    def took_s(count: int) -> float:
+        raw = json.loads(json.dumps(unknown_fields(count)))
+        began = time.process_time()
+        with pytest.raises(InvalidSpec):
+            parse_spec(raw)
+        return time.process_time() - began
+
+    short, long = (min(took_s(count) for _ in range(4)) for count in (2_000, 16_000))
+    assert long < 30 * max(short, 0.003)

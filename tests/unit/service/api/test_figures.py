@@ -1,0 +1,146 @@
+"""What Prometheus is told, and where the time of a project's runs went."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.wire import GoodputBuckets, ProjectGoodput
+from everstep.wire.events import EventKind
+from service.api.goodput_summary import TimeBook
+from service.projections.goodput import TimeLedger, to_us
+from storage.logs.journal import JournalEvent
+from tests.support.api_service import ApiService, Journal
+from tests.unit.service.db.test_goodput import BEGIN, any_event
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+async def figures(api: ApiService) -> dict[str, float]:
+    lines = (await api.http.get("/metrics")).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def a_hard_life(journal: Journal) -> list[JournalEvent]:
+    lost = {"verdict": "worker_lost", "first_rank": 1, "node_id": "node-2", "step": 3, "detect_s": 0.4}
+    return [
+        journal.steps(1, 2, 3),
+        journal.checkpoint(3),
+        journal.event(EventKind.CHECKPOINT_FAILED, step=4, error="full"),
+        journal.event(EventKind.FAILURE, **lost, action="restart"),
+        journal.event(EventKind.RECOVERED, recovery_s=2.5, steps_lost=1, world_size_before=2, world_size_after=1),
+        journal.event(EventKind.STRAGGLER, slow=True, rank=0),
+        journal.event(EventKind.FAILURE, **{**lost, "verdict": "of a newer driver"}, action="stop"),
+        journal.event(EventKind.METRICS, nonsense=True),
+    ]
+
+
+async def test_what_happened_is_counted_once(api: ApiService) -> None:
+    run_id, journal = await api.running()
+    run = api.runs.get(run_id)
+    assert run is not None
+    seen = api.context.figures
+    seen.started(run, 20.0)
+    at_first = await figures(api)
+    assert at_first['everstep_checkpoints_total{project="default",result="failed"}'] == 0, "born before it counts"
+    api.clock.now += 3
+    seen.applied(run, a_hard_life(journal))
+    told = await figures(api)
+    expected = {
+        'everstep_queue_seconds_sum{project="default"}': 20,
+        'everstep_steps_total{project="default"}': 3,
+        'everstep_steps_lost_total{project="default"}': 1,
+        'everstep_failures_total{project="default",verdict="worker_lost"}': 1,
+        'everstep_failures_total{project="default",verdict="unknown"}': 1,
+        'everstep_restarts_total{project="default",verdict="worker_lost"}': 1,
+        'everstep_restarts_total{project="default",verdict="unknown"}': 0,
+        'everstep_recovery_seconds_bucket{le="3.0",project="default",verdict="worker_lost"}': 1,
+        'everstep_recovery_seconds_bucket{le="2.0",project="default",verdict="worker_lost"}': 0,
+        'everstep_checkpoints_total{project="default",result="committed"}': 1,
+        'everstep_checkpoints_total{project="default",result="failed"}': 1,
+        'everstep_checkpoint_bytes_total{project="default"}': 1003,
+        'everstep_stragglers_total{project="default"}': 1,
+        "everstep_event_lag_seconds_count": 1,
+        "everstep_event_lag_seconds_sum": 3,
+        'everstep_ranks{project="default"}': 2,
+    }
+    assert {name: told[name] for name in expected} == expected
+
+
+async def test_the_oldest_queued_run_and_the_time_by_bucket(api: ApiService) -> None:
+    await api.create(project="slow")
+    api.clock.now += 90
+    await api.create(project="slow")
+    await api.running(project="fast")
+    api.clock.now += 10
+    told = await figures(api)
+    assert told['everstep_queue_oldest_seconds{project="slow"}'] == 100
+    assert told['everstep_queue_oldest_seconds{project="fast"}'] == 0
+    assert told['everstep_run_time_seconds{bucket="queued",project="slow"}'] == 110
+    assert told['everstep_run_time_seconds{bucket="productive",project="fast"}'] == 10
+    assert told['everstep_goodput_ratio{project="fast"}'] == 1
+
+
+async def test_a_token_of_one_project_sees_its_own_time_only(api: ApiService) -> None:
+    await api.create(project="mine")
+    await api.create(project="theirs")
+    api.clock.now += 5
+    mine = await api.client(api.token("viewer", "mine"))
+    assert (await mine.get("/metrics")).status_code == 403
+    for query, names in (("", ["mine"]), ("?project=mine", ["mine"]), ("?project=theirs", [])):
+        items = (await mine.get(f"/v1/goodput{query}")).json()["items"]
+        assert [ProjectGoodput.model_validate(item).project for item in items] == names
+    everyone = (await api.get("/v1/goodput"))["items"]
+    assert [(item["project"], item["runs"], item["wall_s"], item["goodput"]) for item in everyone] == [
+        ("mine", 1, 5, None),
+        ("theirs", 1, 5, None),
+    ]
+
+
+async def test_a_run_that_ended_is_not_read_again_and_one_that_is_deleted_is_forgotten(api: ApiService) -> None:
+    run_id = await api.create()
+    api.clock.now += 7
+    await api.http.post(f"/v1/runs/{run_id}/cancel")
+    book = api.context.time_book
+    assert [each.wall_s for each in book.by_project(api.clock.now + 100)] == [7]
+    assert book._runs.ledgers([]) == {} and run_id in book._ended
+    assert [each.wall_s for each in book.by_project(api.clock.now + 200)] == [7]
+    assert (await api.http.delete(f"/v1/runs/{run_id}")).status_code == 204
+    assert book.by_project(api.clock.now) == [] and book._ended == {}
+
+
+class Ledgers:
+    """Runs of one project, as the store hands out their ledgers."""
+
+    def __init__(self, ledgers: list[TimeLedger]) -> None:
+        self._ledgers = {str(number): ledger for number, ledger in enumerate(ledgers)}
+
+    def heads(self) -> dict[str, tuple[str, str]]:
+        return {run_id: ("p", "RUNNING") for run_id in self._ledgers}
+
+    def ledgers(self, run_ids: list[str]) -> dict[str, tuple[dict[str, object], float | None]]:
+        return {run_id: (self._ledgers[run_id].dump(), None) for run_id in run_ids}
+
+
+@given(histories=st.lists(st.lists(any_event(), max_size=15), min_size=1, max_size=4))
+def test_a_project_s_buckets_are_the_sum_of_its_runs_to_the_microsecond(histories: list[list[object]]) -> None:
+    ledgers = []
+    for history in histories:
+        ledger = TimeLedger.begin(BEGIN)
+        for event in history:
+            ledger.apply(event, BEGIN + 600)  # type: ignore[arg-type]
+        ledgers.append(ledger)
+    [found] = TimeBook(Ledgers(ledgers)).by_project(BEGIN + 600)  # type: ignore[arg-type]
+    assert found.runs == len(ledgers)
+    for name in GoodputBuckets.model_fields:
+        parts = [to_us(getattr(ledger.close(BEGIN + 600).buckets, name)) for ledger in ledgers]
+        assert to_us(getattr(found.buckets, name)) == sum(parts)
+    assert to_us(found.wall_s) == len(ledgers) * 600_000_000

@@ -1,0 +1,126 @@
+"""Generated requests against the real application: no 5xx, and no answer that OpenAPI does not tell of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import Case, GenerationMode, Response
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+from everstep.spec.run_spec import parse_spec
+from everstep.wire.events import EventKind
+from service.api.context import ApiContext
+from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.db.engine import Database
+from service.db.tables import metadata
+from service.process.app import create_app
+from storage.filesystem import open_storage
+from tests.support.api_service import Journal, ManualClock, OneNodeCluster, spec
+from tests.support.fake_ray import FakeRay, serving
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+BOUNDED = settings(
+    database=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[ApiContext]:
+    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
+    database.migrate()
+    storage = open_storage(str(tmp_path / "storage"))
+    with serving(FakeRay()) as ray:
+        endpoint = RayEndpoint(ray.url, ray.token)
+        jobs = RayJobs(lambda: endpoint)
+        yield ApiContext(
+            database, storage, OneNodeCluster(), lambda: 0.1, ManualClock(), drills_enabled=True, rate_per_s=0, ray=jobs
+        )
+    database.close()
+
+
+@pytest.fixture
+def headers(context: ApiContext) -> dict[str, str]:
+    return {"Authorization": f"Bearer {context.tokens.create('fuzz', 'admin', None)[1]}"}
+
+
+@pytest.fixture
+def api(context: ApiContext) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", create_app(context))
+
+
+@pytest.fixture
+def run_id(context: ApiContext) -> str:
+    """A run with a history."""
+    made = context.runs.create(parse_spec(spec(tags={"a": "b"})), "tok_test")[0].id
+    context.storage_gate.check()  # as a service does before it has any run
+    context.runs.claim_submission(made, 0)
+    journal = Journal()
+    told = [*journal.start(), journal.steps(1, 2), journal.checkpoint(2, accuracy=0.5)]
+    told.append(journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.5}))
+    context.events.apply_journal(made, 1, told, "c")
+    return made
+
+
+def check(case: Case, headers: dict[str, str]) -> Response:
+    """Call it with a token; what would follow for ever is asked for once."""
+    if isinstance(case.query, dict):
+        case.query.pop("follow", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the generator sends: invalid cookies, unknown charsets
+        case.headers.update(headers)
+        response = case.call()
+    case.validate_response(response, checks=CHECKS)
+    return response
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_generated_request_gets_an_answer_that_is_not_documented(
+    mode: GenerationMode, api: Any, headers: dict[str, str], run_id: str
+) -> None:
+    for result in api.get_all_operations():
+        operation = result.ok()
+        known = {"run_id": run_id} if "{run_id}" in operation.path else None
+
+        @settings(BOUNDED, max_examples=3)
+        @given(operation.as_strategy(generation_mode=mode, path_parameters=known))
+        def ask(case: Case) -> None:
+            check(case, headers)
+
+        # What takes nothing cannot be asked wrongly.
+        with suppress(Unsatisfiable) if mode is GenerationMode.NEGATIVE else nullcontext():
+            ask()
+
+
+def test_no_sequence_of_requests_gets_there_either(api: Any, headers: dict[str, str], context: ApiContext) -> None:
+    """Along the links: what is made is looked at, stopped, resumed and deleted."""
+
+    class Story(api.as_state_machine()):  # type: ignore[misc]
+        def setup(self) -> None:
+            """Begin where every other story begins: what the same requests are answered with must not depend on earlier ones."""
+            with context.database.write() as connection:
+                for table in reversed(metadata.sorted_tables):
+                    if table.name != "tokens":
+                        connection.execute(table.delete())
+
+        def get_call_kwargs(self, case: Case) -> dict[str, Any]:
+            if isinstance(case.query, dict):
+                case.query.pop("follow", None)
+            case.headers.update(headers)
+            return {}
+
+        def validate_response(self, response: Response, case: Case, **_: Any) -> None:
+            case.validate_response(response, checks=CHECKS)
+
+    Story.run(settings=settings(BOUNDED, max_examples=6, stateful_step_count=6))

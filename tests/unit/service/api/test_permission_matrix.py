@@ -1,0 +1,108 @@
+"""Every route for every role, from OpenAPI: a route that is missing here fails, and so does one that is here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.api_service import ApiService
+
+OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
+"""Without any token."""
+
+LEAST_ROLE = {
+    ("POST", "/v1/runs"): "submitter",
+    ("GET", "/v1/runs"): "viewer",
+    ("GET", "/v1/runs/{run_id}"): "viewer",
+    ("DELETE", "/v1/runs/{run_id}"): "submitter",
+    ("GET", "/v1/runs/{run_id}/spec"): "viewer",
+    ("POST", "/v1/runs/{run_id}/cancel"): "submitter",
+    ("POST", "/v1/runs/{run_id}/pause"): "submitter",
+    ("POST", "/v1/runs/{run_id}/resume"): "submitter",
+    ("GET", "/v1/runs/{run_id}/attempts"): "viewer",
+    ("GET", "/v1/runs/{run_id}/events"): "viewer",
+    ("GET", "/v1/runs/{run_id}/failures"): "viewer",
+    ("GET", "/v1/runs/{run_id}/goodput"): "viewer",
+    ("GET", "/v1/runs/{run_id}/samples"): "viewer",
+    ("GET", "/v1/runs/{run_id}/metrics"): "viewer",
+    ("GET", "/v1/runs/{run_id}/logs"): "viewer",
+    ("GET", "/v1/runs/{run_id}/checkpoints"): "viewer",
+    ("GET", "/v1/runs/{run_id}/checkpoints/{step}"): "viewer",
+    ("GET", "/v1/runs/{run_id}/checkpoints/{step}/archive"): "viewer",
+    ("POST", "/v1/runs/{run_id}/checkpoints/{step}/verify"): "submitter",
+    ("GET", "/v1/runs/{run_id}/drills"): "viewer",
+    ("GET", "/v1/runs/{run_id}/drills/{drill_id}"): "viewer",
+    ("POST", "/v1/runs/{run_id}/drills"): "admin",
+    ("GET", "/v1/runs/{run_id}/profiles"): "viewer",
+    ("GET", "/v1/runs/{run_id}/profiles/{profile_id}"): "viewer",
+    ("GET", "/v1/runs/{run_id}/profiles/{profile_id}/trace"): "viewer",
+    ("POST", "/v1/runs/{run_id}/profiles"): "submitter",
+    ("GET", "/v1/catalog"): "viewer",
+    ("GET", "/v1/cluster"): "viewer",
+    ("POST", "/v1/cluster/nodes/{node_id}/cordon"): "admin",
+    ("POST", "/v1/cluster/nodes/{node_id}/uncordon"): "admin",
+    ("POST", "/v1/cluster/nodes/{node_id}/drain"): "admin",
+    ("POST", "/v1/cluster/checks"): "admin",
+    ("GET", "/v1/cluster/checks/{check_id}"): "admin",
+    ("GET", "/v1/projects"): "admin",
+    ("POST", "/v1/projects"): "admin",
+    ("GET", "/v1/projects/{project}"): "admin",
+    ("DELETE", "/v1/projects/{project}"): "admin",
+    ("GET", "/v1/tokens"): "admin",
+    ("POST", "/v1/tokens"): "admin",
+    ("DELETE", "/v1/tokens/{token_id}"): "admin",
+    ("GET", "/v1/audit"): "admin",
+    ("GET", "/v1/storage"): "admin",
+    ("POST", "/v1/storage/adopt"): "admin",
+    ("GET", "/v1/runs/{run_id}/stragglers"): "viewer",
+    ("GET", "/v1/goodput"): "viewer",
+    ("POST", "/v1/code"): "submitter",
+    ("GET", "/metrics"): "admin",
+}
+"""The least role that may use each route, of the run's project where there is one."""
+
+ROLES = ("viewer", "submitter", "admin")
+BODIES = {
+    "/v1/runs": {"name": "a"},  # a fault of the spec is found after the role
+    "/v1/projects": {"name": "vision"},
+    "/v1/tokens": {"name": "t", "role": "admin"},
+    "/v1/runs/{run_id}/drills": {"kind": "kill_worker"},
+    "/v1/runs/{run_id}/profiles": {"rank": 0},
+}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path, drills=True) as service:
+        yield service
+
+
+async def test_every_route_has_its_place_in_the_matrix(api: ApiService) -> None:
+    paths = (await api.get("/openapi.json"))["paths"]
+    routes = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert routes - LEAST_ROLE.keys() - OPEN == set(), "say in LEAST_ROLE who may use these"
+    assert (LEAST_ROLE.keys() | OPEN) - routes == set(), "these are no routes any more"
+
+
+async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
+    clients = {
+        "viewer": await api.client(api.token("viewer", "default")),
+        "submitter": await api.client(api.token("submitter", "default")),
+        "admin": api.http,
+        "stranger": await api.client(api.token("submitter", "elsewhere")),
+    }
+    for (method, route), least in LEAST_ROLE.items():
+        for who, client in clients.items():
+            run_id = await api.create() if "{run_id}" in route else ""
+            names = {"run_id": run_id, "step": "latest", "drill_id": "drill_x", "profile_id": "prof_x", "node_id": "node-1"}
+            path = route.format(**names, project="none", token_id="tok_none", check_id="check_none")
+            answer = await client.request(method, path, json=BODIES.get(route) if method == "POST" else None)
+            case = (method, route, who, answer.status_code, answer.text[:200])
+            if who == "stranger" and run_id:
+                assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), case
+            elif ROLES.index("submitter" if who == "stranger" else who) < ROLES.index(least):
+                assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), case
+            else:
+                assert answer.status_code not in (401, 403, 500), case

@@ -1,0 +1,82 @@
+"""What the adapter makes of answers that a real dashboard gives seldom."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from service.cluster.ray_jobs import MOST_SUBMITS, JobRejected, RayEndpoint, RayJobs, RayRefused, RayUnavailable
+from tests.support.fake_ray import FakeRay, serving
+
+
+async def test_answers_become_errors_that_say_what_happened() -> None:
+    with serving(FakeRay()) as fake:
+        endpoint = RayEndpoint(fake.url, fake.token)
+        async with RayJobs(lambda: endpoint) as ray:
+            with pytest.raises(JobRejected, match="entrypoint must not be empty"):
+                await ray.submit("run_a-s001", "", {})
+            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001"
+            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001", "exists already: fetched"
+            fake.broken = True
+            for call in (ray.version(), ray.jobs(), ray.job("run_a-s001"), ray.submit("run_b-s001", "true", {}), ray.nodes()):
+                with pytest.raises(RayUnavailable, match=r"500 .*something broke"):
+                    await call
+            fake.broken, fake.token = False, "another"
+            with pytest.raises(RayRefused):
+                await ray.version()
+
+
+async def test_a_hundred_jobs_are_submitted_some_at_a_time() -> None:
+    ids = [f"run_{number}-s001" for number in range(100)]
+    with serving(FakeRay()) as fake:
+        async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
+            fake.answers.clear()
+            submits = [asyncio.create_task(ray.submit(job_id, "true", {})) for job_id in ids]
+            async with asyncio.timeout(20):
+                while len(fake.submissions) < MOST_SUBMITS:  # noqa: ASYNC110  a thread of its own answers
+                    await asyncio.sleep(0.01)
+            fake.answers.set()
+            assert await asyncio.gather(*submits) == ids
+    assert sorted(fake.submissions) == sorted(ids) and fake.most_waiting == MOST_SUBMITS
+
+
+async def test_nodes_carry_hostnames_and_drains() -> None:
+    with serving(FakeRay()) as fake:
+        fake.nodes.append(fake.node("n2", {"CPU": 1.0}, state="DEAD"))
+        async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
+            found = {node.node_id: (node.state, node.hostname, node.is_head) for node in await ray.nodes()}
+    assert found == {"head": ("ALIVE", "10.0.0.1", True), "n1": ("DRAINING", "host-a", False), "n2": ("DEAD", "10.0.0.1", False)}
+
+
+class Proxy(httpx.AsyncBaseTransport):
+    """Answers everything by itself."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.answer = status, text
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        status, text = self.answer
+        return httpx.Response(status, text=text, request=request)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (404, "default backend - 404"),
+        (200, "<html>maintenance</html>"),
+        (200, "{}"),
+        (200, '[{"submission_id": "a", "status": "?"}]'),
+    ],
+)
+async def test_what_answers_in_ray_s_place_is_not_believed(status: int, text: str) -> None:
+    """Above all not that it knows no job: a driver that lives would be replaced."""
+    async with RayJobs(lambda: RayEndpoint("http://ray.example", None)) as ray:
+        ray._client = httpx.AsyncClient(transport=Proxy(status, text))
+        for call in (ray.job("a"), ray.jobs(), ray.version(), ray.live_nodes(), ray.nodes()):
+            with pytest.raises(RayUnavailable):
+                await call
+        if status == 404:
+            with pytest.raises(RayUnavailable):
+                await ray.stop("a")

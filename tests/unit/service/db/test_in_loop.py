@@ -1,0 +1,110 @@
+"""What the event loop asks PostgreSQL for itself: in turns, in transactions that end, over connections that may break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+import pytest_asyncio
+from sqlalchemy import text
+
+from everstep.spec.run_spec import parse_spec
+from service.db import postgresql as connections
+from service.db.engine import Database, DatabaseUnavailable
+from service.db.postgresql import LOOKS, WRITES
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
+from service.model.rows import RunRow
+from tests.support.api_service import spec
+from tests.support.postgres_server import PostgresServer
+
+MANY = 3 * (LOOKS + WRITES)
+OTHERS = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+
+
+@pytest_asyncio.fixture
+async def database(postgresql: PostgresServer) -> AsyncIterator[Database]:
+    with postgresql.database() as url:
+        database = Database(url)
+        database.migrate()
+        yield database
+        await database.close_loop()
+        database.close()
+
+
+def counted(database: Database, condition: str) -> int:
+    with database.look() as connection:
+        return int(connection.execute(text(f"SELECT count(*) {OTHERS} AND {condition}")).scalar_one())
+
+
+def made(runs: RunStore, name: str) -> RunRow:
+    return runs.create(parse_spec(spec(name=name)), "tok_test")[0]
+
+
+async def test_many_write_at_once_and_leave_no_transaction_open(database: Database) -> None:
+    runs = RunStore(database)
+    found = await asyncio.gather(*(database.do_in_loop(partial(made, runs, f"r{n}"), writes=True) for n in range(MANY)))
+    assert {row.name for row in runs.find(RunFilter(), MANY + 1)} == {row.name for row in found} == {f"r{n}" for n in range(MANY)}
+    looked = await asyncio.gather(*(database.do_in_loop(partial(runs.get, row.id)) for row in found))
+    assert looked == found
+    assert counted(database, "state LIKE 'idle in transaction%'") == 0
+    assert 1 <= counted(database, "true") <= LOOKS + WRITES + 1
+
+
+async def test_what_fails_is_undone_and_the_connection_goes_on(database: Database) -> None:
+    runs = RunStore(database)
+
+    def half() -> None:
+        with database.write() as connection:
+            connection.execute(text("INSERT INTO projects (name, created_at) VALUES ('half', 1)"))
+            raise KeyError("in the middle")
+
+    for _ in range(MANY):
+        with pytest.raises(KeyError, match="in the middle"):
+            await database.do_in_loop(half, writes=True)
+    assert counted(database, "state LIKE 'idle in transaction%'") == 0
+    with database.look() as connection:
+        assert connection.execute(text("SELECT count(*) FROM projects WHERE name = 'half'")).scalar_one() == 0
+    run = await database.do_in_loop(partial(made, runs, "after"), writes=True)
+    assert await database.do_in_loop(partial(runs.get, run.id)) == run
+
+
+async def test_connections_that_broke_are_replaced(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = RunStore(database)
+    run = await database.do_in_loop(partial(made, runs, "kept"), writes=True)
+
+    def break_all() -> None:
+        with database.look() as connection:
+            connection.execute(text(f"SELECT pg_terminate_backend(pid) {OTHERS}")).all()
+
+    break_all()
+    with pytest.raises(DatabaseUnavailable):  # used a moment ago, it is not tried out
+        await database.do_in_loop(partial(runs.get, run.id))
+    assert await database.do_in_loop(partial(runs.get, run.id)) == run
+    monkeypatch.setattr(connections, "IDLE_S", 0.0)
+    break_all()
+    assert await database.do_in_loop(partial(runs.get, run.id)) == run
+
+
+async def test_requests_that_are_cancelled_give_their_turns_back(database: Database) -> None:
+    def slow() -> None:
+        with database.look() as connection:
+            connection.execute(text("SELECT pg_sleep(30)"))
+
+    for _ in range(2):
+        asked = [asyncio.create_task(database.do_in_loop(slow)) for _ in range(LOOKS)]
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(counted, database, "query LIKE '%pg_sleep%' AND state = 'active'") < LOOKS:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for task in asked:
+            task.cancel()
+        assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*asked, return_exceptions=True))
+    async with asyncio.timeout(20):
+        assert await database.do_in_loop(partial(RunStore(database).get, "run_none")) is None
+
+
+async def test_a_read_does_not_hold_the_loop_up(database: Database) -> None:
+    with pytest.raises(AssertionError, match="event loop"):
+        await database.do_in_loop(RunStore(database).heads)

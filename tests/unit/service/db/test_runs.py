@@ -1,0 +1,381 @@
+"""Runs in a real SQLite database."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from everstep.spec.run_spec import parse_spec
+from everstep.wire import Reason, ReasonCode, RunStatus
+from service.db.engine import Database, DatabaseUnavailable
+from service.db.events import EventStore
+from service.db.idempotency import IdempotencyConflict, IdempotencyKey
+from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
+from service.model.rows import RunRow
+from service.model.states import TransitionConflict
+from tests.support.api_service import NOON, ManualClock, spec
+
+pytest_plugins = ["tests.support.database_fixtures"]
+
+WAITING = Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="2 CPUs are missing")
+
+
+def create(runs: RunStore, **fields: Any) -> RunRow:
+    return runs.create(parse_spec(spec(**fields)), "tok_test")[0]
+
+
+def test_a_new_run_is_queued_with_its_history(runs: RunStore, events: EventStore) -> None:
+    run = create(runs, tags={"team": "vision"})
+    assert RUN_ID_PATTERN.fullmatch(run.id)
+    assert runs.get(run.id) == run
+    assert (run.status, run.submission, run.created_at, run.last_seq) == (RunStatus.QUEUED, 0, NOON, 2)
+    assert run.spec["train"]["global_batch_size"] == 128, "the spec is stored as resolved"
+    assert [(row.seq, row.kind, row.data) for row in events.after(run.id, 0, 10)] == [
+        (1, "run_created", {"name": "digits", "project": "default"}),
+        (2, "status", {"from": None, "to": "QUEUED", "reason": None}),
+    ]
+    [first] = runs.transitions([run.id])[run.id]
+    assert (first.from_status, first.to_status, first.seq) == (None, "QUEUED", 2)
+
+
+def test_ids_sort_by_time_and_differ_within_a_millisecond() -> None:
+    ids = [new_run_id(NOON + second) for second in range(1000)]
+    assert ids == sorted(ids)
+    assert len({new_run_id(NOON) for _ in range(50)}) > 40
+    assert sorted(ALPHABET) == list(ALPHABET) and len(set(ALPHABET)) == 32
+
+
+def test_an_id_that_is_taken_is_drawn_again(runs: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create(runs)
+    drawn = iter([first.id, first.id, "run_000000000001"])
+    monkeypatch.setattr("service.db.runs.new_run_id", lambda _now: next(drawn))
+    assert create(runs).id == "run_000000000001"
+
+
+def test_idempotency_key_gives_the_same_run_once(runs: RunStore) -> None:
+    key = IdempotencyKey("tok_a", "key", "body")
+    wanted = parse_spec(spec())
+    run, is_new = runs.create(wanted, "tok_a", key)
+    again, is_new_again = runs.create(wanted, "tok_a", key)
+    assert (is_new, is_new_again, again.id) == (True, False, run.id)
+    with pytest.raises(IdempotencyConflict, match="another body"):
+        runs.create(wanted, "tok_a", IdempotencyKey("tok_a", "key", "other"))
+    other, is_new = runs.create(wanted, "tok_b", IdempotencyKey("tok_b", "key", "body"))
+    assert is_new and other.id != run.id, "keys of two tokens never meet"
+
+
+def test_a_key_of_a_deleted_run_stays_used(runs: RunStore) -> None:
+    key = IdempotencyKey("tok_a", "key", "body")
+    run, _ = runs.create(parse_spec(spec()), "tok_a", key)
+    runs.request_stop(run.id, "cancel")
+    runs.delete(run.id)
+    with pytest.raises(IdempotencyConflict, match="is deleted"):
+        runs.create(parse_spec(spec()), "tok_a", key)
+
+
+def test_one_key_from_many_threads_makes_one_run(runs: RunStore) -> None:
+    key = IdempotencyKey("tok_a", "key", "body")
+    barrier = threading.Barrier(8)
+
+    def submit(_: int) -> tuple[str, bool]:
+        barrier.wait()
+        run, is_new = runs.create(parse_spec(spec()), "tok_a", key)
+        return run.id, is_new
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(submit, range(8)))
+    assert len({run_id for run_id, _ in answers}) == 1
+    assert sum(is_new for _, is_new in answers) == 1
+    assert len(runs.find(RunFilter(), 100)) == 1
+
+
+def test_pages_cover_every_run_once_even_within_one_moment(runs: RunStore, clock: ManualClock) -> None:
+    made = []
+    for index in range(25):
+        clock.now = NOON + index // 5
+        made.append(create(runs).id)
+    seen: list[str] = []
+    before = None
+    while page := runs.find(RunFilter(), 4, before):
+        seen += [run.id for run in page]
+        before = (page[-1].created_at, page[-1].id)
+    assert sorted(seen) == sorted(made) and len(seen) == 25
+    assert [run.created_at for run in runs.find(RunFilter(), 100)] == sorted(
+        (NOON + index // 5 for index in range(25)), reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        RunFilter(tags=(("team", "vision"),)),
+        RunFilter(tags=(("team", "vision"), ("stage", None)), statuses=(RunStatus.QUEUED, RunStatus.PAUSED)),
+        RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED, RunStatus.QUEUED)),
+        RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.PAUSED), project="default", search="VIS"),
+        RunFilter(project="default", statuses=(RunStatus.PAUSED,)),
+    ],
+    ids=["tag", "tags and statuses", "statuses", "statuses and search", "project and status"],
+)
+def test_pages_of_every_kind_are_the_whole_list_cut(runs: RunStore, clock: ManualClock, where: RunFilter) -> None:
+    for index in range(24):
+        clock.now = NOON + index // 3
+        made = create(runs, tags={"team": ("vision", "text")[index % 2], "stage": "x"})
+        if index % 3:
+            runs.request_stop(made.id, ("cancel", "pause")[index % 3 - 1])
+    everything = [runs.get(run.id) for run in runs.find(RunFilter(), 100)]
+    team = dict(where.tags).get("team") or ("vision" if where.search else None)
+    wanted = {
+        run.id
+        for run in everything
+        if run and (not where.statuses or run.status in where.statuses) and team in (None, run.tags["team"])
+    }
+    seen, before = [], None
+    while page := runs.page(where, 2, before):
+        seen += page
+        before = (page[-1].created_at, page[-1].id)
+    assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted
+    assert [run.created_at for run in seen] == sorted((run.created_at for run in seen), reverse=True)
+
+
+def test_filters(runs: RunStore) -> None:
+    a = create(runs, name="a", project="p1", tags={"team": "vision", "stage": "dev"})
+    b = create(runs, name="b", project="p1", tags={"team": "speech"})
+    c = create(runs, name="a", project="p2")
+    runs.request_stop(c.id, "cancel")
+
+    def ids(**fields: Any) -> set[str]:
+        return {run.id for run in runs.find(RunFilter(**fields), 100)}
+
+    assert ids(project="p1") == {a.id, b.id}
+    assert ids(name="a") == {a.id, c.id}
+    assert ids(statuses=(RunStatus.CANCELLED,)) == {c.id}
+    assert ids(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED)) == {a.id, b.id, c.id}
+    assert ids(tags=(("team", "vision"),)) == {a.id}
+    assert ids(tags=(("team", None),)) == {a.id, b.id}
+    assert ids(tags=(("team", "vision"), ("stage", "dev"))) == {a.id}
+    assert ids(search="SPEE") == {b.id} and ids(search="zzz") == set()
+    assert ids(tags=(("team", "vision"), ("stage", "prod"))) == set()
+    assert ids(name="a", project="p2", statuses=(RunStatus.CANCELLED,)) == {c.id}
+
+
+def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
+    queued, paused, started, ended = (create(runs) for _ in range(4))
+    runs.request_stop(paused.id, "pause")
+    runs.claim_submission(started.id, 0)
+    runs.request_stop(ended.id, "cancel")
+    assert {run.id for run in runs.live()} == {queued.id, started.id}
+    counts = runs.count_by_status()
+    assert (counts[RunStatus.QUEUED], counts[RunStatus.PAUSED], counts[RunStatus.RUNNING]) == (1, 1, 0)
+
+
+def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> None:
+    run = create(runs)
+    with pytest.raises(TransitionConflict):
+        runs.transition(run.id, RunStatus.RUNNING, RunStatus.FAILED)
+    with pytest.raises(TransitionConflict, match="submission is 0, not 3"):
+        runs.transition(run.id, RunStatus.QUEUED, RunStatus.STARTING, submission=3)
+    reason = Reason(code=ReasonCode.DEADLINE_EXCEEDED, message="too late")
+    failed = runs.transition(run.id, {RunStatus.QUEUED, RunStatus.STARTING}, RunStatus.FAILED, reason, columns={"priority": 7})
+    assert (failed.status, failed.reason, failed.finished_at, failed.priority) == (RunStatus.FAILED, reason, NOON, 7)
+    with pytest.raises(TransitionConflict) as gone:
+        runs.transition("run_000000000000", RunStatus.QUEUED, RunStatus.FAILED)
+    assert gone.value.found is None
+
+
+def test_a_failed_transition_writes_nothing(runs: RunStore, events: EventStore) -> None:
+    run = create(runs)
+    with pytest.raises(TransitionConflict):
+        runs.transition(run.id, RunStatus.QUEUED, RunStatus.RUNNING, columns={"priority": 9})
+    assert runs.get(run.id) == run
+    assert len(events.after(run.id, 0, 100)) == 2
+
+
+def test_one_of_many_claims_wins(runs: RunStore) -> None:
+    run = create(runs)
+    barrier = threading.Barrier(8)
+
+    def claim(_: int) -> int | None:
+        barrier.wait()
+        try:
+            return runs.claim_submission(run.id, 0).submission
+        except TransitionConflict:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [answer for answer in pool.map(claim, range(8)) if answer is not None]
+    assert won == [1]
+
+
+def test_claims_follow_the_run(runs: RunStore) -> None:
+    run = create(runs)
+    assert runs.claim_submission(run.id, 0).status == RunStatus.STARTING
+    recorded = runs.record_job(run.id, 1, "job-1")
+    assert (recorded.ray_job_id, recorded.submitted_at) == ("job-1", NOON)
+    runs.transition(run.id, RunStatus.STARTING, RunStatus.RUNNING)
+    second = runs.claim_submission(run.id, 1)
+    assert (second.status, second.submission, second.ray_job_id, second.submitted_at) == (RunStatus.RECOVERING, 2, None, None)
+    with pytest.raises(TransitionConflict):
+        runs.record_job(run.id, 1, "job-1")
+    assert runs.claim_submission(run.id, 2).status == RunStatus.RECOVERING
+    runs.request_stop(run.id, "cancel")
+    with pytest.raises(TransitionConflict):
+        runs.claim_submission(run.id, 3)
+
+
+def test_reasons_are_said_in_one_go_where_runs_are_as_they_were(runs: RunStore) -> None:
+    run, other = create(runs), create(runs)
+    before = runs.live_versions()
+    assert before == {row.id: row.row_version for row in runs.live()}
+    runs.set_reasons(
+        [(run.id, RunStatus.QUEUED, WAITING), (other.id, RunStatus.RUNNING, WAITING), ("run_gone", RunStatus.QUEUED, None)]
+    )
+    found = runs.rows([run.id, other.id, "run_gone"])
+    assert {name: row.reason for name, row in found.items()} == {run.id: WAITING, other.id: None}
+    after = runs.live_versions()
+    assert list(after) == list(before) and after[run.id] > before[run.id] and after[other.id] == before[other.id]
+    runs.set_reason(run.id, RunStatus.QUEUED, None)
+    assert {row.reason for row in runs.live()} == {None}
+    runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
+    assert runs.claim_submission(run.id, 0).reason is None, "what it waited for is over"
+    runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
+    assert {row.reason for row in runs.live()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "code"),
+    [("cancel", RunStatus.CANCELLED, ReasonCode.CANCELLED_BY_USER), ("pause", RunStatus.PAUSED, ReasonCode.PAUSED_BY_USER)],
+)
+def test_a_queued_run_stops_at_once(runs: RunStore, stop: Any, status: RunStatus, code: ReasonCode) -> None:
+    stopped = runs.request_stop(create(runs).id, stop)
+    assert stopped.status == status
+    assert stopped.reason is not None and stopped.reason.code == code
+    assert stopped.stop_requested is None
+
+
+def test_a_submitted_run_is_asked_to_stop(runs: RunStore, events: EventStore, clock: ManualClock) -> None:
+    run = create(runs)
+    runs.claim_submission(run.id, 0)
+    clock.now += 5
+    stopping = runs.request_stop(run.id, "pause")
+    assert (stopping.status, stopping.stop_requested, stopping.stop_requested_at) == (RunStatus.STOPPING, "pause", NOON + 5)
+    assert runs.request_stop(run.id, "pause") == stopping, "asking again changes nothing"
+    cancelled = runs.request_stop(run.id, "cancel")
+    assert (cancelled.status, cancelled.stop_requested) == (RunStatus.STOPPING, "cancel")
+    with pytest.raises(TransitionConflict, match="being cancelled"):
+        runs.request_stop(run.id, "pause")
+    kinds = [(row.kind, row.data.get("stop")) for row in events.after(run.id, 3, 10)]
+    assert kinds == [("stop_requested", "pause"), ("status", None), ("stop_requested", "cancel")]
+
+
+def test_pause_and_resume(runs: RunStore) -> None:
+    run = create(runs)
+    with pytest.raises(TransitionConflict):
+        runs.resume(run.id)
+    runs.request_stop(run.id, "pause")
+    resumed = runs.resume(run.id)
+    assert (resumed.status, resumed.reason) == (RunStatus.QUEUED, None)
+
+
+def test_only_what_has_ended_is_deleted(runs: RunStore, events: EventStore, database: Database) -> None:
+    run, other = create(runs, tags={"a": "b"}), create(runs)
+    with pytest.raises(TransitionConflict, match="only a run that has ended"):
+        runs.delete(run.id)
+    runs.request_stop(run.id, "cancel")
+    runs.delete(run.id)
+    assert runs.get(run.id) is None
+    assert len(events.after(run.id, 0, 100)) == 0 and len(events.after(other.id, 0, 100)) == 2
+    with database.read() as connection:
+        for table in ("run_tags", "transitions"):
+            assert connection.execute(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run.id}).scalar_one() == 0
+    with pytest.raises(TransitionConflict) as gone:
+        runs.delete(run.id)
+    assert gone.value.found is None
+
+
+def test_a_writer_that_raises_leaves_no_trace_and_no_lock(database: Database, runs: RunStore) -> None:
+    class Boom(Exception):
+        pass
+
+    with pytest.raises(Boom), database.write() as connection:
+        connection.execute(text("DELETE FROM tokens"))
+        raise Boom
+    assert create(runs).status == RunStatus.QUEUED
+
+
+def test_readers_see_the_state_before_a_write_that_is_under_way(database: Database, runs: RunStore) -> None:
+    run = create(runs)
+    with database.write() as connection:
+        connection.execute(text("UPDATE runs SET name = 'renamed'"))
+        found = runs.get(run.id)
+        assert found is not None and found.name == "digits"
+
+
+def test_a_database_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatabaseUnavailable, match="file"):
+        Database(f"sqlite:///{tmp_path / 'file' / 'e.db'}").migrate()
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"this is no database at all" * 100)
+    broken = Database(f"sqlite:///{garbage}")
+    with pytest.raises(DatabaseUnavailable, match="not a database"):
+        broken.migrate()
+    broken.close()
+
+
+_SUBMIT_FOREVER = """
+import sys
+from everstep.spec.run_spec import parse_spec
+from service.db.engine import Database
+from service.db.idempotency import IdempotencyKey
+from service.db.runs import RunStore
+from tests.support.api_service import spec
+database = Database(sys.argv[1])
+database.migrate()
+runs = RunStore(database)
+wanted = parse_spec(spec())
+for index in range(10**9):
+    print(runs.create(wanted, "tok_a", IdempotencyKey("tok_a", str(index), "body"))[0].id, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'e.db'}"
+    process = subprocess.Popen([sys.executable, "-c", _SUBMIT_FOREVER, url], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    acknowledged = [process.stdout.readline().strip() for _ in range(200)]
+    os.kill(process.pid, signal.SIGKILL)
+    acknowledged += process.stdout.read().split()
+    process.stdout.close()
+    process.wait()
+    database = Database(url)
+    database.migrate()
+    found = {run.id for run in RunStore(database).find(RunFilter(), 100_000)}
+    database.close()
+    whole = [run_id for run_id in acknowledged if RUN_ID_PATTERN.fullmatch(run_id)]
+    assert len(whole) >= 200 and set(whole) <= found
+    assert len(found) <= len(whole) + 1, "at most the one that was under way"
+
+
+def test_threads_that_write_never_see_a_locked_database(runs: RunStore, events: EventStore) -> None:
+    run = create(runs)
+
+    def work(index: int) -> None:
+        steps: list[Callable[[], object]] = [lambda: create(runs), lambda: runs.live(), lambda: events.after(run.id, 0, 10)]
+        for step in range(20):
+            steps[(index + step) % 3]()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(events.after(run.id, 0, 100)) == 2

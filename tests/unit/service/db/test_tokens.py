@@ -1,0 +1,123 @@
+"""Tokens are kept as hashes, expire, and are revoked at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from everstep.spec.run_spec import parse_spec
+from everstep.wire import RunStatus
+from service.api.auth import LOCAL_TOKEN_ID, METRICS_TOKEN_ID, ensure_local_token, ensure_metrics_token
+from service.db.engine import Database
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
+from service.db.tokens import Claim, TokenStore
+from tests.support.api_service import NOON, ManualClock, spec
+
+pytest_plugins = ["tests.support.database_fixtures"]
+
+
+def test_a_token_is_found_by_its_secret_only(database: Database, tmp_path: Path) -> None:
+    tokens = TokenStore(database)
+    row, secret = tokens.create("ci", "submitter", "vision")
+    assert tokens.find(secret) == row
+    assert (row.role, row.project) == ("submitter", "vision")
+    for wrong in ("", secret[:-1], secret + "x", row.sha256, row.id):
+        assert tokens.find(wrong) is None
+    with database.read() as connection:
+        dump = str(connection.execute(text("SELECT * FROM tokens")).all())
+    assert secret not in dump
+    assert len(secret) == 47 and tokens.create("ci", "submitter", "vision")[1] != secret
+
+
+def test_expired_and_revoked_tokens_are_worthless(database: Database) -> None:
+    clock = ManualClock()
+    tokens = TokenStore(database, clock)
+    _, secret = tokens.create("short", "viewer", None, expires_at=NOON + 10)
+    clock.now += 9.9
+    assert tokens.find(secret) is not None
+    clock.now += 0.1
+    assert tokens.find(secret) is None
+    row, secret = tokens.create("revoked", "viewer", None)
+    with database.write() as connection:
+        connection.execute(text("UPDATE tokens SET revoked_at = 1 WHERE id = :id"), {"id": row.id})
+    assert tokens.find(secret) is None
+
+
+def test_the_local_token_is_made_once_and_kept(database: Database, tmp_path: Path) -> None:
+    tokens, path = TokenStore(database), tmp_path / "home" / "token"
+    ensure_local_token(tokens, path)
+    secret = path.read_text().strip()
+    found = tokens.find(secret)
+    assert found is not None and (found.id, found.role, found.project) == (LOCAL_TOKEN_ID, "admin", None)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    ensure_local_token(tokens, path)
+    assert path.read_text().strip() == secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("content", [None, "", "evs_of-another-database", "\udcff"])
+def test_a_missing_or_foreign_local_token_is_replaced(database: Database, tmp_path: Path, content: str | None) -> None:
+    tokens, path = TokenStore(database), tmp_path / "token"
+    ensure_local_token(tokens, path)
+    old = path.read_text().strip()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content.encode(errors="surrogateescape"))
+    ensure_local_token(tokens, path)
+    assert tokens.find(path.read_text().strip()) is not None
+    assert tokens.find(old) is None, "the lost token must not stay valid"
+
+
+def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(database: Database) -> None:
+    tokens = TokenStore(database)
+    for secret in ("a" * 40, "a" * 40, "b" * 40):
+        ensure_metrics_token(tokens, secret)
+        found = tokens.find(secret)
+        assert found is not None and (found.id, found.role, found.project) == (METRICS_TOKEN_ID, "viewer", None)
+    assert tokens.find("a" * 40) is None
+
+
+def test_a_token_and_a_run_are_found_together_as_they_are_apart(database: Database) -> None:
+    clock = ManualClock()
+    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
+    row, secret = tokens.create("ci", "submitter", None)
+    run = runs.create(parse_spec(spec()), row.id)[0]
+    # Times have digits enough to lose some, and texts what JSON writes otherwise.
+    for seconds, stop in ((0.123457, "pause"), (0.000001, None), (1 / 3, "cancel")):
+        clock.now += seconds
+        runs.request_stop(run.id, "cancel" if stop == "cancel" else "pause") if stop else runs.resume(run.id)
+    found, seen = tokens.find_with_run(secret, run.id)
+    assert found == row and seen is not None
+    assert seen[1] == runs.transitions([run.id])[run.id] and len(seen[1]) == 4
+    assert runs.listed([run.id, "run_none"]) == {run.id: seen}
+    assert tokens.find_with_run(secret, "run_none") == (row, None)
+    assert tokens.find_with_run(secret + "x", run.id) == (None, None)
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "another project", "another role"])
+def test_a_claim_holds_as_long_as_its_token_is_what_it_was(database: Database, end: str) -> None:
+    clock = ManualClock()
+    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
+    row, secret = tokens.create("ci", "submitter", "default", expires_at=NOON + 10)
+    run = runs.create(parse_spec(spec()), row.id)[0]
+    claim = Claim(row.sha256, row.role, row.project)
+    filters = (RunFilter(), RunFilter(statuses=(RunStatus.QUEUED, RunStatus.PAUSED)), RunFilter(name="nobody"))
+    pages = [runs.claimed_page(claim, where, 5) for where in filters]
+    assert [page and page[0].id for page in pages] == [run.id, run.id, []]
+    if end == "revoked":
+        tokens.revoke(row.id)
+    elif end == "expired":
+        clock.now += 10
+    elif end == "another project":
+        claim = replace(claim, project=None)
+    else:
+        claim = replace(claim, role="admin")
+    assert [runs.claimed_page(claim, where, 5) for where in filters] == [None, None, None]
+    assert (tokens.find(secret) is None) == (end in ("revoked", "expired"))

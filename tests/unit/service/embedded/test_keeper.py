@@ -1,0 +1,107 @@
+"""The keeper of an embedded cluster where a node does not start: the others are there, and its place is tried again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from service.cluster.cluster_note import ClusterNote, NodeNote, read_note
+from service.embedded import keeper as keeper_module
+from service.embedded.keeper import Keeper
+from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
+
+
+def node(slot: int) -> NodeNote:
+    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), 0.0, 1, ())
+
+
+class Slow(Keeper):
+    """A cluster on a machine that is so busy that the raylets in some places are not there in time, at first."""
+
+    late: ClassVar[list[int]] = []
+    left: ClassVar[list[subprocess.Popen[bytes]]] = []
+
+    def _start_node(self, slot: int) -> NodeNote:
+        if slot in self.late:
+            self.late.remove(slot)
+            command = [sys.executable, "-c", "import time; time.sleep(60)", f"{self._note.temp_dir}/n{slot}.0/raylet"]
+            self.left.append(subprocess.Popen(command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir}))
+            raise Exception("The current node timed out during startup.")  # as Ray says it
+        return node(slot)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    temp_dir = tmp_path / "cluster"
+    temp_dir.mkdir()
+    pid = os.getpid()
+    note = ClusterNote("ready", pid, started_at(pid), str(temp_dir), 3, 1)
+    note = replace(note, gcs_pid=pid, dashboard_pid=pid, fork_server_pid=pid, nodes=(node(0),))
+    monkeypatch.setattr(keeper_module, "lives", lambda *_: True)
+    monkeypatch.setattr(Slow, "left", [])
+    return Slow(tmp_path / "cluster.json", note)
+
+
+def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "late", [2])
+    slow._fill()
+    note = read_note(slow._note_path)
+    assert note is not None and [each.slot for each in note.nodes] == [0, 1, 3]
+    assert [process.wait(60) for process in slow.left] == [-9], "what Ray had begun for it is ended"
+
+    assert slow.tick()
+    assert len(slow._note.nodes) == 3, "not at once"
+    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: 1e9)
+    assert slow.tick()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+    assert slow._refill_at is None
+
+
+def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "LOOK_INTERVAL_S", 600.0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        slow._note = replace(slow._note, nodes=(node(0), replace(node(1), raylet_pid=raylet.pid)))
+        waiting = threading.Thread(target=slow._wait, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "there is nothing to see"
+        raylet.kill()
+        waiting.join(60)
+        assert not waiting.is_alive()
+    slow._wait()  # the same process, which was waited for
+    slow._note = replace(slow._note, nodes=(node(0),))
+    slow._on_signal(signal.SIGUSR1, None)
+    slow._wait()
+    assert slow._refill
+    slow._refill_at = keeper_module.time.monotonic() + 0.1
+    slow._wait()
+    assert keeper_module.time.monotonic() >= slow._refill_at
+
+
+def test_nodes_have_cores_of_their_own_where_they_take_them_all(slow: Slow) -> None:
+    """Three nodes of one CPU, then of two."""
+    one, two = slow._note, replace(slow._note, cpus_per_node=2)
+    assert [list(keeper_module.cores_of(slot, one, [0, 2, 5])) for slot in (1, 2, 3)] == [[0], [2], [5]]
+    assert [list(keeper_module.cores_of(slot, two, range(6))) for slot in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
+    for cores in ([0, 1], [0, 1, 2, 3]):
+        assert list(keeper_module.cores_of(1, one, cores)) == [], "too few, or some to spare"
+
+
+def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "late", [1, 2, 3])
+    slow._fill_first()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+
+    slow._note = replace(slow._note, nodes=(node(0),))
+    monkeypatch.setattr(slow, "late", [1, 1, 2, 2, 3, 3])
+    slow._fill_first()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3], "and a third: it is given up by the clock, not by tries"
+    assert [process.wait(60) for process in slow.left] == [-9] * 9

@@ -1,0 +1,95 @@
+"""What every rank did over time, and where curves are marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.wire.events import EventKind
+from service.model.rows import EventRow
+from service.web import curves
+from service.web.lanes import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
+
+
+def history(*told: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
+    return [EventRow(seq, at, kind, 1, attempt, data) for seq, (at, kind, attempt, data) in enumerate(told, 1)]
+
+
+def workers(*ranks: int) -> dict[str, Any]:
+    return {"workers": [{"rank": rank, "node_id": f"node-{rank}"} for rank in ranks], "world_size": len(ranks)}
+
+
+def test_a_failure_stops_every_rank_when_it_happened_and_blames_the_first() -> None:
+    found = lanes(
+        history(
+            (10, EventKind.ATTEMPT_STARTED, 1, workers(0, 1)),
+            (12, EventKind.TRAINING_STARTED, 1, {}),
+            (20, EventKind.FAILURE, 1, {"first_rank": 1, "verdict": "node_lost", "detect_s": 2.0}),
+            (21, EventKind.ATTEMPT_ENDED, 1, {"cause": "node_lost"}),
+            (25, EventKind.ATTEMPT_STARTED, 2, workers(0)),
+            (26, EventKind.TRAINING_STARTED, 2, {}),
+        ),
+        now=30,
+    )
+    assert found is not None
+    first = [("starting", 10, 12), ("training", 12, 18), ("waiting", 18, 21)]
+    second = [("starting", 25, 26), ("training", 26, 30)]
+    spans = [[(part.activity, part.start, part.end) for part in lane.segments] for lane in found.lanes]
+    assert spans == [first + second, first]
+    assert [lane.faults for lane in found.lanes] == [[], [Fault(18, "node_lost")]]
+    assert (found.start, found.end, found.position(20)) == (10, 30, 50)
+
+
+def test_a_group_whose_driver_died_ends_where_the_next_begins_and_a_finished_one_does_not_grow() -> None:
+    told = [
+        (10.0, EventKind.ATTEMPT_STARTED, 1, workers(0)),
+        (15.0, EventKind.SUBMISSION_STARTED, 0, {}),
+        (20.0, EventKind.ATTEMPT_STARTED, 2, workers(0)),
+        (30.0, EventKind.FINISHED, 2, {"outcome": "succeeded"}),
+        (30.1, EventKind.STATUS, 0, {"to": "SUCCEEDED"}),
+    ]
+    found = lanes(history(*told), now=1000)
+    assert found is not None and found.end == 30
+    assert [(part.start, part.end) for part in found.lanes[0].segments] == [(10, 15), (20, 30)]
+    assert lanes([], now=5) is None
+
+
+def test_of_many_ranks_the_lowest_are_drawn_and_those_that_failed() -> None:
+    group = workers(*range(MOST_RANKS + 10))
+    failure = {"first_rank": MOST_RANKS + 5, "verdict": "hang"}
+    found = lanes(history((1, EventKind.ATTEMPT_STARTED, 1, group), (5, EventKind.FAILURE, 1, failure)), now=9)
+    assert found is not None and found.num_ranks_left_out == 9
+    assert [lane.rank for lane in found.lanes][-1] == MOST_RANKS + 5
+
+
+def test_of_many_attempts_the_newest_are_drawn() -> None:
+    told = [(float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)]
+    found = lanes(history(*told), now=MOST_SEGMENTS)
+    assert found is not None and found.end == MOST_SEGMENTS
+    assert sum(len(lane.segments) for lane in found.lanes) == MOST_SEGMENTS
+    assert found.num_attempts_left_out == MOST_SEGMENTS - 1 - MOST_SEGMENTS // 2
+
+
+def test_training_and_validation_share_a_chart_and_the_loss_is_first() -> None:
+    names = ["val_loss", "lr", "val_accuracy", "loss", "accuracy", "val_"]
+    assert [(chart["title"], chart["names"]) for chart in curves.charts(names)] == [
+        ("loss", ["loss", "val_loss"]),
+        ("accuracy", ["accuracy", "val_accuracy"]),
+        ("lr", ["lr"]),
+        ("val_", ["val_"]),
+    ]
+
+
+def test_restarts_are_marked_with_what_they_followed() -> None:
+    restored = {"step": 0}, {"step": 7}, {"step": 9}
+    found = curves.marks(
+        history(
+            (1, EventKind.RESTORED, 1, restored[0]),
+            (5, EventKind.FAILURE, 1, {"first_rank": 1, "verdict": "hang"}),
+            (6, EventKind.RESTORED, 2, restored[1]),
+            (8, EventKind.RESTORED, 3, restored[2]),
+        )
+    )
+    assert [(mark["step"], mark["at"], mark["label"]) for mark in found] == [
+        (7, 6, "attempt 2: hang of rank 1"),
+        (9, 8, "attempt 3"),
+    ]

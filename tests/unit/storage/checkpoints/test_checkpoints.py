@@ -1,0 +1,212 @@
+"""Checkpoints: what is committed verifies, what does not is named and passed over, what is half is nothing."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.store import CheckpointStore, Rejected
+from storage.errors import CorruptCheckpoint, InvalidStorage, StorageNotFound, StorageUnavailable
+from storage.filesystem import Storage, open_storage
+from storage.run_dir import RunDir
+from tests.support.storage_places import CHECKPOINT_FILES, original, overwrite, save
+
+pytest_plugins = ["tests.support.storage_fixtures"]
+
+
+def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
+    store = run_dir.checkpoints
+    assert (store.list(), store.lineage(), store.newest_valid()) == ([], [], (None, []))
+    first = save(run_dir, 50)
+    second = save(
+        run_dir, 150, files={"model.pt": b"m" * 100_000, "deep/state.pt": b"", "x.bin": bytes(range(256))}, parent=first.name
+    )
+    assert store.list() == [first, second]
+    assert store.newest_valid() == (second, [])
+    store.verify(second.name)
+    assert second.name == "step-000000150.s001.a001"
+    assert second.size_bytes == 100_256
+    assert store.read_file(second.name, "x.bin") == bytes(range(256))
+    assert store.read_file(second.name, "deep/state.pt") == b""
+    assert store.path(second.name).endswith("runs/run_a/checkpoints/step-000000150.s001.a001")
+    with pytest.raises(StorageNotFound, match=r"has no file nothing\.pt; it has"):
+        store.read_file(second.name, "nothing.pt")
+    with pytest.raises(StorageNotFound, match="no committed checkpoint"):
+        store.verify("step-000000200.s001.a001")
+    with pytest.raises(InvalidStorage, match="not a checkpoint's name"):
+        store.verify("../../secrets")
+
+
+def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
+    store = run_dir.checkpoints
+    seen: list[tuple[str, int]] = []
+    save(run_dir, 50, between=lambda point: seen.append((point, len(CheckpointStore(run_dir).list()))))
+    assert [count for _, count in seen] == [0, 0, 0, 0, 0, 1]
+    with store.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
+        file.write(b"x")
+    assert [manifest.step for manifest in store.list()] == [50]
+    with pytest.raises(StorageNotFound):
+        store.read_file(writer.name, "model.pt")
+
+
+def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
+    data = bytes(range(256)) * 5000
+    with run_dir.checkpoints.begin(1, 1, 1) as writer:
+        with writer.write_file("a.bin") as file:
+            for start in range(0, len(data), 777):
+                assert file.write(memoryview(data)[start : start + 777]) == len(data[start : start + 777])
+            assert file.tell() == len(data)
+            file.flush()
+        manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
+    assert manifest.files["a.bin"].blake3 == blake3(data).hexdigest()
+    assert manifest.files["a.bin"].size_bytes == len(data)
+
+
+def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
+    import torch
+
+    with run_dir.checkpoints.begin(1, 1, 1) as writer:
+        with writer.write_file("model.pt") as file:
+            torch.save({"weight": torch.arange(100_000.0)}, file)
+        writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
+    state = run_dir.checkpoints.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
+    assert torch.equal(state["weight"], torch.arange(100_000.0))
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("relpath", CHECKPOINT_FILES)
+def test_every_byte_of_every_file_is_watched(local_dir: RunDir, relpath: str) -> None:
+    """Flip each byte in turn, one of its bits at a time."""
+    store = local_dir.checkpoints
+    save(local_dir, 50)
+    name = save(local_dir, 100).name
+    path = Path(store.path(name)) / relpath
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpoint) as caught:
+            store.verify(name)
+        assert (caught.value.name, caught.value.path) == (name, relpath), position
+    path.write_bytes(whole)
+    store.verify(name)
+
+
+@pytest.mark.parametrize("relpath", CHECKPOINT_FILES)
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "emptied", "grown", "removed"])
+def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, damage: str) -> None:
+    store = run_dir.checkpoints
+    sound = save(run_dir, 50)
+    name = save(run_dir, 100).name
+    data = original(run_dir, name, relpath)
+    if damage == "removed":
+        run_dir.files.delete_file(f"runs/run_a/checkpoints/{name}/{relpath}")
+    else:
+        changed = {"flipped": bytes([data[0] ^ 1]) + data[1:], "truncated": data[:-1], "emptied": b"", "grown": data + b"x"}
+        overwrite(run_dir, name, relpath, changed[damage])
+
+    newest, rejected = store.newest_valid()
+    assert newest == sound
+    if (damage, relpath) == ("removed", MANIFEST):  # then it is no checkpoint, and nothing to report
+        assert rejected == []
+        with pytest.raises(StorageNotFound):
+            store.verify(name)
+        return
+    with pytest.raises(CorruptCheckpoint) as caught:
+        store.verify(name)
+    assert (caught.value.name, caught.value.path) == (name, relpath)
+    assert caught.value.expected != caught.value.found
+    if relpath != MANIFEST and damage in ("truncated", "emptied"):
+        found = len(data) - 1 if damage == "truncated" else 0
+        assert (caught.value.expected, caught.value.found) == (f"{len(data)} bytes", f"{found} bytes")
+    assert rejected == [Rejected(name, str(caught.value))]
+    assert relpath in rejected[0].problem
+    if relpath != MANIFEST:
+        with pytest.raises(CorruptCheckpoint):
+            store.read_file(name, relpath)
+        with pytest.raises(CorruptCheckpoint):
+            list(store.archive(name).stream())
+
+
+def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (50, 100)]
+    for name in names:
+        overwrite(run_dir, name, "model.pt", b"bad")
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is None
+    assert [one.name for one in rejected] == [names[1], names[0]]
+
+
+def test_a_checkpoint_copied_elsewhere_is_not_one(local_dir: RunDir, local_storage: Storage) -> None:
+    store = local_dir.checkpoints
+    name = save(local_dir, 50).name
+    shutil.copytree(store.path(name), store.path("step-000000999.s001.a001"))
+    other = local_storage.run_dir("run_b")
+    shutil.copytree(store.path(name), other.checkpoints.path(name))
+    assert [manifest.name for manifest in store.list()] == [name]
+    assert [one.name for one in store.newest_valid()[1]] == ["step-000000999.s001.a001"]
+    assert other.checkpoints.list() == []
+
+
+def test_trouble_of_the_storage_is_not_damage(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that is away must not send a run back; a sector that cannot be read must."""
+    save(local_dir, 50)
+    name = save(local_dir, 100).name
+    real_open = builtins.open
+
+    def failing(number: int) -> None:
+        def opened(path: Any, *args: Any, **kwargs: Any) -> object:
+            if str(path).endswith(f"{name}/model.pt"):
+                raise OSError(number, "injected")
+            return real_open(path, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "open", opened)
+
+    failing(110)
+    with pytest.raises(StorageUnavailable):
+        local_dir.checkpoints.newest_valid()
+    failing(5)
+    newest, rejected = local_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.step == 50
+    assert rejected[0].name == name
+
+
+def test_verifying_tells_every_block_and_can_be_broken_off(local_dir: RunDir) -> None:
+    manifest = save(local_dir, 50, files={"model.pt": b"m" * 2_500_000, "state": b"s" * 100})
+    told: list[int] = []
+    local_dir.checkpoints.verify(manifest.name, told.append)
+    assert sum(told) == manifest.size_bytes and max(told) <= 1 << 20
+
+    def stop(num_bytes: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        local_dir.checkpoints.verify(manifest.name, stop)
+
+
+def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
+    save(local_dir, 50)
+    bad = save(local_dir, 100).name
+    overwrite(local_dir, bad, "model.pt", b"weights 1000")
+    store = local_dir.checkpoints
+    manifest, data, rejected = store.read_newest(lambda manifest: store.read_file(manifest.name, "model.pt"))
+    assert manifest is not None and (manifest.step, data) == (50, b"weights 50")
+    assert [one.name for one in rejected] == [bad]
+
+
+def test_opening_a_store_touches_nothing(tmp_path: Path) -> None:
+    run_dir = open_storage(str(tmp_path / "nothing")).run_dir("run_a")
+    run_dir.checkpoints.list()
+    run_dir.checkpoints.retain(1, None)
+    run_dir.submissions()
+    assert not (tmp_path / "nothing").exists()

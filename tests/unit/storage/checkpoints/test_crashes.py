@@ -1,0 +1,211 @@
+"""Killed at every system call of the commit protocol and of the journal: what is left is always whole or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.checkpoints.manifest import MANIFEST
+from storage.filesystem import open_storage
+from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from tests.support.storage_places import event, quick_directory, save
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module", params=["checkpoint", "journal"])
+def wreckage(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    """A directory for each call of the OS at which the scenario was killed."""
+    with quick_directory() as directory:
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.storage_crash", request.param, directory], cwd=ROOT, check=True, timeout=120
+        )
+        yield request.param, Path(directory)
+
+
+def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:
+    scenario, directory = wreckage
+    places = sorted(path for path in directory.iterdir() if path.suffix == ".said")
+    assert len(places) > 20
+    for said in places:
+        claims = said.read_text().splitlines()
+        (_check_checkpoints if scenario == "checkpoint" else _check_journal)(said.with_suffix(""), claims)
+
+
+PROTOCOL = [
+    *("mkdir .begun-step-000000100.s001.a001", "open manifest.json.tmp"),  # begun: the writer's own directory and its marker
+    *("open model.pt", "write model.pt", "fsync model.pt", "mkdir deep", "mkdir er", "open state.pt", "write state.pt"),
+    *("fsync state.pt", "fsync er", "fsync .begun-step-000000100.s001.a001"),  # bytes, then names
+    *("write manifest.json.tmp", "fsync manifest.json.tmp", "replace manifest.json"),  # the manifest, last
+    *("rename step-000000100.s001.a001", "fsync checkpoints"),  # the commit
+    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001.a001"),  # deletion: the manifest first
+    *(
+        "rename .trash-step-000000150.s001.a001",
+        "rmdir .trash-step-000000150.s001.a001",
+    ),  # what was left unfinished goes
+]
+"""Points of the commit protocol, in the order in which the scenario comes by."""
+
+
+def test_death_came_at_every_point_of_the_protocol(wreckage: tuple[str, Path]) -> None:
+    scenario, directory = wreckage
+    deaths = {mode: {path.read_text().strip() for path in directory.glob(f"*-{mode}.died")} for mode in ("before", "half")}
+    if scenario == "checkpoint":
+        assert set(PROTOCOL) <= deaths["before"], set(PROTOCOL) - deaths["before"]
+        writes = {point for point in PROTOCOL if point.startswith("write")}
+    else:
+        writes = {"write s001.jsonl"}
+    assert writes <= deaths["half"], writes - deaths["half"]
+
+
+def _check_checkpoints(place: Path, claims: list[str]) -> None:
+    run_dir = open_storage(str(place)).run_dir("run_crash")
+    store = run_dir.checkpoints
+    listed = store.list()
+    for manifest in listed:
+        store.verify(manifest.name)
+    steps = {manifest.step for manifest in listed}
+    acknowledged = {int(claim.split()[1]) for claim in claims if claim.startswith("committed")}
+    if "deleting 50" in claims:
+        acknowledged -= {50}
+    if 150 in acknowledged:  # retention was under way
+        acknowledged -= {100}
+    assert acknowledged <= steps, (place.name, claims, steps)
+    newest, rejected = store.newest_valid()
+    assert rejected == [], place.name
+    assert (newest.step if newest else None) == (max(steps) if steps else None)
+
+    # Whoever comes next finds nothing in its way, and retention clears every leaving.
+    save(run_dir, 100, submission=2)
+    save(run_dir, 200, submission=2)
+    store.retain(1, None)
+    checkpoints = Path(store.path("step-000000200.s002.a001")).parent
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000000200.s002.a001"], place.name
+
+
+def _check_journal(place: Path, claims: list[str]) -> None:
+    run_dir = open_storage(str(place)).run_dir("run_crash")
+    durable = max((int(claim.split()[1]) for claim in claims), default=0)
+    before, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in before] == list(range(1, len(before) + 1)), place.name
+    assert len(before) >= durable, (place.name, claims)
+
+    # The next writer is sent everything that was not acknowledged, and a reader that had come this far misses nothing.
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(number) for number in range(durable + 1, 9)])
+    after, _ = read_journal(run_dir, 1, cursor)
+    assert [found.source_n for found in before + after] == list(range(1, 9)), place.name
+
+
+POINTS = ["begun", "inside model.pt", "after model.pt", "inside train_state.pt", "after train_state.pt", "before the manifest"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_sigkill_within_a_save_keeps_the_checkpoint_before(tmp_path: Path, point: str) -> None:
+    """A process of its own, killed from outside while it stands at one point of the protocol."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from storage.filesystem import open_storage
+from storage.files.local import LocalFiles
+from tests.support.storage_places import save
+
+def stop_at(reached):
+    if reached == {point!r}:
+        print("there", flush=True)
+        time.sleep(60)
+
+run_dir = open_storage({str(tmp_path)!r}).run_dir("run_kill")
+save(run_dir, 50)
+promote = LocalFiles.promote
+LocalFiles.promote = lambda *args: stop_at("before the manifest") or promote(*args)
+save(run_dir, 100, between=stop_at)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+    store = open_storage(str(tmp_path)).run_dir("run_kill").checkpoints
+    begun = Path(store.path("step-000000100.s001.a001")).parent.glob(".begun-step-000000100.s001.a001-*")
+    assert [path.is_dir() for path in begun] == [True]
+    assert [manifest.step for manifest in store.list()] == [50]
+    newest, rejected = store.newest_valid()
+    assert newest is not None and newest.step == 50
+    assert rejected == []
+
+
+def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine keeps what was synced: bytes, then names, then the manifest's bytes, its name last."""
+    done: list[tuple[str, str]] = []
+
+    def path_of(target: object) -> str:
+        return str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else str(target)
+
+    real_fsync, real_replace, real_rename = os.fsync, os.replace, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(("fsync", path_of(fd))) or real_fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append(("replace", path_of(b))) or real_replace(a, b))
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append(("rename", path_of(b))) or real_rename(a, b))
+    run_dir = open_storage(str(tmp_path)).run_dir("run_order")
+    save(run_dir, 50, files={"model.pt": b"m", "deep/state.pt": b"s"})
+
+    final = run_dir.checkpoints.path("step-000000050.s001.a001")
+    [commit] = [number for number, (what, path) in enumerate(done) if what == "replace" and path.endswith(f"/{MANIFEST}")]
+    directory = str(Path(done[commit][1]).parent)
+    assert Path(directory).name.startswith(".begun-") and Path(directory).parent == Path(final).parent
+    before, after = done[:commit], done[commit + 1 :]
+    for synced in (f"{directory}/model.pt", f"{directory}/deep/state.pt", f"{directory}/deep", directory):
+        assert ("fsync", synced) in before, synced
+    assert before[-1][1].endswith(".tmp"), "the manifest's own bytes come last before its name"
+    assert before.index(("fsync", f"{directory}/model.pt")) < max(
+        i for i, step in enumerate(before) if step == ("fsync", directory)
+    )
+    assert after[:3] == [("fsync", directory), ("rename", final), ("fsync", str(Path(final).parent))]
+
+
+def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:
+    """A writer that is killed as it writes, five times over, while a reader follows."""
+    script = f"""
+from storage.filesystem import open_storage
+from storage.logs.journal import JournalWriter
+from tests.support.storage_places import event
+writer = JournalWriter(open_storage({str(tmp_path)!r}).run_dir("run_kill"), 1)
+print("open", flush=True)
+while True:
+    first = writer.last_source_n("driver") + 1
+    writer.append([event(n, text="x" * (n % 997)) for n in range(first, first + 20)])
+"""
+    run_dir = open_storage(str(tmp_path)).run_dir("run_kill")
+    found: list[JournalEvent] = []
+    cursor: str | None = None
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"open\n"
+            wanted, deadline = len(found) + 200, time.monotonic() + 60
+            while len(found) < wanted:
+                assert time.monotonic() < deadline
+                events, cursor = read_journal(run_dir, 1, cursor, limit=37)
+                found += events
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    while True:
+        events, cursor = read_journal(run_dir, 1, cursor)
+        if not events:
+            break
+        found += events
+    assert [(one.n, one.source_n) for one in found] == [(n, n) for n in range(1, len(found) + 1)]

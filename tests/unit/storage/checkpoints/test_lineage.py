@@ -1,0 +1,428 @@
+"""Lineage and retention: one committed line of states, whoever was slow to die."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import blake3
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.lineage import RestorePoint, attempt_starts, in_lineage
+from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.store import CheckpointStore
+from storage.errors import CheckpointReplaced, CorruptFile
+from storage.filesystem import open_storage
+from storage.logs.journal import JournalWriter
+from storage.run_dir import CheckpointName, Origin, RunDir
+from tests.support.storage_places import event, memory_run_dir, quick_directory, record_restored, save
+
+pytest_plugins = ["tests.support.storage_fixtures"]
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple[int, int]]:
+    return [(manifest.step, manifest.submission) for manifest in CheckpointStore(run_dir).lineage(before_submission)]
+
+
+def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh")
+    save(run_dir, 50)
+    save(run_dir, 100)
+    record_restored(run_dir, 2, 100)
+    save(run_dir, 150)  # the old one was slow, not dead
+    assert lineage(run_dir) == [(50, 1), (100, 1)]
+    save(run_dir, 120, submission=2)
+    save(run_dir, 200)
+    assert lineage(run_dir) == [(50, 1), (100, 1), (120, 2)]
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.name == "step-000000120.s002.a001"
+    assert rejected == []
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 100, 120, 150, 200]
+
+
+def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
+    assert attempt_starts(run_dir) == {}
+    kinds = [
+        (1, EventKind.ATTEMPT_STARTED, {"world_size": 1}),
+        (1, EventKind.RESTORED, {"step": 0}),
+        (1, EventKind.METRICS, {"points": []}),
+        (2, EventKind.ATTEMPT_STARTED, {"world_size": 1}),
+        (3, EventKind.RESTORED, {"step": 57}),
+    ]
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append(
+            [
+                replace(event(number, kind, data=data), attempt=attempt)
+                for number, (attempt, kind, data) in enumerate(kinds, start=1)
+            ]
+        )
+    record_restored(run_dir, 2, 0, "fresh")
+    [fresh] = [point for (submission, _), point in attempt_starts(run_dir).items() if submission == 2]
+    assert fresh == RestorePoint(0, fresh=True)
+    before = {origin: point for origin, point in attempt_starts(run_dir).items() if origin[0] == 1}
+    assert before == {(1, 1): RestorePoint(0, fresh=False), (1, 3): RestorePoint(57, fresh=False)}
+
+
+def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh")
+    save(run_dir, 0)
+    save(run_dir, 50)
+    record_restored(run_dir, 2, 0, "fresh")
+    assert lineage(run_dir) == []
+    save(run_dir, 100)
+    assert lineage(run_dir) == []
+    assert run_dir.checkpoints.newest_valid() == (None, [])
+    save(run_dir, 20, submission=2)
+    assert lineage(run_dir) == [(20, 2)]
+
+
+def test_a_submission_that_has_not_restored_yet_voids_nothing(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    with JournalWriter(run_dir, 2) as journal:
+        journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.WAITING)])
+    store = CheckpointStore(run_dir)
+    assert [manifest.step for manifest in store.lineage()] == [50]
+    with JournalWriter(run_dir, 2) as journal:
+        journal.append([event(3, EventKind.RESTORED, data={"step": 0, "source": "fresh"})])
+    assert store.lineage() == [], "the store did not keep that there was none"
+
+
+def test_the_first_restored_event_is_the_restore_point(run_dir: RunDir) -> None:
+    assert attempt_starts(run_dir) == {}
+    with JournalWriter(run_dir, 1) as journal:
+        journal.append([event(n, EventKind.METRICS, points=[]) for n in range(1, 500)])
+        journal.append([event(500, EventKind.RESTORED, data={"step": 70, "source": "snapshot"})])
+        journal.append([event(501, EventKind.RESTORED, data={"step": 90, "source": "checkpoint"})])
+    assert attempt_starts(run_dir) == {(1, 0): RestorePoint(70, fresh=False)}
+
+
+def test_a_snapshot_between_checkpoints_keeps_those_below_it(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    record_restored(run_dir, 2, 73, "snapshot")
+    save(run_dir, 60)  # written by the old one from the very states that the snapshot descends from
+    save(run_dir, 80)
+    assert lineage(run_dir) == [(50, 1), (60, 1)]
+
+
+def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    save(run_dir, 100)
+    record_restored(run_dir, 2, 50)
+    save(run_dir, 75, submission=2)
+    record_restored(run_dir, 3, 0, "fresh")
+    save(run_dir, 10, submission=3)
+    assert lineage(run_dir, before_submission=2) == [(50, 1), (100, 1)]
+    assert lineage(run_dir, before_submission=3) == [(50, 1), (75, 2)]
+    assert lineage(run_dir) == lineage(run_dir, before_submission=4) == [(10, 3)]
+
+
+def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> None:
+    save(run_dir, 50)
+    bad = save(run_dir, 100)
+    run_dir.files.write(f"runs/run_a/checkpoints/{bad.name}/model.pt", b"bad")
+    newest, rejected = run_dir.checkpoints.newest_valid(before_submission=2)
+    assert newest is not None and newest.step == 50
+    assert [one.name for one in rejected] == [bad.name]
+    record_restored(run_dir, 2, 50)
+    save(run_dir, 75, submission=2)
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.step == 75
+    assert rejected == [], "the corrupt one is no longer in the way"
+
+
+# A history: submissions start one after the other, each restoring from what it sees; any that began may commit on.
+STEP = st.one_of(
+    st.tuples(st.just("start"), st.sampled_from(["newest", "any", "snapshot", "fresh"]), st.integers(0, 1000)),
+    st.tuples(st.just("commit"), st.integers(0, 1000), st.integers(1, 30)),
+    st.tuples(st.just("wait")),
+)
+
+
+@given(history=st.lists(STEP, max_size=30))
+@settings(max_examples=200)
+def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
+    """Against a model in which every checkpoint knows the states it descends from."""
+    run_dir, _ = memory_run_dir()
+    reached: dict[int, int] = {}
+    """Steps done by each submission, zombies included."""
+    ancestors: dict[int, list[tuple[int, int]]] = {}
+    """What each submission's states descend from: (step, submission) of checkpoints, its own included."""
+    newest = 0
+
+    for kind, *arguments in history:
+        if kind == "start":
+            how, pick = arguments
+            seen = ancestors.get(newest, [])
+            newest += 1
+            if how == "fresh" or not seen:
+                step, kept = 0, []
+                record_restored(run_dir, newest, 0, "fresh")
+            else:
+                index = len(seen) - 1 if how != "any" else pick % len(seen)
+                # A snapshot lies between the last checkpoint and where the old ranks had come.
+                step = seen[index][0] if how != "snapshot" else max(seen[-1][0], reached[newest - 1])
+                kept = [ancestor for ancestor in seen if ancestor[0] <= step]
+                record_restored(run_dir, newest, step, "snapshot" if how == "snapshot" else "checkpoint")
+            reached[newest], ancestors[newest] = step, kept
+        elif kind == "commit" and newest:
+            who, steps = arguments
+            submission = who % newest + 1
+            reached[submission] += steps
+            save(run_dir, reached[submission], submission)
+            ancestors[submission].append((reached[submission], submission))
+        assert lineage(run_dir) == sorted(ancestors.get(newest, []))
+
+
+NAME = st.builds(CheckpointName, st.integers(0, 20), st.integers(1, 5), st.integers(0, 6))
+ORIGIN = st.tuples(st.integers(1, 6), st.integers(1, 6))
+POINTS = st.dictionaries(ORIGIN, st.builds(RestorePoint, st.integers(0, 20), st.booleans()))
+
+
+@given(names=st.sets(NAME), points=POINTS)
+def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName], points: dict[Origin, RestorePoint]) -> None:
+    kept = in_lineage(names, points)
+    assert kept == sorted(kept)
+    for name in names:
+        voided = any(
+            (name.submission < submission or (name.submission == submission and 0 < name.attempt < attempt))
+            and (point.fresh or name.step > point.step)
+            for (submission, attempt), point in points.items()
+        )
+        assert (name in kept) == (not voided)
+
+
+@given(name=NAME)
+def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
+    assert CheckpointName.parse(str(name)) == name
+    assert str(name).endswith(f".s{name.submission:03d}") == (name.attempt == 0), "as older versions named it"
+
+
+def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
+    """Two ranks zero of one submission, both alive: what the older one saves of the same steps is its own, and void."""
+    record_restored(run_dir, 1, 0, "fresh", attempt=1)
+    save(run_dir, 20, attempt=1)
+    record_restored(run_dir, 1, 30, "snapshot", attempt=2)
+    save(run_dir, 60, attempt=1, files={"model.pt": b"the older one's"})
+    ours = save(run_dir, 60, attempt=2, files={"model.pt": b"the newer one's"})
+    store = CheckpointStore(run_dir)
+    assert [manifest.name for manifest in store.lineage()] == ["step-000000020.s001.a001", ours.name]
+    newest, rejected = store.newest_valid()
+    assert (newest, rejected) == (ours, [])
+    assert store.read_file(ours.name, "model.pt") == b"the newer one's"
+
+
+def test_an_older_attempt_deletes_nothing_that_a_newer_one_wrote(run_dir: RunDir) -> None:
+    record_restored(run_dir, 1, 0, "fresh", attempt=1)
+    store, zombie = CheckpointStore(run_dir), CheckpointStore(run_dir)
+    save(run_dir, 20, attempt=1)
+    assert zombie.retain(1, None, (1, 1)) == []
+    record_restored(run_dir, 1, 20, "snapshot", attempt=2)
+    ours = [save(run_dir, step, attempt=2) for step in (30, 40)]
+    unfinished = store.begin(50, 1, 2)
+    zombies = [save(run_dir, step, attempt=1) for step in (60, 70, 80)]
+    zombie.retain(1, None, (1, 1), zombies[-1])
+    assert {manifest.name for manifest in store.list()} >= {manifest.name for manifest in ours}
+    with unfinished.write_file("model.pt") as file:
+        file.write(b"goes on")
+    unfinished.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
+
+
+OLD_MANIFEST = (
+    b'{"attempt":3,"created_at":"2026-01-01T00:00:00Z","digest":"%s","epoch":0,"files":{"model.pt":{"blake3":"%s","size_bytes":3}},'
+    b'"metrics":{},"parent":null,"run_id":"run_a","sample_digest":null,"schema_version":2,"step":50,"submission":1,"world_size":1}'
+)
+
+
+def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt(run_dir: RunDir) -> None:
+    """Its manifest says an attempt, but its name does not; no attempt of its own submission makes it void, as before."""
+    name, content = "step-000000050.s001", b"old"
+    fields = OLD_MANIFEST.replace(b'"digest":"%s",', b"") % blake3.blake3(content).hexdigest().encode()
+    digest = hashlib.sha256(fields).hexdigest().encode()
+    run_dir.files.write(run_dir.checkpoints_path(f"{name}/model.pt"), content)
+    manifest = OLD_MANIFEST % (digest, blake3.blake3(content).hexdigest().encode())
+    run_dir.files.write(run_dir.checkpoints_path(f"{name}/{MANIFEST}"), manifest)
+    record_restored(run_dir, 1, 30, "snapshot", attempt=4)
+    store = CheckpointStore(run_dir)
+    newest, rejected = store.newest_valid()
+    assert newest is not None and (newest.name, newest.attempt, newest.writer, rejected) == (name, 3, None, [])
+    assert newest.to_bytes() == manifest
+    record_restored(run_dir, 2, 30)
+    assert store.lineage() == [], "a newer submission does"
+    save(run_dir, 60, 2, 5)
+    assert store.retain(1, None, (2, 5)) == [name]
+
+
+# ---------------------------------------------------------------- retention
+
+
+@given(
+    commits=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12, unique=True),
+    restored=st.dictionaries(st.integers(2, 3), st.tuples(st.integers(0, 30), st.booleans())),
+    unfinished=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=3),
+    keep_latest=st.integers(-1, 5),
+    best=st.integers(0, 20),
+    skew_s=st.lists(st.integers(-1000, 1000), min_size=12, max_size=12),
+)
+@settings(max_examples=150)
+def test_retention_keeps_what_it_must(
+    commits: list[tuple[int, int]],
+    restored: dict[int, tuple[int, bool]],
+    unfinished: list[tuple[int, int]],
+    keep_latest: int,
+    best: int,
+    skew_s: list[int],
+) -> None:
+    with quick_directory() as directory:
+        run_dir = open_storage(directory).run_dir("run_p")
+        store = run_dir.checkpoints
+        place: dict[str, tuple[int, int]] = {}
+        attempts: dict[int, tuple[int, int]] = {}
+        for number, (step, submission) in enumerate(commits):
+            attempt, last_step = attempts.get(submission, (10 * submission, -1))
+            attempt += step <= last_step  # only a later attempt goes back
+            attempts[submission] = attempt, step
+            when = NOW + timedelta(seconds=number + skew_s[number])
+            place[save(run_dir, step, submission, created_at=when, attempt=attempt).name] = submission, number
+        for submission, (step, fresh) in restored.items():
+            record_restored(run_dir, submission, step, "fresh" if fresh else "checkpoint")
+        for step, submission in unfinished:
+            if (step, submission) not in commits:
+                store.begin(step, submission, 1)
+        before, line = store.list(), store.lineage()
+        best_name = before[best % len(before)].name
+
+        deleted = store.retain(keep_latest, best_name)
+
+        after = {manifest.name for manifest in store.list()}
+        assert sorted(deleted) == sorted({manifest.name for manifest in before} - after)
+        assert best_name in after
+        if not line:
+            assert deleted == []
+            return
+        newest = line[-1].name
+        latest = [one.name for one in sorted(line, key=lambda one: place[one.name])][-max(1, keep_latest) :]
+        assert after >= {newest, *latest}
+        kept_line = [manifest.name for manifest in line if manifest.name in after]
+        assert set(kept_line) == {newest, *latest} | ({best_name} & {manifest.name for manifest in line})
+        assert store.newest_valid()[0] == line[-1]
+        # What is left besides can only be what the newest submission has yet to overtake, or never was in the line.
+        for entry in run_dir.files.list("runs/run_p/checkpoints"):
+            name = CheckpointName.parse(entry.name.removeprefix(".begun-")[: len(newest)])
+            assert name is not None
+            if entry.name not in after:
+                newest_name = CheckpointName.parse(newest)
+                assert newest_name is not None
+                assert (name.origin, name.step) > (newest_name.origin, newest_name.step)
+        assert store.retain(keep_latest, best_name) == []
+
+
+def test_retention_in_plain_words(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30, 40, 50)]
+    assert run_dir.checkpoints.retain(2, best=names[1]) == [names[0], names[2]]
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[1], names[3], names[4]]
+    assert run_dir.checkpoints.retain(0, best=None) == [names[1], names[3]]
+    assert run_dir.checkpoints.retain(0, best=None) == []
+
+
+def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
+    """It knows manifests from before: one that is gone since must not count, and one that was written anew is another."""
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    assert run_dir.checkpoints.retain(3, best=None) == []
+    run_dir.files.delete_file(f"runs/run_a/checkpoints/{names[1]}/{MANIFEST}")
+    written = save(run_dir, 40)
+    assert run_dir.checkpoints.retain(3, None, None, written) == [], "three are left"
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[0], names[2], written.name]
+    run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
+    again = save(run_dir, 30, attempt=2)
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0], names[2]], "kept are the newest by commit, and by step"
+    assert run_dir.checkpoints.list() == [again, written]
+
+
+def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:
+    bad = save(run_dir, 100).name
+    run_dir.files.write(f"runs/run_a/checkpoints/{bad}/model.pt", b"bad")
+    sound = save(run_dir, 75, attempt=2)  # the attempt that fell back goes on below it
+    assert run_dir.checkpoints.retain(1, best=None) == []
+    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert newest == sound
+    assert [one.name for one in rejected] == [bad]
+
+
+def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
+    sound = save(run_dir, 50).name
+    bad = [save(run_dir, step).name for step in (60, 70)]
+    for name in bad:
+        run_dir.files.write(f"runs/run_a/checkpoints/{name}/model.pt", b"bad")
+    store = run_dir.checkpoints
+    assert [one.name for one in store.newest_valid()[1]] == bad[::-1]
+    first = save(run_dir, 55, attempt=2).name
+    assert store.retain(2, best=None) == []  # two sound ones are kept, and the evidence as long as one of them is older
+    second = save(run_dir, 58, attempt=2).name
+    assert set(store.retain(2, best=None)) == {sound, *bad}
+    assert [manifest.name for manifest in store.list()] == [first, second]
+
+
+@pytest.mark.parametrize("skew_s", [-600, 600])
+def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(run_dir: RunDir, skew_s: int) -> None:
+    """Rank 0 moves to a host whose clock is ten minutes off, and goes on."""
+    for step in (10, 20, 30):
+        save(run_dir, step, created_at=NOW + timedelta(seconds=step))
+    for step in (40, 50, 60):
+        written = save(run_dir, step, attempt=2, created_at=NOW + timedelta(seconds=step + skew_s))
+        assert written.name not in run_dir.checkpoints.retain(2, None, (1, 2), written)
+    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 60]
+
+
+def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -> None:
+    for step in (40, 50):
+        save(run_dir, step, attempt=2)
+    written = save(run_dir, 30, attempt=1)
+    assert run_dir.checkpoints.retain(1, None, None, written) == ["step-000000040.s001.a002"]
+
+
+def test_what_the_service_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    run_dir.keep_steps((), corrupt=[names[2]])
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest sound one, and the evidence"
+    save(run_dir, 40)
+    assert run_dir.checkpoints.retain(1, best=None) == names[1:]
+
+
+def test_a_checkpoint_that_another_run_waits_for_is_kept(run_dir: RunDir) -> None:
+    names = [save(run_dir, step).name for step in (10, 20, 30)]
+    run_dir.keep_steps({10})
+    assert run_dir.checkpoints.retain(1, best=None) == [names[1]]
+    run_dir.keep_steps(())
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]]
+    run_dir.files.write("runs/run_a/control/kept.json", b"{}")
+    save(run_dir, 40)
+    with pytest.raises(CorruptFile, match="which steps to keep"):
+        run_dir.checkpoints.retain(1, best=None)
+
+
+def test_the_leavings_of_a_run_that_ended_are_collected(run_dir: RunDir) -> None:
+    kept = save(run_dir, 10)
+    writer = run_dir.checkpoints.begin(20, 1, 1)
+    with writer.write_file("model.pt") as file:
+        file.write(b"half")
+    [orphan] = run_dir.checkpoints.collect_orphans()
+    assert orphan.startswith(f".begun-{writer.name}-" if run_dir.storage.is_local else writer.name)
+    assert run_dir.checkpoints.collect_orphans() == []
+    assert run_dir.checkpoints.list() == [kept]
+    with pytest.raises(CheckpointReplaced):
+        writer.write_file("train_state.pt")
+
+
+def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:
+    for step in (10, 20, 30):
+        save(run_dir, step)
+    record_restored(run_dir, 2, 30)
+    assert run_dir.checkpoints.retain(1, None, (1, 1)) == []
+    assert len(run_dir.checkpoints.retain(1, None, (2, 1))) == 2

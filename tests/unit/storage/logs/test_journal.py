@@ -1,0 +1,457 @@
+"""The journal: each event once, in order, whatever dies; and the log below it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.wire.events import EventKind
+from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageError, StorageFull
+from storage.files.local import LocalFiles
+from storage.filesystem import Storage, open_storage
+from storage.logs import append_log
+from storage.logs.append_log import LogCursor, SegmentedLog, open_log, read_log
+from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from storage.run_dir import RunDir
+from tests.support.storage_places import MemoryObjects, event, memory_run_dir, quick_directory
+
+pytest_plugins = ["tests.support.storage_fixtures"]
+
+
+def drain(run_dir: RunDir, cursor: str | None = None, limit: int = 1000) -> tuple[list[JournalEvent], str]:
+    found: list[JournalEvent] = []
+    while True:
+        events, cursor = read_journal(run_dir, 1, cursor, limit)
+        assert len(events) <= limit
+        if not events:
+            return found, cursor
+        found += events
+
+
+def test_events_come_back_as_they_went_in(any_storage: Storage) -> None:
+    run_dir = any_storage.run_dir("run_a")
+    assert read_journal(run_dir, 1) == ([], "0:0:0")
+    sent = JournalEvent(
+        kind=EventKind.RESTORED,
+        at=1.25,
+        submission=1,
+        attempt=3,
+        data={"step": 4, "text": "µ\n\r", "deep": [{"a": None}]},
+        source="rank-0.a003",
+        source_n=1,
+    )
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([sent])
+        writer.append([])
+        events, cursor = read_journal(run_dir, 1)
+        assert [(found.n, found.data, found.kind, found.attempt, found.at) for found in events] == [
+            (1, sent.data, EventKind.RESTORED, 3, 1.25)
+        ]
+        assert read_journal(run_dir, 1, cursor) == ([], cursor)
+        writer.append([event(1)])
+    assert [found.n for found in read_journal(run_dir, 1, cursor)[0]] == [2]
+
+
+def test_text_that_cannot_be_sent_on_comes_written_out(local_storage: Storage) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1, **{"text": "a\x00\ud800", "n\udce9": [1]})])
+    assert read_journal(run_dir, 1)[0][0].data == {"text": "a\\x00\\ud800", "n\\udce9": [1]}
+
+
+def test_what_json_cannot_say(local_storage: Storage) -> None:
+    import numpy
+
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append(
+            [event(1, values={"loss": float("nan"), "lr": [float("inf"), 0.5]}, number=numpy.float32(0.5), path=Path("/x"))]
+        )
+    assert read_journal(run_dir, 1)[0][0].data == {"values": {"loss": None, "lr": [None, 0.5]}, "number": 0.5, "path": "/x"}
+
+
+def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
+    run_dir = any_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1), event(2), event(1, source="controller")])
+        writer.append([event(2), event(3)])
+        assert (writer.last_n, writer.last_source_n("driver"), writer.last_source_n("nobody")) == (4, 3, 0)
+    with JournalWriter(run_dir, 1) as writer:
+        assert (writer.last_n, writer.last_source_n("driver")) == (4, 3)
+        writer.append([event(3), event(1, source="controller"), event(2, source="controller")])
+    found = drain(run_dir)[0]
+    assert [(one.n, one.source, one.source_n) for one in found] == [
+        (1, "driver", 1),
+        (2, "driver", 2),
+        (3, "controller", 1),
+        (4, "driver", 3),
+        (5, "controller", 2),
+    ]
+
+
+def test_a_torn_line_is_never_read_and_is_cut_off(local_storage: Storage) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1)])
+    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole + whole[:length].replace(b"\n", b""))
+        events, cursor = read_journal(run_dir, 1)
+        assert ([found.n for found in events], cursor) == ([1], f"0:{len(whole)}:1")
+        JournalWriter(run_dir, 1).close()
+        assert path.read_bytes() == whole
+
+
+def test_a_last_line_that_a_crash_spoilt_is_cut_off(local_storage: Storage) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1)])
+    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0" * 100 + b"\n" + whole)
+    events, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in events] == [1], "what comes before it is not held back"
+    with pytest.raises(CorruptFile, match="journal line 2"):
+        read_journal(run_dir, 1, cursor)
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(2)])
+    assert [found.n for found in drain(run_dir)[0]] == [1, 2]
+
+
+def test_a_line_that_is_written_over_while_it_is_read(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has half of a torn line when a new writer cuts it off and writes another in its place."""
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1)])
+    _, cursor = read_journal(run_dir, 1)
+    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
+    with path.open("ab") as file:
+        file.write(b'{"n":2,"torn":"' + b"x" * 100)
+    monkeypatch.setattr(append_log, "_BLOCK_BYTES", 64)
+    taken_over = False
+
+    class Stream(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal taken_over
+            block = super().read(size)
+            if not taken_over and size == 64:
+                taken_over = True
+                with JournalWriter(run_dir, 1) as writer:
+                    writer.append([event(2, text="y" * 200)])
+            return block or b""
+
+    def open_read(self: LocalFiles, relpath: str, offset: int = 0) -> Stream:
+        stream = Stream(self.path(relpath))
+        stream.seek(offset)
+        return stream
+
+    monkeypatch.setattr(LocalFiles, "open_read", open_read)
+    events, _ = read_journal(run_dir, 1, cursor)
+    assert taken_over
+    assert [(found.n, found.data) for found in events] == [(2, {"text": "y" * 200})]
+
+
+def test_a_reader_ahead_of_a_log_that_a_crash_shortened_goes_on(local_storage: Storage) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(n, text="long " * 50) for n in range(1, 6)])
+    _, cursor = drain(run_dir)
+    path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
+    os.truncate(path, path.stat().st_size * 3 // 5 - 10)
+    with JournalWriter(run_dir, 1) as writer:
+        assert writer.last_n == 2
+        assert read_journal(run_dir, 1, cursor) == ([], cursor)
+        writer.append([event(n) for n in range(3, 8)])
+    assert [found.n for found in drain(run_dir, cursor)[0]] == [6, 7]
+
+
+def test_two_writers_do_not_mix(any_storage: Storage) -> None:
+    run_dir = any_storage.run_dir("run_a")
+    old = JournalWriter(run_dir, 1)
+    old.append([event(1)])
+    new = JournalWriter(run_dir, 1)
+    new.append([event(2)])
+    with pytest.raises(LogTakenOver):
+        old.append([event(2, source="zombie")])
+    old.close()
+    new.append([event(3)])
+    new.close()
+    assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3]
+
+
+def test_a_full_disk_loses_and_doubles_nothing(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    batch = [event(n) for n in range(1, 6)]
+    with JournalWriter(run_dir, 1) as writer, monkeypatch.context() as patch:
+        real_write = append_log.write_all
+
+        def half(fd: int, data: bytes) -> None:
+            real_write(fd, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(append_log, "write_all", half)
+        for _ in range(2):
+            with pytest.raises(StorageFull, match="free some space"):
+                writer.append(batch)
+        patch.undo()
+        writer.append(batch)
+    assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3, 4, 5]
+
+
+def test_opening_a_long_journal_reads_its_end_only(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1, source="early")])
+        for first in range(1, 2001, 100):
+            writer.append([event(n, text="x" * 3000) for n in range(first, first + 100)])
+    read_bytes = 0
+    real_pread = os.pread
+
+    def counted(fd: int, size: int, offset: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += size
+        return real_pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    with JournalWriter(run_dir, 1) as writer:
+        assert (writer.last_n, writer.last_source_n("early"), writer.last_source_n("driver")) == (2001, 1, 2000)
+    assert read_bytes < 4 << 20 < Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).stat().st_size
+    found, _ = drain(run_dir)
+    assert [one.n for one in found] == list(range(1, 2002))
+
+
+def test_opening_a_journal_of_many_segments_reads_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, files = memory_run_dir()
+    with JournalWriter(run_dir, 1) as writer:
+        for n in range(1, 300):
+            writer.append([event(n)])
+    reads: list[str] = []
+    real_read = files.read
+    monkeypatch.setattr(files, "read", lambda relpath, *limit: reads.append(relpath) or real_read(relpath, *limit))
+    with JournalWriter(run_dir, 1) as writer:
+        assert (writer.last_n, writer.last_source_n("driver")) == (299, 299)
+    assert reads == ["runs/run_memory/events/s001/000299.jsonl"]
+    assert files.num_lists == 0
+
+
+def test_a_segment_that_is_not_as_it_was_written() -> None:
+    run_dir, files = memory_run_dir()
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1)])
+        writer.append([event(2)])
+    name = max(files.objects)
+    files.objects[name] = files.objects[name][:-2]
+    events, cursor = read_journal(run_dir, 1)
+    assert [found.n for found in events] == [1]
+    with pytest.raises(CorruptFile, match=r"000002\.jsonl does not end in a newline"):
+        read_journal(run_dir, 1, cursor)
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1:2", "1:2:3:4", "1:-2:3", "٣:0:0"])
+def test_foreign_cursors_are_refused(local_storage: Storage, cursor: str) -> None:
+    with pytest.raises(InvalidStorage, match="start again"):
+        read_journal(local_storage.run_dir("run_a"), 1, cursor)
+
+
+def test_a_line_longer_than_a_block(local_storage: Storage) -> None:
+    log = open_log(local_storage.files, "deep/log", durable=True)
+    lines = [b"a" * (3 << 20), b"b", b"c" * (1 << 20)]
+    log.append(lines)
+    assert log.tail(lambda line: line == b"b") == lines[1:]
+    assert log.tail(lambda line: False) == lines
+    log.close()
+    assert [line.data for line in read_log(local_storage.files, "deep/log", LogCursor(), 10)] == lines
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 100])
+def test_the_next_segment_is_found_without_listing(count: int) -> None:
+    files = MemoryObjects({f"log/{number:06d}.jsonl": b"x\n" for number in range(1, count + 1)})
+    SegmentedLog(files, "log").append([b"new"])
+    assert files.objects[f"log/{count + 1:06d}.jsonl"] == b"new\n"
+    assert files.num_lists == 0
+
+
+def test_appending_a_batch_takes_a_few_milliseconds(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = 0
+    real_sync = os.fdatasync
+
+    def counted(fd: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        real_sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    points = [{"step": step, "at": 1700000000.5, "values": {"loss": 0.25, "lr": 0.001}} for step in range(10)]
+    durations: list[float] = []
+    with JournalWriter(local_storage.run_dir("run_a"), 1) as writer:
+        for first in range(1, 1001, 20):
+            started = time.thread_time()
+            writer.append([event(n, EventKind.METRICS, points=points) for n in range(first, first + 20)])
+            durations.append(time.thread_time() - started)
+    assert syncs == 50, "one for each batch"
+    assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
+
+
+def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_does(local_dir: RunDir) -> None:
+    with JournalWriter(local_dir, 1) as writer:
+        writer.append([replace(event(1, EventKind.ATTEMPT_STARTED, source="controller"), attempt=7)])
+    with Path(local_dir.files.path("runs/run_a/events/s001.jsonl")).open("ab") as file:
+        file.write(b'{"mark":{"n":1,"sources":{"controller":1}}}\n')
+    with JournalWriter(local_dir, 1) as writer:
+        assert writer.append([replace(event(1, source="rank-0.a006"), attempt=6)]) == []
+        assert len(writer.append([replace(event(1, source="rank-0.a007"), attempt=7)])) == 1
+
+
+RANK_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["controller", "rank-0", "rank-1"]), st.integers(1, 4), st.sampled_from(["append", "again", "reopen"])
+    ),
+    max_size=40,
+)
+
+
+@given(history=RANK_EVENTS)
+def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(history: list[tuple[str, int, str]]) -> None:
+    run_dir, _ = memory_run_dir()
+    writer, newest, number = JournalWriter(run_dir, 1), 0, 0
+    expected: list[tuple[str, int]] = []
+    for who, attempt, how in history:
+        if how == "reopen":
+            writer = JournalWriter(run_dir, 1)
+        number += how != "again" or number == 0
+        kind = EventKind.ATTEMPT_STARTED if who == "controller" else EventKind.METRICS
+        source = who if who == "controller" else f"{who}.a{attempt:03d}"
+        told = replace(event(number, kind, source=f"{source}.{number}", points=[]), attempt=attempt)
+        if writer.append([told]):
+            expected.append((told.source, attempt))
+            assert who == "controller" or attempt >= newest
+            newest = max(newest, attempt)
+        else:
+            assert told.source in {known for known, _ in expected} or (who != "controller" and attempt < newest)
+    assert [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]] == expected
+
+
+# What may happen to a journal, in any order. A source sends its next few events, perhaps with some that it sent before.
+OPERATION = st.one_of(
+    st.tuples(st.just("append"), st.sampled_from(["driver", "rank-0.a001"]), st.integers(0, 5), st.integers(0, 3)),
+    st.tuples(st.just("crash"), st.binary(max_size=60)),
+    st.tuples(st.just("fail"), st.integers(0, 400)),
+    st.tuples(st.just("read"), st.integers(1, 4)),
+    st.tuples(st.just("large"), st.integers(1, 3)),
+)
+
+
+class Trial:
+    """A journal, what its sources have sent, and what one reader has read."""
+
+    def __init__(self, run_dir: RunDir, objects: MemoryObjects | None) -> None:
+        self.run_dir = run_dir
+        self.objects = objects
+        self.writer = JournalWriter(run_dir, 1)
+        self.sent = {"driver": 0, "rank-0.a001": 0}
+        self.expected: list[tuple[str, int]] = []
+        self.found: list[JournalEvent] = []
+        self.cursor: str | None = None
+
+    def append(self, source: str, count: int, again: int, text: str = "") -> None:
+        first = max(1, self.sent[source] + 1 - again)
+        batch = [event(n, source=source, text=text) for n in range(first, self.sent[source] + count + 1)]
+        try:
+            self.writer.append(batch)
+        except StorageError:
+            self.writer.append(batch)  # at least once, as clients do
+        self.expected += [(source, n) for n in range(self.sent[source] + 1, self.sent[source] + count + 1)]
+        self.sent[source] += count
+
+    def crash(self, torn: bytes) -> None:
+        """The writer dies in the middle of a line; a new one takes over."""
+        if self.objects is None:
+            with Path(self.run_dir.files.path("runs/run_p/events/s001.jsonl")).open("ab") as file:
+                file.write(torn.replace(b"\n", b""))
+        self.writer = JournalWriter(self.run_dir, 1)
+
+    def fail_next_append(self, after_bytes: int, patch: pytest.MonkeyPatch) -> None:
+        if self.objects is not None:
+            self.objects.fail_next_write = "before" if after_bytes % 2 else "after"
+            return
+        real_write = append_log.write_all
+
+        def failing(fd: int, data: bytes) -> None:
+            patch.setattr(append_log, "write_all", real_write)
+            real_write(fd, data[:after_bytes])
+            raise OSError(5, "I/O error")
+
+        patch.setattr(append_log, "write_all", failing)
+
+    def read(self, limit: int) -> None:
+        events, self.cursor = read_journal(self.run_dir, 1, self.cursor, limit)
+        assert len(events) <= limit
+        self.found += events
+
+    def check(self) -> None:
+        while True:
+            before = len(self.found)
+            self.read(3)
+            if len(self.found) == before:
+                break
+        assert [(one.source, one.source_n) for one in self.found] == self.expected
+        assert [one.n for one in self.found] == list(range(1, len(self.expected) + 1))
+        assert self.writer.last_n == len(self.expected)
+
+
+@pytest.mark.parametrize("where", ["local", "objects"])
+@given(operations=st.lists(OPERATION, max_size=30))
+@settings(max_examples=120)
+def test_a_reader_sees_each_event_exactly_once_in_order(where: str, operations: list[tuple[Any, ...]]) -> None:
+    with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        # A mark every few events, so that recovery meets every arrangement of them.
+        patch.setattr(append_log.AppendedLog, "mark_every_bytes", 700)
+        patch.setattr(append_log, "_BLOCK_BYTES", 64)
+        run_dir, objects = memory_run_dir() if where == "objects" else (open_storage(directory).run_dir("run_p"), None)
+        trial = Trial(run_dir, objects)
+        for operation, *arguments in operations:
+            if operation == "append":
+                trial.append(*arguments)
+            elif operation == "large":
+                trial.append("driver", arguments[0], 0, "y" * 500)
+            elif operation == "crash":
+                trial.crash(*arguments)
+            elif operation == "fail":
+                trial.fail_next_append(*arguments, patch)
+            else:
+                trial.read(*arguments)
+        trial.check()
+        trial.writer.close()
+        if objects is not None:
+            assert objects.num_lists == 0
+
+
+def test_lines_are_one_json_object_each(local_storage: Storage) -> None:
+    """Anything else that reads the run's directory can rely on the documented fields."""
+    run_dir = local_storage.run_dir("run_a")
+    with JournalWriter(run_dir, 1) as writer:
+        writer.append([event(1, step=3)])
+    line = Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).read_text().splitlines()[0]
+    before, _, checksum = line.partition(',"crc":')
+    assert json.loads(f'{{"crc":{checksum}') == {"crc": f"{zlib.crc32(f'{before}}}'.encode()):08x}"}
+    assert json.loads(f"{before}}}") == {
+        "n": 1,
+        "at": 1700000000.5,
+        "kind": "waiting",
+        "submission": 1,
+        "attempt": 0,
+        "source": "driver",
+        "source_n": 1,
+        "data": {"step": 3},
+    }

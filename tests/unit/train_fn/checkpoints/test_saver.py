@@ -1,0 +1,513 @@
+"""The saver: commits while training goes on, merges what comes too fast, and survives a storage that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage import claims
+from storage.checkpoints import writer as checkpoint_writer
+from storage.checkpoints.store import CheckpointStore
+from storage.checkpoints.writer import CheckpointFile
+from storage.claims import claim_attempt
+from storage.filesystem import open_storage
+from storage.run_dir import CheckpointName
+from tests.support.one_rank import journal_of, one_rank
+from tests.support.storage_places import quick_directory, record_restored, save
+from train_fn.checkpoints import saver as saver_module
+from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
+from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
+from train_fn.context import WorkerContext
+from train_fn.errors import CheckpointFailed
+from train_fn.journal.local_journal import open_local_journal
+from train_fn.samples.ledger import Count
+from train_fn.state.optim import unpacked
+from train_fn.state.tensor_tree import size_bytes, take_apart
+from train_fn.state.train_state import Best, TrainState
+
+pytestmark = pytest.mark.own_process
+
+
+def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
+    spec = RunSpec.model_validate(
+        {
+            "name": "saver",
+            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
+        }
+    )
+    return one_rank(spec, open_storage(uri or str(tmp_path)).run_dir("run_saver"), rank=rank)
+
+
+def make_state() -> TrainState:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=100, fingerprint="data")
+
+
+def advance(state: TrainState, step: int) -> None:
+    state.step = step
+    with torch.no_grad():
+        state.model.weight.fill_(step)  # type: ignore[union-attr]
+
+
+def weight_in(ctx: WorkerContext, name: str) -> float:
+    model = torch.load(io.BytesIO(ctx.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True)
+    return float(model["weight"][0, 0])
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """For tests that save much."""
+    with quick_directory() as directory:
+        yield Path(directory)
+
+
+class SlowStorage:
+    """Holds every checkpoint until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        begin = CheckpointStore.begin
+
+        def begin_slowly(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
+            self.begun.release()
+            assert self.go.acquire(timeout=60)
+            return begin(store, step, submission, attempt)
+
+        monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
+
+
+def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx, state, slow = make_context(tmp_path), make_state(), SlowStorage(monkeypatch)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    advance(state, 10)
+    saver.offer(due=True, is_best=False)
+    assert slow.begun.acquire(timeout=60)
+    advance(state, 11)  # training goes on while the storage is slow
+    slow.go.release(2)
+    saver.save_now()
+    assert weight_in(ctx, "step-000000010.s001.a001") == 10
+    assert weight_in(ctx, "step-000000011.s001.a001") == 11
+    saver.close()
+
+
+def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False) -> bool:
+    """One step as the loop takes it; whether its state was due to be saved."""
+    state.step = step - 1
+    due = saver.is_due()
+    advance(state, step)
+    saver.offer(due=due, is_best=is_best)
+    return due
+
+
+def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx, state, slow = make_context(tmp_path, keep_latest=9), make_state(), SlowStorage(monkeypatch)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    assert train_step(saver, state, 10)
+    assert slow.begun.acquire(timeout=60)  # under way
+    assert not any(train_step(saver, state, step) for step in range(11, 35)), "20 and 30 wait until 10 is written"
+    train_step(saver, state, 35, is_best=True)
+    assert not train_step(saver, state, 40)
+    slow.go.release(9)
+    saver.wait_idle(time.monotonic() + 60)
+    assert train_step(saver, state, 43), "what was merged is made up for at the first step that can"
+    saver.wait_idle(time.monotonic() + 60)
+    assert not train_step(saver, state, 44)
+    assert train_step(saver, state, 50)
+    saver.save_now()
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]
+    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 43, 50]
+    saver.close()
+
+
+def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, state = make_context(tmp_path, keep_latest=9), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    told = 0
+    for step in (10, 20, 30, 40):
+        monkeypatch.setattr(saver_module, "TELL_EVERY_S", 0.0 if step == 40 else 3600.0)
+        train_step(saver, state, step)
+        assert saver.wait_idle(time.monotonic() + 60)
+        newest = saver.newest_to_tell(told)
+        assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
+        told = newest or told
+    assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), "what was told is no news"
+    names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]
+    assert [manifest.parent for manifest in ctx.run_dir.checkpoints.list()] == [None, *names[:-1]]
+    saver.close()
+
+
+class CountedCopies(BoundaryCopies):
+    """Notes where each copy lies, and how many are held at a time."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.places: set[int] = set()
+        self.held = self.most_held = 0
+
+    def take(self) -> BoundaryCopy:
+        copy = super().take()
+        self.held += 1
+        self.most_held = max(self.most_held, self.held)
+        self.places.add(next(iter(copy.state["model"].values())).data_ptr())
+        return copy
+
+    def release(self, copy: BoundaryCopy) -> None:
+        self.held -= 1
+        super().release(copy)
+
+
+def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
+    """Training overwrites its tensors in place as fast as it can while saves are written, each of them over many steps."""
+    ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=9, fingerprint="data")
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    live = [*model.parameters(), *(moment for moments in optimizer.state.values() for moment in moments.values())]
+    copies = CountedCopies(state)
+    saver = Saver(ctx, state, copies)
+    step = num_saved = 0
+    deadline = time.monotonic() + 60
+    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 15:
+        assert time.monotonic() < deadline
+        step += 1
+        state.step = step - 1
+        due = saver.is_due()
+        with torch.no_grad():
+            for tensor in live:
+                tensor.fill_(step)
+        state.step = step
+        saver.offer(due=due, is_best=False)
+        num_saved += due
+    saver.save_now()
+    saver.close()
+    committed = ctx.run_dir.checkpoints.list()
+    assert 15 <= len(committed) <= num_saved + 1 < step, "saves overlapped with steps, and were merged"
+    assert copies.most_held == 1 and len(copies.places) == 1, "one copy of the state, in memory that is used again"
+    for manifest in committed:
+        read = functools.partial(ctx.run_dir.checkpoints.read_file, manifest.name)
+        saved = {**torch.load(io.BytesIO(read("train_state.pt"))), "model": torch.load(io.BytesIO(read("model.pt")))}
+        saved["optimizer"] = unpacked(saved["optimizer"])
+        tensors: list[torch.Tensor] = []
+        take_apart(saved, tensors)
+        assert len(tensors) == len(live)
+        assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
+        assert (saved["step"], saved["epoch"], manifest.epoch) == (manifest.step, manifest.step // 9, manifest.step // 9)
+
+
+MOST = 128
+"""Values repeat after so many steps: a number of eight bits has no more."""
+
+
+class Rebinding(torch.optim.SGD):
+    """Has no moments at first, makes new ones at every step later, and changes a list in place."""
+
+    @torch.no_grad()
+    def advance(self, value: int, *, moments: bool) -> None:
+        self.param_groups[0]["lr"] = float(value)
+        for parameter in self.param_groups[0]["params"]:
+            if moments:
+                self.state[parameter]["moment"] = torch.full_like(parameter, value)
+            history = self.state[parameter].setdefault("history", [])
+            history[:] = [value] * 5
+
+
+def awkward_model() -> nn.Module:
+    """Tied weights, weights that are not contiguous, views of one storage, buffers of other dtypes and of no size."""
+    model = nn.Module()
+    model.conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.embedding, model.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    model.head.weight = model.embedding.weight
+    model.norm = nn.BatchNorm1d(4)
+    both = torch.zeros(2, 1000)
+    model.register_buffer("upper", both[0])
+    model.register_buffer("lower", both.t()[:, 1])
+    model.register_buffer("wide", torch.zeros(1).expand(300))
+    model.register_buffer("low_precision", torch.zeros(500, dtype=torch.bfloat16))
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    return model
+
+
+def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
+    """Weights, buffers, moments, rates, counters, metrics and ledger are of one moment, however torch and its users keep them."""
+    ctx = make_context(place, every_steps=1, keep_latest=10_000)
+    model = awkward_model()
+    optimizer = Rebinding(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=7, fingerprint="data")
+    copies = CountedCopies(state)
+    saver = Saver(ctx, state, copies)
+    step = 0
+    deadline = time.monotonic() + 60
+    while len(journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED)) < 12:
+        assert time.monotonic() < deadline
+        due = saver.is_due()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                (tensor[:1] if tensor.stride() == (0,) else tensor).fill_(step % MOST + 1)
+        optimizer.advance(step % MOST + 1, moments=step >= 3)
+        state.ledger.commit(step, partial(Count, 5, 0, 0, step))
+        step = state.step = step + 1
+        state.metrics["accuracy"], state.evaluated_step = float(step), step
+        state.best = Best("accuracy", float(step), step, "")
+        saver.offer(due=due or step == 1, is_best=False)
+    saver.close()
+    committed = ctx.run_dir.checkpoints.list()
+    assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, "saves overlapped with steps"
+    for manifest in committed:
+        saved = load_checkpoint(ctx.run_dir, manifest)
+        number = (manifest.step - 1) % MOST + 1
+        tensors: list[torch.Tensor] = []
+        take_apart(saved, tensors)
+        assert len(tensors) == len(model.state_dict()) + (len(list(model.parameters())) if manifest.step > 3 else 0)
+        assert all(bool((tensor == number).all()) for tensor in tensors), manifest.name
+        assert saved["optimizer"]["param_groups"][0]["lr"] == number
+        assert all(entry["history"] == [number] * 5 for entry in unpacked(saved["optimizer"])["state"].values())
+        assert (saved["step"], saved["ledger"]["samples"], saved["evaluated_step"]) == (
+            manifest.step,
+            5 * manifest.step,
+            manifest.step,
+        )
+        assert saved["metrics"] == manifest.metrics == {"accuracy": manifest.step} and saved["best"]["step"] == manifest.step
+        assert manifest.sample_digest == saved["ledger"]["chain"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_the_thread_that_writes_stands_back_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int]] = []
+    write = CheckpointFile.write
+
+    def note(file: CheckpointFile, data: Any) -> int:
+        found.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0)))
+        return write(file, data)
+
+    monkeypatch.setattr(CheckpointFile, "write", note)
+    ctx, state = make_context(tmp_path), make_state()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    saver.save_now()
+    saver.close()
+    assert set(found) == {("checkpoint-saver", min(19, before + WRITER_NICENESS))}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20, 30, 40, 50):
+        advance(state, step)
+        if step == 20:
+            state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001.a001")
+        saver.save_now(is_best=step == 20)
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [20, 40, 50]
+    assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
+    saver.close()
+
+
+def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
+    ctx, state = make_context(tmp_path, every_steps=None, every_s=5.0), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    assert not saver.is_due()
+    now[0] += 5
+    assert saver.is_due()
+    monkeypatch.undo()
+    saver.close()
+
+
+def make_durable(ctx: WorkerContext, committed: list[dict[str, Any]]) -> None:
+    """What was told of these checkpoints, and nothing else, is in the run's journal."""
+    journal = open_local_journal(ctx.run_dir, 1, 1, 0, threading.Event(), lambda line: None)
+    for data in committed:
+        journal.emit(EventKind.CHECKPOINT_COMMITTED, data)
+    journal.close(10.0)
+
+
+def test_what_an_attempt_did_before_it_died_is_told_by_the_next(tmp_path: Path) -> None:
+    """Of its four checkpoints two were deleted; neither that nor the third one's commit has become durable."""
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20, 30, 40):
+        advance(state, step)
+        saver.save_now()
+    saver.close()
+    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    make_durable(ctx, [data for data in told if data["step"] != 30])
+    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (50, 60):
+        advance(state, step)
+        saver.save_now()
+    saver.close()
+    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
+    assert [(kind, data["step"]) for kind, data in journal_of(ctx).events if kind in kinds] == [
+        (EventKind.CHECKPOINT_COMMITTED, 30),
+        (EventKind.CHECKPOINT_DELETED, 10),
+        (EventKind.CHECKPOINT_DELETED, 20),
+        (EventKind.CHECKPOINT_COMMITTED, 50),
+        (EventKind.CHECKPOINT_DELETED, 30),
+        (EventKind.CHECKPOINT_COMMITTED, 60),
+        (EventKind.CHECKPOINT_DELETED, 40),
+    ]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(tmp_path: Path, is_told: bool) -> None:
+    """The state of the run's last checkpoint: there is no later one to tell of it with."""
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    saver.save_now()
+    saver.close()
+    [committed] = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    make_durable(ctx, [committed] if is_told else [])
+    [manifest] = ctx.run_dir.checkpoints.list()
+    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
+    again = Saver(ctx, state, BoundaryCopies(state))
+    again.save_now()
+    again.close()
+    assert ctx.run_dir.checkpoints.list() == [manifest]
+    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    assert [(data["name"], data["digest"]) for data in told] == ([] if is_told else [(manifest.name, manifest.digest)])
+
+
+def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    advance(state, 10)
+    saver.save_now()
+    saver.close()
+    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
+    again = Saver(ctx, state, BoundaryCopies(state))
+    state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
+    again.save_now()
+    again.close()
+    assert [(found.attempt, found.metrics) for found in ctx.run_dir.checkpoints.list()] == [(1, {}), (2, {"val_accuracy": 0.5})]
+
+
+def as_attempts(ctx: WorkerContext, weights: tuple[float, float]) -> list[Saver]:
+    """Ranks zero of attempts 1 and 2 of one submission, both alive, of which the second one's losses differed a little."""
+    savers = []
+    for attempt, weight in zip((1, 2), weights, strict=True):
+        state = make_state()
+        advance(state, 60)
+        with torch.no_grad():
+            state.model.weight.fill_(weight)  # type: ignore[union-attr]
+        savers.append(Saver(one_rank(ctx.spec, ctx.run_dir, attempt=attempt), state, BoundaryCopies(state)))
+    return savers
+
+
+def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -> None:
+    """What made a run end with weights that it had not trained."""
+    ctx = make_context(tmp_path)
+    older, newer = as_attempts(ctx, (1.0, 1.001))
+    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
+    record_restored(ctx.run_dir, 1, 50, "snapshot", attempt=2)
+    older.save_now()
+    newer.save_now()
+    for saver in (older, newer):
+        saver.close()
+    newest, _ = ctx.run_dir.checkpoints.newest_valid()
+    assert newest is not None and newest.attempt == 2
+    assert weight_in(ctx, newest.name) == pytest.approx(1.001)
+
+
+def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and_deletes_nothing(tmp_path: Path) -> None:
+    """Cut off from the head alone. While nobody has taken over checkpoints go on; once somebody has, none does."""
+    ctx = make_context(tmp_path, keep_latest=1)
+    replaced: list[str] = []
+    ctx = dataclasses.replace(ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append)
+    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
+    claim_attempt(ctx.run_dir, (1, 1))
+    state = make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20):
+        advance(state, step)
+        saver.save_now()
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20], "which of them is needed is not known"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "process_nonce", lambda: "the second attempt's")
+        claim_attempt(ctx.run_dir, (1, 2))
+    advance(state, 30)
+    with pytest.raises(CheckpointFailed, match="attempt 2 of run run_saver has taken over from attempt 1"):
+        saver.save_now(patience_s=0.1)
+    saver.close()
+    assert set(replaced) == {"attempt 2 of run run_saver has taken over from attempt 1"}
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20]
+    assert not [entry for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path()) if entry.name.startswith(".")]
+
+
+def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = make_context(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "process_nonce", lambda: "another process")
+        save(ctx.run_dir, 60)
+    _, saver = as_attempts(ctx, (1.0, 1.0))
+    saver._ctx = ctx
+    with pytest.raises(CheckpointFailed, match="is committed already"):
+        saver.save_now(patience_s=0.1)
+    saver.close()
+
+
+def test_other_ranks_save_nothing(tmp_path: Path) -> None:
+    ctx, state = make_context(tmp_path, rank=1), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    advance(state, 10)
+    assert not saver.is_due()
+    saver.offer(due=True, is_best=True)
+    saver.save_now()
+    saver.close()
+    assert ctx.run_dir.checkpoints.list() == []
+
+
+@pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])
+def test_saves_leave_nothing_behind_in_memory(num_saves: int, place: Path) -> None:
+    """Memory does not grow, Python's objects do not grow in number, and no thread or open file is left of a save."""
+    ctx = make_context(place, every_steps=1, keep_latest=1)
+    ctx.journal.emit = lambda kind, data: None  # type: ignore[method-assign]
+    model = nn.Linear(512, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=100, fingerprint="data")
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    process = psutil.Process()
+
+    def save_all(first: int, last: int) -> tuple[int, int, int, int]:
+        for step in range(first, last):
+            advance(state, step)
+            saver.save_now()
+        gc.collect()
+        return process.memory_info().rss, len(gc.get_objects()), threading.active_count(), process.num_fds()
+
+    warm = save_all(1, 20)
+    resident, objects, threads, files = save_all(20, 20 + num_saves)
+    copy_bytes = size_bytes(state.state_dict())
+    assert resident - warm[0] < min(num_saves * copy_bytes / 4, 32e6), "less than a quarter of the state for each save"
+    assert objects - warm[1] < num_saves, "less than one object for each save"
+    assert (threads, files) == warm[2:]
+    saver.close()

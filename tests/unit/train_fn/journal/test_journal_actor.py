@@ -1,0 +1,289 @@
+"""The journal's client and actor without a cluster: what is delivered, how often, and what the client keeps while it is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from everstep.wire.events import EventKind
+from storage.errors import StorageUnavailable
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
+from storage.run_dir import ProfileOrder, RunDir, Stop
+from tests.support.service_process import wait_for
+from train_fn.journal import server as journal
+from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return open_storage(str(tmp_path)).run_dir("run_j")
+
+
+def event(source_n: int, kind: EventKind = EventKind.EVALUATED, attempt: int = 1, **data: object) -> SourceEvent:
+    return SourceEvent(source_n, 5.0, kind, attempt, data)
+
+
+def written(run_dir: RunDir) -> list[tuple[int, str, int]]:
+    return [(line.n, line.source, line.source_n) for line in read_journal(run_dir, 1)[0]]
+
+
+def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir: RunDir) -> None:
+    first = JournalActor(run_dir, 1)
+    first.deliver("rank-0.a001", [event(1), event(2)])
+    first.deliver("driver", [event(1)])
+    first.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
+    first._writer.close()  # as its process ends
+    again = JournalActor(run_dir, 1)
+    reply = again.deliver("rank-0.a001", [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])])
+    assert (reply.acknowledged, reply.stop, reply.progress.last_step, reply.progress.attempt) == (3, None, 9, 1)
+    assert written(run_dir) == [
+        (1, "rank-0.a001", 1),
+        (2, "rank-0.a001", 2),
+        (3, "driver", 1),
+        (4, "controller", 1),
+        (5, "rank-0.a001", 3),
+    ]
+
+
+def points(*steps: int) -> dict[str, object]:
+    return {"points": [{"step": step, "at": 1.0, "values": {}} for step in steps]}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(run_dir: RunDir, is_restarted: bool) -> None:
+    """One late delivery of it would change steps, losses and the best of the run, before its reply tells the rank to leave."""
+    actor = JournalActor(run_dir, 1)
+    actor.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
+    actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(150))])
+    actor.deliver("controller", [event(2, EventKind.ATTEMPT_STARTED, attempt=2)])
+    if is_restarted:
+        actor._writer.close()  # as its process ends
+        actor = JournalActor(run_dir, 1)
+    late = [
+        event(2, EventKind.METRICS, attempt=1, **points(*range(151, 401))),
+        event(3, EventKind.EVALUATED, attempt=1, step=400, metrics={"accuracy": 0.99}),
+    ]
+    reply = actor.deliver("rank-0.a001", late)
+    assert (reply.progress.attempt, reply.progress.last_step, reply.acknowledged) == (2, 150, 1), "it hears, and leaves"
+    actor.deliver("rank-0.a002", [event(1, EventKind.METRICS, attempt=2, **points(151))])
+    actor.deliver("controller", [event(3, EventKind.EVIDENCE, attempt=1, rank=1)])
+    told = [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]]
+    assert told[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], "the controller may tell of what was"
+
+
+def test_a_rank_that_tells_before_its_controller_replaces_older_attempts_as_well(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    actor.deliver("rank-0.a002", [event(1, EventKind.RESTORED, attempt=2, step=30, source="snapshot")])
+    actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(31))])
+    assert written(run_dir) == [(1, "rank-0.a002", 1)]
+
+
+def test_a_process_whose_name_a_journal_knows_already_loses_no_event(run_dir: RunDir) -> None:
+    """The same submission by a second process: of a run that was started twice, or after a database was put back."""
+    for step in (1, 2):
+        client = ActorJournalClient(JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005)
+        for _ in range(5):
+            client.emit(EventKind.EVALUATED, {"step": step})
+        assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == [1] * 5 + [2] * 5
+
+
+def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    actor.deliver("driver", [], "pause")
+    assert actor.deliver("rank-0.a001", []).stop == "pause"
+    actor.deliver("driver", [], "cancel")
+    assert actor.deliver("rank-1.a001", []).stop == "cancel"
+
+
+def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_actor_that_comes_back(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    assert actor.deliver("rank-1.a003", []).profile is None
+    actor.deliver("driver", [event(1, EventKind.PROFILE_ORDERED, attempt=3, id="prof_1", rank=1, steps=4)])
+    order = ProfileOrder("prof_1", rank=1, steps=4, attempt=3)
+    assert actor.deliver("rank-1.a003", []).profile == order
+    actor._writer.close()  # as its process ends
+    again = JournalActor(run_dir, 1)
+    client = ActorJournalClient(again.deliver, "rank-1.a003", 3, interval_s=0.005)
+    client.ask(timeout_s=20)
+    assert client.profile_ordered == order
+    assert client.close(timeout_s=20)
+
+
+class Faulty:
+    """The way to a real actor that loses calls and replies on order."""
+
+    def __init__(self, actor: JournalActor) -> None:
+        self.actor = actor
+        self.lose_calls = 0
+        self.lose_replies = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        with self.lock:
+            if self.lose_calls:
+                self.lose_calls -= 1
+                raise StorageUnavailable("away")
+            reply = self.actor.deliver(source, events, stop)
+            if self.lose_replies:
+                self.lose_replies -= 1
+                raise ConnectionError("the reply was lost")
+            return reply
+
+
+@pytest.mark.parametrize(("lose_calls", "lose_replies"), [(0, 0), (3, 0), (0, 3), (2, 2)])
+def test_every_event_arrives_once_and_in_order(run_dir: RunDir, lose_calls: int, lose_replies: int) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    way.lose_calls, way.lose_replies = lose_calls, lose_replies
+    client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+    for step in range(50):
+        client.emit(EventKind.EVALUATED, {"step": step})
+    assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(50))
+
+
+def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+        client.emit(EventKind.EVALUATED, {"step": 0})
+        for step in (1, 2, 3):
+            client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
+        client.emit(EventKind.EVALUATED, {"step": 3})
+    assert client.close(timeout_s=20)
+    lines = read_journal(run_dir, 1)[0]
+    assert [line.kind.value for line in lines if line.kind is not EventKind.METRICS] == ["evaluated", "evaluated"]
+    assert [point["step"] for line in lines if line.kind is EventKind.METRICS for point in line.data["points"]] == [1, 2, 3]
+
+
+def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_POINTS", 100)
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
+        client.emit(EventKind.EVALUATED, {"step": 0})
+        assert not client.flush(timeout_s=0.05), "the journal is away"
+        for step in range(1, 1001):
+            client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
+    assert client.close(timeout_s=20)
+    steps = [
+        point["step"] for line in read_journal(run_dir, 1)[0] if line.kind is EventKind.METRICS for point in line.data["points"]
+    ]
+    assert len(steps) <= 100
+    assert steps == sorted(steps)
+    assert steps[-1] == 1000, "the newest is kept"
+
+
+def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
+    client = ActorJournalClient(JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005)
+    data = {"points": [{"step": 1, "at": 1.0, "values": {}}]}
+    client.emit(EventKind.METRICS, data)
+    client.emit(EventKind.METRICS, {"points": [{"step": 2, "at": 1.0, "values": {}}]})
+    assert client.close(timeout_s=20)
+    assert len(data["points"]) == 1
+
+
+def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_dir: RunDir) -> None:
+    actor = JournalActor(run_dir, 1)
+    superseded = threading.Event()
+    old = ActorJournalClient(actor.deliver, "rank-0.a001", 1, interval_s=0.005, on_superseded=superseded.set)
+    old.emit(EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {}}]})
+    assert old.flush(timeout_s=20)
+    assert not superseded.is_set()
+    controller = ActorJournalClient(actor.deliver, "controller", 1, interval_s=0.005)
+    controller.announce_stop("cancel")
+    controller.emit(EventKind.ATTEMPT_STARTED, {}, attempt=2)
+    assert controller.flush(timeout_s=20)
+    controller.ask(timeout_s=20)
+    assert controller.last_step == 7
+    assert superseded.wait(timeout=60)
+    old.ask(timeout_s=20)
+    assert old.stop_requested == "cancel"
+    assert old.close(timeout_s=20)
+    assert controller.close(timeout_s=20)
+
+
+def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Faulty(JournalActor(run_dir, 1))
+    client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005, beat_s=0.01)
+    assert client.hears(timeout_s=20)
+    with way.lock:  # a question is under way, which is answered late
+        asked = client._asked_at
+        monkeypatch.setattr(journal, "LEASE_S", 0.2)
+        wait_for(lambda: time.monotonic() > asked + 0.5, 60, "the lease's end")
+        assert not client.hears(timeout_s=0.0)
+        assert not client.hears(timeout_s=0.05)
+        way.lose_calls = 2
+    assert client.hears(timeout_s=20)
+    assert client.close(timeout_s=20)
+
+
+def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunDir) -> None:
+    calls: list[float] = []
+    actor = JournalActor(run_dir, 1)
+
+    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        calls.append(time.monotonic())
+        return actor.deliver(source, events, stop)
+
+    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=0.02, beat_s=600.0)
+    wait_for(lambda: client._is_idle, 60, "nothing to do")
+    for number in range(1, 4):
+        client.emit(EventKind.EVALUATED, {"step": number})
+        wait_for(lambda number=number: len(written(run_dir)) == number, 60, "the event")  # type: ignore[misc]
+        wait_for(lambda: client._is_idle, 60, "nothing to do")
+    assert len(calls) == 4, "the first word, and one call for each event"
+    assert client.close(timeout_s=20)
+
+
+def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir) -> None:
+    interval_s, began = 0.05, time.monotonic()
+    calls: list[int] = []
+    actor = JournalActor(run_dir, 1)
+
+    def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        calls.append(len(events))
+        return actor.deliver(source, events, stop)
+
+    client = ActorJournalClient(deliver, "rank-0.a001", 1, interval_s=interval_s)
+    number = 0
+    while time.monotonic() < began + 1.0 or number < 300:
+        number += 1
+        client.emit(EventKind.EVALUATED, {"step": number})
+        time.sleep(0.001)
+    took_s = time.monotonic() - began
+    assert client.close(timeout_s=20)
+    assert sum(calls) == number
+    assert len(calls) <= took_s / interval_s + 4, "beside them the first word, the event that woke it up, and the end"
+
+
+def test_a_backlog_is_sent_without_a_pause(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_BATCH", 10)
+    way = Faulty(JournalActor(run_dir, 1))
+    with way.lock:
+        client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
+        for step in range(95):
+            client.emit(EventKind.EVALUATED, {"step": step})
+    assert client.close(timeout_s=20)
+    assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
+
+
+def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor whose constructor raised is dead for good, and nobody would notice."""
+    JournalActor(run_dir, 1).deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)])
+
+    def away(*_: object, **_options: object) -> None:
+        raise StorageUnavailable("for a moment")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(journal, "read_journal", away)
+        actor = JournalActor(run_dir, 1)
+        with pytest.raises(StorageUnavailable):
+            actor.deliver("driver", [event(1)], "cancel")
+    reply = actor.deliver("driver", [event(1)])
+    assert (reply.acknowledged, reply.stop, reply.progress.attempt) == (1, "cancel", 3)

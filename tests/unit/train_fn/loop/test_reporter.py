@@ -1,0 +1,138 @@
+"""Steps' metrics: all of them reach the journal in order, gathered only while steps are short, and again after a recovery."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
+from tests.support.one_rank import Journal, journal_of, one_rank
+from tests.support.restore_rounds import make_state
+from train_fn.loop import reporter as reporter_module
+from train_fn.loop.reporter import HAND_OVER_S, Reporter
+from train_fn.ray_train.rank_process import RankJournal
+from train_fn.recovery.launch import RankLaunch, RecoveryNote
+from train_fn.state.train_state import TrainState
+
+SPEC = RunSpec.model_validate(
+    {"name": "small", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
+)
+NOWHERE = open_storage("/nowhere").run_dir("run_none")
+
+
+class Clock:
+    """In place of the module's ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def begin(rank: int = 0) -> tuple[Reporter, TrainState, Journal]:
+    ctx, state = one_rank(SPEC, NOWHERE, rank=rank), make_state()
+    return Reporter(ctx, state), state, journal_of(ctx)
+
+
+def end_step(reporter: Reporter, state: TrainState) -> None:
+    state.step += 1
+    reporter.step_done({"loss": 0.5}, 10)
+
+
+def told(journal: Journal) -> list[int]:
+    return [point["step"] for point in journal.points]
+
+
+@given(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=60))
+def test_points_are_told_in_order_and_none_waits_longer_than_a_moment(seconds: list[float]) -> None:
+    clock = Clock()
+    with patch.object(reporter_module, "time", clock):
+        reporter, state, journal = begin()
+        ended: dict[int, float] = {}
+        for each in seconds:
+            clock.now += each
+            end_step(reporter, state)
+            ended[state.step] = clock.now
+            waiting = [step for step in ended if step not in told(journal)]
+            assert all(clock.now - ended[step] < HAND_OVER_S for step in waiting)
+            assert told(journal) == list(range(1, state.step - len(waiting) + 1))
+        assert len(journal.events) <= 2 + sum(seconds) / HAND_OVER_S
+        reporter.close()
+    assert told(journal) == list(range(1, len(seconds) + 1))
+
+
+def test_what_happens_between_steps_is_told_after_the_steps_before_it() -> None:
+    reporter, state, journal = begin()
+    for _ in range(3):
+        end_step(reporter, state)
+    reporter.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
+    kinds = [kind for kind, _ in journal.events]
+    assert told(journal) == [1, 2, 3] and kinds[-1] is EventKind.EPOCH_COMPLETED
+    assert [entry["kind"] for entry in state.tail] == ["metrics"] * 3 + ["epoch_completed"]
+
+
+def test_other_ranks_tell_nothing_and_keep_the_same_tail() -> None:
+    reporter, state, journal = begin(rank=1)
+    end_step(reporter, state)
+    reporter.close()
+    assert not journal.events and [entry["data"]["step"] for entry in state.tail] == [1]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_steps: int) -> None:
+    """Also where the attempt has no step left to make."""
+    old, state, _ = begin()
+    for _ in range(2):
+        end_step(old, state)
+    ctx = one_rank(SPEC, NOWHERE)
+    reporter, journal = Reporter(ctx, state), journal_of(ctx)
+    reporter.report_again()
+    for _ in range(num_steps):
+        end_step(reporter, state)
+    reporter.close()
+    assert sorted(told(journal)) == list(range(1, 3 + num_steps))
+    if num_steps:
+        assert [point["step"] for point in journal.of_kind(EventKind.METRICS)[0]["points"]] == [3]
+
+
+def recovered(at: float) -> dict[str, Any]:
+    """What is told of a recovery whose attempt's first points were made at a time."""
+    journal, now = Journal(), time.time()
+    note = RecoveryNote(noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5)
+    rank = RankJournal(journal, RankLaunch(2, now - 1, recovery=note), world_rank=0, world_size=2)  # type: ignore[arg-type]
+    rank.emit(EventKind.RESTORED, {"step": 7})
+    for _ in range(2):
+        rank.emit(EventKind.METRICS, {"points": [{"step": 8, "at": at, "values": {}}]})
+    assert [kind for kind, _ in journal.events].count(EventKind.RECOVERED) == 1
+    return journal.of_kind(EventKind.RECOVERED)[0]
+
+
+def test_a_recovery_ends_with_its_first_step() -> None:
+    found = recovered(time.time() + 1)
+    assert found["steps_lost"] == 0 and found["world_size_after"] == 2
+    assert found["recovery_s"] == pytest.approx(3, abs=0.5) and found["phases"]["first_step"] == pytest.approx(1, abs=0.5)
+
+
+def test_a_recovery_with_no_step_left_ends_with_its_restore() -> None:
+    """What is told then is of steps before the failure."""
+    found = recovered(time.time() - 60)
+    assert found["recovery_s"] == pytest.approx(2, abs=0.5) and found["phases"]["first_step"] == 0
+
+
+def test_the_end_of_an_epoch_is_told_again_however_many_steps_came_after_it() -> None:
+    """Its report waits half a second or longer, in which short steps are many."""
+    old, state, _ = begin()
+    old.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
+    for _ in range(200):
+        end_step(old, state)
+    ctx = one_rank(SPEC, NOWHERE)
+    Reporter(ctx, state).report_again()
+    assert journal_of(ctx).of_kind(EventKind.EPOCH_COMPLETED) == [{"epoch": 0}]

@@ -1,0 +1,222 @@
+"""What a rank's replica makes of tensors that move late, unnoticed, in evaluations, or into another shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from train_fn.errors import BadTask
+from train_fn.step.buffers import VolatileBuffers, rules_of
+from train_fn.step.peers import Peers
+from train_fn.step.untrained import Place, WarmUp, keep, untrained_places
+
+ALONE = Peers(0, 1, torch.device("cpu"))
+
+
+class Bag(nn.Module):
+    """Two buffers, a frozen parameter, a trained one, and a buffer that is a view of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.arange(4.0))
+        self.register_buffer("two", torch.ones(3))
+        self.register_buffer("loose", torch.ones(2), persistent=False)
+        self.frozen = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(5))
+        self.register_buffer("tied", self.trained.data)
+
+
+def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[Place]]:
+    places = untrained_places(model, [model.trained])
+    moving = [number for number, place in enumerate(places) if place.name in names]
+    return VolatileBuffers(places, moving, (), ALONE, lambda moving: None), places
+
+
+def test_all_that_is_not_trained_is_looked_at_once_and_nothing_that_shares_memory_with_what_is() -> None:
+    model = Bag()
+    model.other = nn.Module()
+    model.other.register_buffer("one", model.one)
+    assert [place.name for place in untrained_places(model, [model.trained])] == ["one", "two", "loose", "frozen"]
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
+def test_what_moves_late_is_put_back_by_whichever_way_it_moved(how: str) -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    volatile.begin(10, 2)
+    volatile.passed(5)
+    volatile.rewind()
+    match how:
+        case "in place":
+            model.one.add_(1)
+        case "another tensor":
+            model.one = model.one + 1
+        case "data":
+            model.one.data = model.one + 1
+    model.two += 7
+    volatile.passed(5)
+    assert volatile.has_news
+    assert volatile.put_back() == []
+    assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
+
+
+def test_the_step_in_which_something_moves_for_the_first_time_commits_the_rule() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model)
+    volatile.begin(10, 3)
+    for size, change in ((4, 0.0), (4, 5.0), (2, 10.0)):
+        if change > 5:
+            assert model.one.tolist() == [0.0, 1.0, 2.0, 3.0]
+        with torch.no_grad():
+            model.one += change
+            model.frozen += change
+        volatile.passed(size)
+        volatile.rewind()
+    volatile.agree()
+    volatile.adopt()
+    assert model.one.tolist() == [4.0, 5.0, 6.0, 7.0], "the mean of 0, 5 and 10, weighted by 4, 4 and 2"
+    assert model.frozen.tolist() == [2.0] * 4, "the first micro-batch did not move it"
+    assert {place.name for place in volatile.moving} == {"one", "frozen"}
+
+
+def test_a_write_in_place_through_data_that_nobody_noticed_makes_the_state_torn() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    volatile.begin(5, 1)
+    model.frozen.data.mul_(0.5)
+    volatile.passed(5)
+    assert not volatile.has_news
+    assert volatile.put_back() == ["frozen"]
+
+
+def test_a_write_that_nobody_noticed_is_found_after_an_evaluation_and_followed() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    volatile.begin(5, 1)
+    model.frozen.data.mul_(0.5)
+    volatile.passed(5)
+    volatile.adopt()
+    volatile.find_unnoticed()
+    volatile.begin(5, 1)
+    model.frozen.data.mul_(0.5)
+    volatile.passed(5)
+    assert volatile.has_news
+    assert volatile.put_back() == []
+    assert model.frozen.tolist() == [1.0] * 4
+
+
+def test_an_evaluation_leaves_no_trace() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    with volatile.kept():
+        for _ in range(2):
+            volatile.rewind()
+            assert model.two.tolist() == [1.0] * 3
+            model.two += 1
+    model.one.add_(1)  # what was not known to move
+    volatile.find_unnoticed()
+    assert (model.one.tolist(), model.two.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 3)
+
+
+def test_what_the_optimizers_hooks_move_between_two_steps_is_no_change_of_the_next_one() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    volatile.begin(5, 1)
+    volatile.passed(5)
+    volatile.adopt()
+    model.one.add_(1)
+    volatile.begin(5, 1)
+    volatile.passed(5)
+    assert not volatile.has_news
+    model.one.add_(1)
+    assert volatile.put_back() == []
+    assert model.one.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_buffer_of_the_state_that_takes_another_shape_is_refused_by_name_and_put_back() -> None:
+    model = Bag()
+    volatile, _ = volatile_of(model, "two")
+    for name in ("one", "two"):
+        volatile.begin(5, 1)
+        setattr(model, name, torch.ones(9))
+        with pytest.raises(BadTask, match=rf"{name}, a torch.float32 of shape \({3 if name == 'two' else 4},\), by .*\(9,\)"):
+            volatile.passed(5)
+            volatile.adopt()
+        assert volatile.put_back() == []
+        assert len(getattr(model, name)) != 9
+    volatile.begin(5, 1)
+    model.loose = torch.ones(9)  # follows from the batch
+    volatile.passed(5)
+    volatile.adopt()
+    assert not volatile.has_news
+
+
+def test_a_first_pass_that_gives_a_buffer_its_shape_is_refused_by_name() -> None:
+    model = Bag()
+    model.register_buffer("cache", None)
+    warm_up = WarmUp(model, untrained_places(model, [model.trained]), is_fresh=True)
+    model.cache = torch.ones(2)
+    with pytest.raises(BadTask, match=r"replaced cache, None, by a torch\.float32"):
+        warm_up.look()
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_first_pass_is_found_out_and_undone_whatever_it_wrote(is_fresh: bool) -> None:
+    model = Bag()
+    places = untrained_places(model, [model.trained])
+    before = [place.tensor.clone() for place in places]  # type: ignore[union-attr]
+    warm_up = WarmUp(model, places, is_fresh=is_fresh)
+    model.frozen.data.mul_(0.5)
+    model.one = model.one.clone()
+    model.loose = torch.ones(9)
+    moving, ignored = warm_up.look()
+    assert ([places[number].name for number in moving], [places[number].name for number in ignored]) == (
+        ["one", "frozen"],
+        ["loose"],
+    )
+    warm_up.put_back()
+    assert [place.tensor.tolist() for place in places] == [tensor.tolist() for tensor in before]  # type: ignore[union-attr]
+
+
+def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alone() -> None:
+    model = Bag()
+    places = untrained_places(model, [model.trained])
+    warm_up = WarmUp(model, places, is_fresh=True)
+    model.loose, model.one = model.loose.clone(), model.one.clone()
+    moving, ignored = warm_up.look()
+    assert ([places[number].name for number in moving], [places[number].name for number in ignored]) == (["one"], ["loose"])
+    volatile = VolatileBuffers(places, moving, ignored, ALONE, lambda moving: None)
+    volatile.begin(5, 1)
+    model.loose = model.loose.clone()
+    volatile.passed(5)
+    assert not volatile.has_news
+
+
+def test_of_what_is_large_a_sample_is_kept() -> None:
+    large = torch.zeros(1000)
+    small, sampled = keep([torch.zeros(4), large], limit_bytes=4000)
+    assert (small.copy is None, sampled.copy is None) == (False, True)
+    assert not sampled.differs(large)
+    large += 1
+    assert sampled.differs(large)
+
+
+def test_what_a_step_commits_by_kind_and_by_what_else_the_module_moves() -> None:
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "bag": Bag(), "queue": nn.Module(), "own": nn.Module()})
+    model["queue"].register_buffer("rows", torch.zeros(3))
+    model["queue"].register_buffer("pointer", torch.zeros((), dtype=torch.long))
+    model["own"].register_buffer("rows", torch.zeros(3))
+    model["own"].register_buffer("count", torch.zeros((), dtype=torch.long))
+    model["own"].buffers_take = "mean"
+    places = [place for place in untrained_places(model, [model["bag"].trained]) if place.key not in ("weight", "bias")]
+    assert dict(zip([place.name for place in places], rules_of(places), strict=True)) == {
+        **dict.fromkeys(("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"), "mean"),
+        **dict.fromkeys(("bag.one", "bag.two", "bag.loose"), "mean"),
+        "bag.frozen": "first",
+        **dict.fromkeys(("queue.rows", "queue.pointer"), "first"),
+        **{"own.rows": "mean", "own.count": "first"},
+    }
+    model["own"].buffers_take = "sum"
+    with pytest.raises(BadTask, match="buffers_take of Module is 'sum'"):
+        rules_of(places)

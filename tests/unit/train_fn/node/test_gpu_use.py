@@ -1,0 +1,63 @@
+"""What a rank tells of its GPU, with a device that only says what it is told to."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from everstep.wire.events import EventKind
+from train_fn.node.gpu_use import GpuWatch, Look
+from train_fn.recovery.progress import ProgressTracker
+
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """Answers with the looks it has, then is lost."""
+
+    def __init__(self, *looks: Look) -> None:
+        self.looks = list(looks)
+        self.told: list[dict[str, Any]] = []
+        self.lost = threading.Event()
+
+    def look(self, _device: torch.device) -> Look:
+        if not self.looks:
+            self.lost.set()
+            raise RuntimeError("the GPU is lost")
+        return self.looks.pop(0)
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        assert kind is EventKind.GPU_USE
+        self.told.append(data)
+
+    def watch(self, device: torch.device = CUDA) -> GpuWatch:
+        return GpuWatch(self.emit, 3, "node-a", device, self.look, look_s=0.001, first_s=0.0, every_s=0.0)
+
+
+def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
+    gpu = Gpu(Look(0.5, 70, 100, 30), Look(None, 60, 100, 40))
+    with gpu.watch():
+        assert gpu.lost.wait(60)
+    assert [(told["rank"], told["node_id"], told["busy"], told["used_bytes"]) for told in gpu.told] == [
+        (3, "node-a", 0.5, 70),
+        (3, "node-a", None, 60),
+    ]
+    assert [(told["total_bytes"], told["allocated_bytes"]) for told in gpu.told] == [(100, 30), (100, 40)]
+
+
+def test_ranks_on_cpus_have_no_such_thread() -> None:
+    before = threading.active_count()
+    with Gpu().watch(torch.device("cpu")):
+        assert threading.active_count() == before
+
+
+def test_what_is_told_beside_training_is_no_sign_of_life() -> None:
+    progress = ProgressTracker()
+    progress.note(EventKind.ATTEMPT_STARTED, 1, {})
+    progress.note(EventKind.METRICS, 1, {"points": [{"step": 1, "at": 1.0, "values": {}}]})
+    signs = progress.progress().num_signs
+    progress.note(EventKind.GPU_USE, 1, {"rank": 0})
+    progress.note(EventKind.PROFILE_DONE, 1, {"rank": 0})
+    assert progress.progress().num_signs == signs, "a hang would not be noticed"

@@ -1,0 +1,143 @@
+"""What the controller's policy makes of nodes that are cordoned or draining under a group that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.train import ScalingConfig
+
+from everstep.wire.events import EventKind
+from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision
+from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.sizing import NodeView
+
+SETTINGS = RecoverySettings(resize_interval_s=0.0, growth_settle_s=0.0, growth_cooldown_s=0.0)
+TRAINING, LEFT = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
+
+
+class Told:
+    """Takes what the policy tells, in the journal's place."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[EventKind, dict[str, Any]]] = []
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        self.events.append((kind, data))
+
+
+@dataclass
+class Cluster:
+    """One-CPU nodes as the policy sees them, and the nodes of the run's ranks."""
+
+    nodes: dict[str, NodeView]
+    ranks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: str, ranks: str) -> Cluster:
+        taken = set(ranks)
+        views = {name: NodeView(name, "127.0.0.1", 1, {"CPU": 1.0}, {"CPU": 0.0 if name in taken else 1.0}) for name in names}
+        return cls(views, tuple(ranks))
+
+    def mark(self, name: str, **facts: bool | float) -> None:
+        self.nodes[name] = replace(self.nodes[name], **facts)  # type: ignore[arg-type]
+
+    def look(self) -> tuple[NodeView, ...]:
+        return tuple(self.nodes.values())
+
+    def held(self, living: Any) -> dict[str, int]:
+        return {name: self.ranks.count(name) for name in self.ranks if name in living}
+
+    @property
+    def group(self) -> Any:
+        workers = [SimpleNamespace(metadata=SimpleNamespace(node_id=name)) for name in self.ranks]
+        return SimpleNamespace(workers=workers, num_workers=len(workers), start_time=0.0)
+
+
+def policy_on(
+    cluster: Cluster, workers: tuple[int, int], told: Told, limit: Callable[[], int | None] = lambda: None
+) -> LiveScalingPolicy:
+    config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
+    return LiveScalingPolicy(config, SETTINGS, told, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def test_a_cordon_moves_and_shrinks_nothing(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    policy = policy_on(cluster, (1, 2), told)
+    cluster.mark("a", cordoned=True)
+    for _ in range(3):
+        assert isinstance(policy.make_decision_for_running_worker_group(cluster.group, TRAINING), NoopDecision)
+    assert policy.wanted is None and policy.draining == frozenset()
+
+
+def test_a_restart_for_another_reason_leaves_the_cordoned_node(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    policy = policy_on(cluster, (1, 3), told)
+    cluster.mark("a", cordoned=True)
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, ResizeDecision) and decision.num_workers == 2
+    cluster.mark("c", cordoned=True)
+    assert policy.make_decision_for_non_running_worker_group().num_workers == 1
+
+
+def test_a_drains_deadline_counts_where_ranks_are(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    policy = policy_on(cluster, (1, 2), told)
+    cluster.mark("c", draining=True, drain_deadline=50.0)
+    cluster.mark("a", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert not policy.must_have_left(1e9), "nobody said when"
+    cluster.mark("b", draining=True, drain_deadline=100.0)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert [policy.must_have_left(now) for now in (99.0, 100.0)] == [False, True]
+
+
+def test_a_drain_asks_the_ranks_to_leave_at_once(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    policy = policy_on(cluster, (1, 2), told)
+    cluster.mark("c", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted is None, "a node without a rank of this run is no matter"
+    cluster.mark("c", draining=False)
+    cluster.mark("a", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert (policy.wanted, policy.draining) == (2, frozenset("a"))
+    decision = policy.make_decision_for_running_worker_group(cluster.group, LEFT)
+    assert isinstance(decision, ResizeDecision) and decision.num_workers == 2 and policy.wanted is None
+
+
+def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> None:
+    cluster = Cluster.of("ab", ranks="ab")
+    policy = policy_on(cluster, (2, 2), told)
+    cluster.mark("a", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 1
+    decision = policy.make_decision_for_running_worker_group(cluster.group, LEFT)
+    assert isinstance(decision, ResizeDecision), "the group must end, or its processes would stay on the node"
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision) and policy.waiting
+    [(kind, data)] = told.events
+    assert (kind, data["code"], data["missing"]) == (EventKind.WAITING, "waiting_for_capacity", {"CPU": 1.0})
+
+
+def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_once_it_may(told: Told) -> None:
+    cluster, limit = Cluster.of("abcd", ranks="abc"), 1
+    policy = policy_on(cluster, (2, 3), told, lambda: limit or None)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 2, "never fewer than it needs"
+    assert policy.make_decision_for_running_worker_group(cluster.group, LEFT).num_workers == 2
+    cluster.ranks = ("a", "b")
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted is None, "it does not grow"
+    limit = 0
+    for _ in range(2):
+        policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 3

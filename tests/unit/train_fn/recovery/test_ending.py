@@ -1,0 +1,87 @@
+"""Who ends a run, and what its last event says: user, deadline, verdict, last step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everstep.wire import ReasonCode
+from everstep.wire.events import EventKind
+from storage.errors import CorruptFile
+from storage.filesystem import open_storage
+from storage.logs.journal import JournalEvent, JournalWriter
+from train_fn.recovery.history import read_history
+from train_fn.recovery.launch import Outcome
+from train_fn.recovery.outcome import Stopping, ending
+
+
+def test_a_run_without_deadline_stops_when_its_user_asks() -> None:
+    stopping = Stopping(None)
+    assert stopping.decide(None, 1e12) is None
+    assert [stopping.decide(asked, 1.0) for asked in ("pause", "cancel", None)] == ["pause", "cancel", "cancel"]
+    assert not stopping.overdue
+
+
+def test_at_the_deadline_the_ranks_are_told_to_stop_whatever_is_asked_later() -> None:
+    stopping = Stopping(100.0)
+    assert stopping.decide(None, 99.9) is None
+    assert stopping.decide(None, 100.0) == "cancel" and stopping.overdue
+    assert stopping.decide("pause", 101.0) == "cancel" and stopping.overdue
+
+
+def test_a_stop_of_the_user_s_comes_first_when_it_came_first() -> None:
+    stopping = Stopping(100.0)
+    assert stopping.decide("pause", 99.0) == "pause"
+    assert stopping.decide(None, 101.0) == "pause" and not stopping.overdue, "storage may be away meanwhile"
+
+
+def test_what_the_last_event_says() -> None:
+    stopped = Outcome(finished=True, stopped="cancel", last_step=7)
+    name, reason = ending(stopped, overdue=True)
+    assert name == "failed" and reason is not None
+    assert reason["code"] == ReasonCode.DEADLINE_EXCEEDED and "step 7" in reason["message"]
+    assert ending(stopped, overdue=False) == ("stopped", {"code": "cancelled_by_user", "message": "stopped as asked: cancel"})
+    assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), "all steps were done in time"
+    paused = Outcome(finished=True, stopped="pause", last_step=7)
+    assert ending(paused, overdue=False)[1]["code"] == ReasonCode.PAUSED_BY_USER  # type: ignore[index]
+    name, reason = ending(paused, overdue=False, by_itself=True)
+    assert name == "stopped" and reason is not None and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
+    waits = Outcome(finished=False, stopped="pause", message="paused after 5 failures of the storage", last_step=7)
+    assert waits.decided and not Outcome(finished=False).decided
+    name, reason = ending(waits, overdue=False, by_itself=True)
+    assert (name, reason) == ("stopped", {"code": "storage_unavailable", "message": "paused after 5 failures of the storage"})
+    given_up = Outcome(finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice")
+    assert ending(given_up, overdue=True) == ("failed", {"code": "user_error", "message": "it raised twice"})
+
+
+def test_a_deadline_travels_in_the_run_directory(tmp_path: Path) -> None:
+    run_dir = open_storage(str(tmp_path)).run_dir("run_d")
+    assert run_dir.deadline() is None
+    run_dir.write_deadline(1234.5)
+    assert run_dir.deadline() == 1234.5
+    (tmp_path / "runs/run_d/control/deadline.json").write_text("{}")
+    with pytest.raises(CorruptFile, match="does not hold a deadline"):
+        run_dir.deadline()
+
+
+def test_the_past_tells_whether_every_step_was_done(tmp_path: Path) -> None:
+    run_dir = open_storage(str(tmp_path)).run_dir("run_d")
+
+    def tell(submission: int, *entries: tuple[EventKind, dict[str, object]]) -> None:
+        with JournalWriter(run_dir, submission) as journal:
+            journal.append(
+                [
+                    JournalEvent(kind=kind, at=1.0, submission=submission, attempt=1, data=data, source="driver", source_n=n)
+                    for n, (kind, data) in enumerate(entries, start=journal.last_n + 1)
+                ]
+            )
+
+    def metrics(step: int) -> tuple[EventKind, dict[str, object]]:
+        return EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]}
+
+    tell(1, (EventKind.TRAINING_STARTED, {"total_steps": 10}), metrics(9))
+    assert not read_history(run_dir).steps_done
+    tell(1, metrics(10))
+    tell(2, (EventKind.TRAINING_STARTED, {"total_steps": 10}), metrics(8))
+    assert read_history(run_dir).steps_done, "they were, before the driver was lost; a deadline no longer fails the run"

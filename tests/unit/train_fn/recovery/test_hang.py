@@ -1,0 +1,195 @@
+"""When ranks are taken for hung, and which of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.wire.events import EventKind
+from train_fn.recovery import progress as progress_module
+from train_fn.recovery.hang import HangWatch, find_silent, find_stuck
+from train_fn.recovery.progress import Phase, Progress, ProgressTracker
+from train_fn.recovery.settings import RecoverySettings
+
+
+def points(*steps: int, step_s: float = 0.1) -> dict[str, Any]:
+    return {"points": [{"step": step, "at": 1.0, "values": {"step_s": step_s}} for step in steps]}
+
+
+def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
+    tracker = ProgressTracker()
+    story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
+        (EventKind.ATTEMPT_STARTED, 1, {}, Phase.START),
+        (EventKind.RESTORED, 1, {"step": 4}, Phase.START),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 0}, Phase.START),  # reported again, before anything is trained
+        (EventKind.TRAINING_STARTED, 1, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 1, points(5), Phase.STEP),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1}, Phase.EVALUATION),
+        (EventKind.EVALUATED, 1, {"step": 5, "metrics": {}}, Phase.STEP),
+        (EventKind.METRICS, 1, points(6), Phase.STEP),
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 2, "rests": False}, Phase.STEP),  # the next step follows at once
+        (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
+        (EventKind.METRICS, 1, points(6), Phase.START),  # late, of the attempt before
+        (EventKind.TRAINING_STARTED, 2, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 2, points(7), Phase.FINISH),
+    ]
+    for kind, attempt, data, phase in story:
+        tracker.note(kind, attempt, data)
+        assert tracker.progress().phase is phase, (kind, attempt)
+    assert tracker.progress().last_step == 7
+
+
+def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_the_next_step_when_a_step_would_be() -> None:
+    tracker, watch = ProgressTracker(), HangWatch(RecoverySettings(), None)
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.TRAINING_STARTED, 1, {"total_steps": 7})
+    tracker.note(EventKind.METRICS, 1, points(3))
+    tracker.note(EventKind.EPOCH_COMPLETED, 1, {"epoch": 0, "rests": True})
+    tracker.note(EventKind.EVALUATED, 1, {"step": 3, "metrics": {}, "rests": True})
+
+    def overdue_after(seconds: int) -> bool:
+        """Whether ranks that do nothing for so long are taken for hung, looked at once a second."""
+        began = watch._looked_at + 100
+        return any(watch.overdue_s(tracker.progress(), began + second) is not None for second in range(seconds + 1))
+
+    watch.overdue_s(tracker.progress(), 0.0)
+    assert not overdue_after(3599)
+    assert overdue_after(3601)
+    tracker.note(EventKind.EPOCH_HOOK_DONE, 1, {"epoch": 0, "seconds": 1.0})
+    assert not overdue_after(59)
+    assert overdue_after(61)
+
+
+def test_an_attempt_may_begin_with_what_takes_long() -> None:
+    """With the evaluation that broke the one before it, or with the last save; its first step then still comes."""
+    tracker = ProgressTracker()
+    story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
+        (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
+        (EventKind.RESTORED, 2, {"step": 4}, Phase.START),
+        (EventKind.TRAINING_STARTED, 2, {"total_steps": 7, "rests": True}, Phase.EVALUATION),
+        (EventKind.EVALUATED, 2, {"step": 4, "metrics": {}}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 2, points(5, 6, 7), Phase.FINISH),
+        (EventKind.ATTEMPT_STARTED, 3, {}, Phase.START),
+        (EventKind.RESTORED, 3, {"step": 7}, Phase.START),
+        (EventKind.TRAINING_STARTED, 3, {"total_steps": 7}, Phase.FINISH),
+        (EventKind.ATTEMPT_STARTED, 4, {}, Phase.START),
+        (EventKind.RESTORED, 4, {"step": 2}, Phase.START),  # back to a checkpoint: it is not as far as the ones before it
+        (EventKind.TRAINING_STARTED, 4, {"total_steps": 7}, Phase.FIRST_STEP),
+        (EventKind.METRICS, 4, points(3), Phase.STEP),
+    ]
+    for kind, attempt, data, phase in story:
+        tracker.note(kind, attempt, data)
+        assert tracker.progress().phase is phase, (kind, attempt)
+
+
+def test_the_limit_learns_from_steps() -> None:
+    tracker = ProgressTracker()
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.METRICS, 1, points(*range(1, 11), step_s=30.0))
+    watch = HangWatch(RecoverySettings(), None)
+    assert tracker.progress().step_p99_s is None
+    assert watch.limit_s(tracker.progress()) == 60.0
+    tracker.note(EventKind.METRICS, 1, points(*range(11, 21), step_s=30.0))
+    assert watch.limit_s(tracker.progress()) == 300.0
+    assert HangWatch(RecoverySettings(), 5.0).limit_s(tracker.progress()) == 5.0
+
+
+def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
+    watch = HangWatch(RecoverySettings(), 10.0)
+    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    assert [watch.overdue_s(still, now) for now in (100.0, 101.5, 103.0, 104.5, 106.0, 107.5, 109.0, 110.0)] == [None] * 8
+    assert watch.overdue_s(still, 110.5) == 10.5
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, "no reply for 29 s: nothing was seen"
+
+
+def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
+    watch = HangWatch(RecoverySettings(), 10.0)
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=6), 99.0) is None
+    assert watch.due_at == 109.0
+    last = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=0.8)
+    assert watch.overdue_s(last, 100.0) is None
+    assert watch.due_at == 109.2
+    assert [watch.overdue_s(last, now) is None for now in (102.0, 104.0, 106.0, 108.0, 109.1, 109.3)] == [True] * 5 + [False]
+
+
+def test_the_tracker_tells_for_how_long_nothing_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    tracker = ProgressTracker()
+    tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
+    tracker.note(EventKind.METRICS, 1, points(1))
+    now = 53.0
+    tracker.note(EventKind.GPU_USE, 1, {})
+    assert tracker.progress().quiet_s == 3.0, "what threads tell beside training is no sign of life"
+    tracker.note(EventKind.METRICS, 1, points(2))
+    assert tracker.progress().quiet_s == 0.0
+
+
+@pytest.mark.parametrize("quiet_poll_s", [0.2, 1.0, 2.0, 7.0])
+def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> None:
+    watch = HangWatch(RecoverySettings(quiet_poll_s=quiet_poll_s), 10.0)
+    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]  # a poll itself takes some time
+    overdue = [watch.overdue_s(still, now) is not None for now in looks]
+    assert overdue == [now > 110.0 for now in looks]
+
+
+def test_evaluation_has_a_time_of_its_own() -> None:
+    watch = HangWatch(RecoverySettings(hang_evaluation_s=100.0), 10.0)
+    assert watch.limit_s(Progress(attempt=1, phase=Phase.EVALUATION)) == 100.0
+    assert watch.limit_s(Progress(attempt=1, phase=Phase.START)) == 600.0
+
+
+LOOP = '  File "/app/train_fn/loop.py", line 99, in run\n'
+REDUCE = LOOP + '  File "/venv/torch/distributed/distributed_c10d.py", line 2900, in all_reduce\n'
+BACKWARD = LOOP + '  File "/venv/torch/autograd/graph.py", line 800, in _engine_run_backward\n'
+USER = LOOP + '  File "/home/me/task.py", line 7, in loss\n'
+
+
+def test_who_waits_for_nobody_is_stuck() -> None:
+    assert find_stuck({0: REDUCE, 1: USER, 2: BACKWARD}) == [1]
+    assert find_stuck({0: REDUCE, 1: None, 2: USER}) == [1], "who does not answer comes first"
+
+
+def test_where_all_wait_for_each_other_the_last_is_given_up() -> None:
+    assert find_stuck({0: REDUCE, 1: BACKWARD, 2: REDUCE}) == [2]
+
+
+IN_A_COLLECTIVE = 'File "/x/train_fn/loop.py", line 9\nFile "/x/torch/distributed/distributed_c10d.py", line 3025'
+WRITING = 'File "/x/train_fn/loop.py", line 9\nFile "/x/train_fn/snapshot.py", line 77'
+
+
+def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() -> None:
+    asked_at = {0: 10.0, 1: 11.5, 2: 11.5}
+    stacks: dict[int, str | None] = {1: IN_A_COLLECTIVE, 2: WRITING}
+    assert find_silent(asked_at, stacks, [0, 1, 2], 12.0) == [0]
+    assert find_silent(asked_at, stacks, [0, 2], 12.0) == [], "rank 2 is on its way out, and waits for nobody"
+    assert find_silent(asked_at, stacks, [0], 12.0) == [], "nobody would be freed"
+    assert find_silent(asked_at, stacks, [0, 1, 2], 11.4) == [], "it may yet answer"
+    closing: dict[int, str | None] = {1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'}
+    assert find_silent(asked_at, closing, [0, 1], 12.0) == [0]
+    assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], "no rank that answers is held up"
+
+
+def test_an_attempt_moves_when_its_steps_were_done_not_when_they_are_told() -> None:
+    def done(step: int, at: float) -> dict[str, Any]:
+        return {"points": [{"step": step, "at": at, "values": {}}]}
+
+    tracker = ProgressTracker()
+    assert tracker.progress().moved_at is None
+    story: list[tuple[EventKind, int, dict[str, Any], float, float]] = [
+        (EventKind.ATTEMPT_STARTED, 1, {}, 10.0, 10.0),
+        (EventKind.TRAINING_STARTED, 1, {"total_steps": 70}, 11.0, 11.0),
+        (EventKind.METRICS, 1, done(5, 20.0), 25.0, 20.0),
+        (EventKind.GPU_USE, 1, {}, 60.0, 20.0),
+        (EventKind.CHECKPOINT_COMMITTED, 1, {"step": 5}, 61.0, 20.0),
+        (EventKind.EVALUATED, 1, {"step": 5}, 62.0, 62.0),
+        (EventKind.METRICS, 1, done(4, 19.0), 63.0, 62.0),
+        (EventKind.ATTEMPT_STARTED, 2, {}, 80.0, 80.0),
+        (EventKind.METRICS, 1, done(6, 90.0), 91.0, 80.0),
+    ]
+    for kind, attempt, data, at, moved_at in story:
+        tracker.note(kind, attempt, data, at)
+        assert tracker.progress().moved_at == moved_at, kind

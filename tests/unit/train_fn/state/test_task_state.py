@@ -1,0 +1,167 @@
+"""A task's own state, and attributes that no state holds."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
+from tests.integration.trainees import Regression
+from tests.support.one_rank import journal_of, one_rank, small_task_alone
+from tests.unit.train_fn.loop.test_buffers import SPEC
+from train_fn.checkpoints.saver import Saver
+from train_fn.errors import BadTask, StepFailed
+from train_fn.loop import replica
+from train_fn.loop.attempt import train
+from train_fn.state.task_state import TaskState
+from train_fn.state.train_state import digest
+from train_fn.step.plain_attributes import PlainAttributes
+
+NUM_PASSES = 18
+"""In the run: nine global batches of ten samples, each in micro-batches of seven and three."""
+
+
+class Counting(Regression):
+    """Raises once, in the second of a step's two passes, if it is to."""
+
+    break_at: int | None = None
+    passes = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = super().loss(model, batch)
+        if model.training:
+            self.passes += 1
+        if self.passes == self.break_at:
+            self.break_at = None
+            raise ConnectionError
+        return found
+
+
+class Keeping(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "names": {"b", "a", "c"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("break_at", [None, 2, 10])
+def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(break_at: int | None, tmp_path: Path) -> None:
+    run_dir, task = open_storage(str(tmp_path)).run_dir("run_task"), Keeping()
+    task.break_at = break_at
+    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "build_task", lambda spec: task)
+        if break_at is not None:
+            with pytest.raises(StepFailed):
+                train(one_rank(SPEC, run_dir, attempt=1))
+            task = Keeping()
+        assert train(one_rank(SPEC, run_dir, attempt=2)) is None
+    assert task.passes == NUM_PASSES
+
+
+@pytest.mark.own_process
+def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(tmp_path: Path) -> None:
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.inner, self.same = 0, nn.Linear(4, 1), [1, 2]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            found: torch.Tensor = self.inner(x)
+            return found
+
+    class Task(Counting):
+        def build_model(self) -> nn.Module:
+            self.model = Stepping()
+            return self.model
+
+    task, ctx = Task(), one_rank(SPEC, open_storage(str(tmp_path)).run_dir("run_task"))
+    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "build_task", lambda spec: task)
+        assert train(ctx) is None
+    [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
+    [warning] = started["warnings"]
+    assert "the first pass changes steps, Task.passes, which no checkpoint holds" in warning
+    assert task.passes == NUM_PASSES
+
+
+def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
+    module = nn.Linear(2, 2)
+    owner = type("Own", (nn.Linear,), {"__module__": "own"})(2, 2)
+    owner.number, owner.tensor, owner.values, owner.last, owner.opaque = 1, torch.zeros(2), {"a": [1]}, deque([1], 2), object()
+    tensor, values, last = owner.tensor, owner.values, owner.last
+    attributes = PlainAttributes({"": module, "own": owner})
+    assert attributes.changed() == []
+    owner.number, owner.new, owner.opaque = 2, "x", None
+    owner.tensor += 1
+    owner.values["a"].append(2)
+    owner.last.append(5)
+    owner.eval()
+    assert attributes.changed() == ["own.number", "own.tensor", "own.values", "own.last", "own.new"]
+    attributes.put_back()
+    assert (owner.number, owner.tensor.tolist(), owner.values, list(owner.last)) == (1, [0.0, 0.0], {"a": [1]}, [1])
+    assert owner.tensor is tensor and owner.values is values and owner.last is last and not hasattr(owner, "new")
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda own: float(torch.rand((), generator=own))),
+        (random.Random(1), lambda own: own.random()),
+        (np.random.default_rng(1), lambda own: own.random()),
+        (np.random.RandomState(1), lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_a_modules_own_is_named_and_begins_as_it_was(generator: Any, draw: Callable[[Any], float]) -> None:
+    owner = type("Own", (nn.Module,), {"__module__": "own"})()
+    owner.rng = generator
+    attributes = PlainAttributes({"own": owner})
+    assert attributes.changed() == []
+    first = draw(owner.rng)
+    assert attributes.changed() == ["own.rng"]
+    attributes.put_back()
+    assert attributes.changed() == []
+    assert owner.rng is generator
+    assert draw(generator) == first
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_with_its_place_and_so_is_half_a_pair() -> None:
+    task = Keeping()
+    task.state_dict = lambda: {"a": [object()]}  # type: ignore[method-assign]
+    with pytest.raises(BadTask, match=r"task/a/0 is a builtins\.object"):
+        TaskState(task).capture()
+    half = type("Half", (Regression,), {"state_dict": Keeping.state_dict})()
+    with pytest.raises(BadTask, match=r"Half\.state_dict .* needs load_state_dict beside it"):
+        TaskState(half)
+
+
+def test_a_task_that_is_a_module_keeps_no_state_by_the_methods_that_all_modules_have() -> None:
+    state = TaskState(type("ModuleTask", (nn.Module, Regression), {})())  # type: ignore[arg-type]
+    assert not state
+    assert state.capture() is None
+
+
+def test_what_is_captured_is_shared_with_nothing_and_the_digest_knows_it() -> None:
+    task = Keeping()
+    tensor = torch.ones(2)
+    task.state_dict = lambda: {"tensor": tensor}  # type: ignore[method-assign]
+    captured = TaskState(task).capture()
+    tensor += 1
+    assert captured["tensor"].tolist() == [1.0, 1.0]
+    old = {"step": 1, "ledger": {}, "fingerprint": "", **dict.fromkeys(("model", "optimizer", "scaler", "ema"))}
+    digests = [
+        digest({**old, **more}) for more in ({}, {"task": None, "unsaved": {}}, {"task": captured}, {"task": {"a": {"x", "y"}}})
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3

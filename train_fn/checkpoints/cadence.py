@@ -1,0 +1,198 @@
+"""When the next checkpoint is due: by steps, by time, or as often as the price of a save and the risk of a failure say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from everstep.spec.run_spec import CheckpointSpec
+from everstep.wire import Verdict
+from everstep.wire.events import EventKind
+from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
+
+ASSUMED_MTBF_S = 24 * 3600.0
+"""What a run is taken to survive before its first failure; weighs as much as one observed failure."""
+STEPS_KEPT = 64
+"""Steps whose seconds are compared to tell what writing beside them costs."""
+NEWS_RATIO = 1.25
+"""An interval that changed by this factor is told; less is no news."""
+READ_BATCH = 5000
+
+_NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
+"""Failures against which checkpoints more often are no help: code that raises again, and moves that save before they leave."""
+
+
+@dataclass(frozen=True)
+class ObservedFailures:
+    """What a run lived through so far."""
+
+    num_failures: int = 0
+    trained_s: float = 0.0
+    """Seconds in which a worker group was there, over all attempts."""
+
+    def mtbf_s(self) -> float:
+        """Estimated mean seconds between failures: what was seen, and one failure in ASSUMED_MTBF_S where nothing was."""
+        return (self.trained_s + ASSUMED_MTBF_S) / (self.num_failures + 1)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A choice of ``auto``, and what it rests on. All in seconds."""
+
+    interval_s: float
+    cost_s: float
+    """What a save takes from training: the copy between two steps, and what writing slows the steps beside it."""
+    write_s: float
+    mtbf_s: float
+    source: Literal["given", "observed"]
+    num_failures: int
+    bound: Literal["write", "min_interval_s", "max_interval_s"] | None
+    """What the formula's answer was cut to; None where it stands."""
+
+    def reason(self) -> str:
+        """The choice in words."""
+        risk = "as given" if self.source == "given" else f"estimated after {self.num_failures} failures"
+        words = (
+            f"a save costs {self.cost_s:.3g} s of training and a failure comes every {self.mtbf_s:.3g} s ({risk}): "
+            f"the least is lost with a checkpoint every {self.interval_s:.3g} s"
+        )
+        cut = {
+            "write": f"; no sooner, because writing takes {self.write_s:.3g} s",
+            "min_interval_s": "; no sooner, because of checkpoint.min_interval_s",
+            "max_interval_s": "; no later, because of checkpoint.max_interval_s",
+        }
+        return words + (cut[self.bound] if self.bound else "")
+
+
+def young_daly_s(cost_s: float, mtbf_s: float) -> float:
+    """Seconds of training between two saves that lose the least, to saving and to work that a failure undoes.
+
+    Daly's higher-order refinement of Young's ``sqrt(2 * cost * mtbf)`` (J. T. Daly, 2006, equation 37).
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def choose_interval(spec: CheckpointSpec, cost_s: float, write_s: float, observed: ObservedFailures) -> Interval:
+    """The interval of ``checkpoint.every_steps: auto``, within the bounds of the spec and of what the storage can take."""
+    mtbf_s = spec.mtbf_s if spec.mtbf_s is not None else observed.mtbf_s()
+    interval_s = young_daly_s(cost_s, mtbf_s)
+    bound: Literal["write", "min_interval_s", "max_interval_s"] | None = None
+    if interval_s < write_s:
+        interval_s, bound = write_s, "write"
+    if interval_s > spec.max_interval_s:
+        interval_s, bound = spec.max_interval_s, "max_interval_s"
+    if interval_s < spec.min_interval_s:
+        interval_s, bound = spec.min_interval_s, "min_interval_s"
+    source: Literal["given", "observed"] = "given" if spec.mtbf_s is not None else "observed"
+    return Interval(interval_s, cost_s, write_s, mtbf_s, source, observed.num_failures, bound)
+
+
+def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
+    """Failures and seconds of training that the run's journals tell of. ``now`` in unix seconds. Raises StorageError."""
+    num_failures, trained_s, began = 0, 0.0, None
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
+            for event in events:
+                if event.kind is EventKind.ATTEMPT_STARTED:
+                    began = event.at
+                elif event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None:
+                    trained_s, began = trained_s + max(0.0, event.at - began), None
+                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in _NO_RISK:
+                    num_failures += 1
+            if not events:
+                break
+    if began is not None:
+        trained_s += max(0.0, now - began)
+    return ObservedFailures(num_failures, trained_s)
+
+
+class SaveCadence:
+    """Rank 0's clock of periodic checkpoints. Seconds by a clock that only rises. Not thread-safe."""
+
+    def __init__(self, spec: CheckpointSpec, step: int, now: float) -> None:
+        self._spec = spec
+        self._saved_step, self._saved_at = step, now
+        self.earliest_step = self._earliest_step()
+        """Nothing is due at a step before this one, whenever it comes."""
+        self._interval: Interval | None = None
+        self._told_s: float | None = None
+        self._quiet_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._busy_s: list[float] = []
+        self._just_begun = False
+        self._slowdown_s = 0.0
+        self._step_ended_at: float | None = None
+
+    @property
+    def auto(self) -> bool:
+        return self._spec.every_steps == "auto"
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether the state after ``step`` is to be saved. What came due while it could not be done stays due."""
+        if step < self.earliest_step:
+            return False
+        every_steps, every_s, passed_s = self._spec.every_steps, self._spec.every_s, now - self._saved_at
+        if isinstance(every_steps, int) and step // every_steps > self._saved_step // every_steps:
+            return True
+        if every_s is not None and passed_s >= every_s:
+            return True
+        # Before the first save there is no price: it comes early, so that there is one.
+        return self.auto and passed_s >= (self._interval.interval_s if self._interval else self._spec.min_interval_s)
+
+    def begun(self, step: int, now: float) -> None:
+        """A save of ``step`` was begun, whether because it was due or not."""
+        self._saved_step, self._saved_at = step, now
+        self.earliest_step = self._earliest_step()
+        self._slowdown_s, self._busy_s, self._just_begun = self._measure_slowdown_s(), [], True
+
+    def step_ended(self, now: float, *, busy: bool) -> None:
+        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every boundary, for ``auto`` only."""
+        before, self._step_ended_at = self._step_ended_at, now
+        busy, self._just_begun = busy or self._just_begun, False
+        if before is not None:
+            (self._busy_s if busy else self._quiet_s).append(now - before)
+
+    def boundary_left(self, now: float) -> None:
+        """The next step begins: what happened at the boundary is not part of it."""
+        self._step_ended_at = now
+
+    def committed(self, stall_s: float, write_s: float, observed: ObservedFailures) -> dict[str, Any] | None:
+        """Choose anew after a save that took so long; the data of an event where that is news. For ``auto`` only."""
+        slowdown_s = self._slowdown_s
+        chosen = self._interval = choose_interval(self._spec, stall_s + slowdown_s, write_s, observed)
+        told = self._told_s
+        if told is not None and 1 / NEWS_RATIO < chosen.interval_s / told < NEWS_RATIO:
+            return None
+        self._told_s = chosen.interval_s
+        return {
+            "interval_s": round(chosen.interval_s, 3),
+            "cost_s": round(chosen.cost_s, 6),
+            "stall_s": round(stall_s, 6),
+            "slowdown_s": round(slowdown_s, 6),
+            "write_s": round(write_s, 6),
+            "mtbf_s": round(chosen.mtbf_s, 3),
+            "mtbf_source": chosen.source,
+            "num_failures": chosen.num_failures,
+            "bound": chosen.bound,
+            "reason": chosen.reason(),
+        }
+
+    def _earliest_step(self) -> int:
+        every_steps = self._spec.every_steps
+        if not isinstance(every_steps, int) or self._spec.every_s is not None:
+            return self._saved_step + 1
+        return (self._saved_step // every_steps + 1) * every_steps
+
+    def _measure_slowdown_s(self) -> float:
+        """What the last save took from the steps beside it. By medians: an evaluation between two steps is no slow step."""
+        if not self._busy_s or len(self._quiet_s) < 2:
+            return 0.0
+        return max(0.0, statistics.median(self._busy_s) - statistics.median(self._quiet_s)) * len(self._busy_s)

@@ -1,0 +1,66 @@
+"""What the journal is told of a run's saves, also of those whose rank died before it could tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.manifest import Manifest
+from storage.run_dir import CheckpointName
+from train_fn.context import WorkerContext
+
+
+def committed_data(manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> dict[str, Any]:
+    """Return the data of the event that tells of a committed checkpoint."""
+    return {
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "name": manifest.name,
+        "size_bytes": manifest.size_bytes,
+        "digest": manifest.digest,
+        "metrics": manifest.metrics,
+        "stall_s": round(stall_s, 6),
+        "write_s": round(write_s, 6),
+    }
+
+
+class SavesTold:
+    """Of rank 0, the one that saves. Called from the saver's threads."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._has_caught_up = (ctx.submission, ctx.attempt) == (1, 1)
+
+    def committed(self, manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> None:
+        """A checkpoint is there. Seconds: how long training stood still for the copy, and how long it was written."""
+        self._ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s))
+
+    def deleted(self, names: Sequence[str]) -> None:
+        for name in names:
+            parsed = CheckpointName.parse(name)
+            assert parsed is not None
+            self._ctx.journal.emit(EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name})
+
+    def failed(self, step: int, error: str, standing: dict[str, Any]) -> None:
+        self._ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing})
+
+    def cadence(self, step: int, chosen: dict[str, Any]) -> None:
+        self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
+
+    def catch_up(self) -> None:
+        """Once in an attempt, tell what earlier ones committed and deleted: their rank may have died before it had told so.
+
+        To be called before this attempt saves. Raises StorageError where journals or checkpoints could not be looked through; the
+        next call tries again.
+        """
+        if self._has_caught_up:
+            return
+        run_dir = self._ctx.run_dir
+        told = told_checkpoints(run_dir)
+        for manifest in run_dir.checkpoints.lineage():
+            if CheckpointName.parse(manifest.name) not in told:
+                self.committed(manifest)
+        self.deleted(run_dir.checkpoints.missing(told))
+        self._has_caught_up = True

@@ -1,0 +1,171 @@
+"""Drills in the driver: what an operator's order hits or why it is refused, each order once, and told before anything is broken."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everstep.wire.drills import DrillKind
+from everstep.wire.events import EventKind
+from storage.run_dir import DrillOrder, RunDir
+from train_fn.journal.server import ActorJournalClient
+from train_fn.recovery.history import History, RankPlace, read_history
+
+DRAIN_DEADLINE_S = 30.0
+"""How long the ranks of a drained node have to save and leave."""
+FLUSH_S = 10.0
+"""Longest wait for the word that a fault is put in to become durable."""
+
+logger = logging.getLogger(__name__)
+
+
+class DrillRefused(Exception):
+    """An order that is not carried out; the message says why and the way out."""
+
+
+class Faults(Protocol):
+    """What a drill does to a cluster. Every method raises DrillRefused where it could not be done."""
+
+    def head_node_ids(self) -> Collection[str]:
+        """The cluster's head, which a drill leaves alone."""
+
+    def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
+        """Send a signal to ranks on all their nodes at once."""
+
+    def kill_without_trace(self, ranks: Sequence[RankPlace], run_id: str) -> None:
+        """SIGKILL to all ranks of a run, and what its ranks left in shared memory removed."""
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL to the node's raylet."""
+
+    def drain_node(self, node_id: str, deadline_s: float) -> None:
+        """Announce that the node will be taken away."""
+
+    def kill_driver(self) -> None:
+        """SIGKILL to this process."""
+
+
+@dataclass(frozen=True)
+class DrillPlan:
+    """What an order hits."""
+
+    target: RankPlace | None
+    """The one rank that is hit, or whose node is; None for the driver and for all ranks."""
+    ranks: tuple[RankPlace, ...]
+    """All ranks of the attempt."""
+
+
+def plan(order: DrillOrder, history: History, head_node_ids: Collection[str]) -> DrillPlan:
+    """What ``order`` hits in the run as its journals tell it.
+
+    Raises DrillRefused where the ranks that were meant are gone, or the node is the cluster's head.
+    """
+    if not history.attempt_open or history.last_attempt != order.attempt:
+        raise DrillRefused(f"attempt {order.attempt}, whose ranks were meant, has ended; ask again once the run trains")
+    if order.kind in (DrillKind.KILL_DRIVER, DrillKind.CORRUPT_CHECKPOINT):
+        return DrillPlan(None, history.workers)
+    target = next((place for place in history.workers if place.rank == order.rank), None)
+    if target is None:
+        raise DrillRefused(f"attempt {order.attempt} has no rank {order.rank}; it has {len(history.workers)}, from 0")
+    if order.kind in (DrillKind.KILL_NODE, DrillKind.DRAIN_NODE) and target.node_id in head_node_ids:
+        message = f"rank {order.rank} is on node {target.node_id}, the cluster's head; choose a rank on another node"
+        raise DrillRefused(message)
+    return DrillPlan(target, history.workers)
+
+
+def checkpoint_to_damage(lineage: Sequence[str]) -> str:
+    """The newest of the checkpoints that count, given oldest first. Raises DrillRefused where none is left to fall back to."""
+    if len(lineage) < 2:
+        found = f"the run has {len(lineage)} so far"
+        raise DrillRefused(f"corrupt_checkpoint needs two checkpoints, the older one to fall back to; {found}")
+    return lineage[-1]
+
+
+class Drills:
+    """Looks for orders in the run directory and carries them out. Not thread-safe."""
+
+    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient, make_faults: Callable[[], Faults]) -> None:
+        """``make_faults`` is called for the first order: what it needs of Ray is loaded only then."""
+        self._run_dir = run_dir
+        self._submission = submission
+        self._journal = journal
+        self._make_faults = make_faults
+        self._taken: str | None = None
+        """Id of the newest order that was looked at."""
+
+    def tick(self) -> None:
+        """Carry out the newest order, unless any driver of this run did so before.
+
+        Raises StorageError where the run directory could not be read: the next tick tries again.
+        """
+        order = self._run_dir.drill_ordered(self._submission)
+        if order is None or order.id == self._taken:
+            return
+        history = read_history(self._run_dir)
+        self._taken = order.id
+        if order.id in history.drills:
+            return
+        try:
+            faults = self._make_faults()
+            self._carry_out(order, plan(order, history, faults.head_node_ids()), faults)
+        except Exception as exc:  # whatever it was, the operator is to hear of it, and the run goes on
+            logger.warning("drill %s, %s of rank %d, was not carried out: %s", order.id, order.kind, order.rank, exc)
+            self._journal.emit(EventKind.DRILL_FAILED, {**_named(order), "problem": str(exc)}, attempt=order.attempt)
+
+    def _carry_out(self, order: DrillOrder, drill: DrillPlan, faults: Faults) -> None:
+        if order.kind is DrillKind.CORRUPT_CHECKPOINT:
+            self._corrupt(order, drill.ranks, faults)
+            return
+        if order.kind is DrillKind.KILL_DRIVER:
+            self._record(order, pid=os.getpid())
+            faults.kill_driver()
+            return
+        assert drill.target is not None
+        self._record(order, drill.target.node_id, drill.target.pid)
+        match order.kind:
+            case DrillKind.KILL_WORKER:
+                faults.signal([drill.target], signal.SIGKILL)
+            case DrillKind.HANG_WORKER:
+                faults.signal([drill.target], signal.SIGSTOP)
+            case DrillKind.KILL_NODE:
+                faults.kill_node(drill.target.node_id)
+            case DrillKind.DRAIN_NODE:
+                faults.drain_node(drill.target.node_id, DRAIN_DEADLINE_S)
+
+    def _corrupt(self, order: DrillOrder, ranks: Sequence[RankPlace], faults: Faults) -> None:
+        """Damage the newest checkpoint and kill all ranks.
+
+        They are stopped first: a rank that saw a peer die would leave its state in shared memory, and rank 0 might commit a newer
+        checkpoint meanwhile.
+        """
+        checkpoint_to_damage(self._lineage())  # before anything is touched
+        try:
+            faults.signal(ranks, signal.SIGSTOP)
+            name = checkpoint_to_damage(self._lineage())
+            self._record(order, checkpoint=name)
+            self._run_dir.checkpoints.damage(name)
+        except Exception:
+            with contextlib.suppress(DrillRefused):  # the first problem says more
+                faults.signal(ranks, signal.SIGCONT)
+            raise
+        faults.kill_without_trace(ranks, self._run_dir.run_id)
+
+    def _lineage(self) -> list[str]:
+        return [manifest.name for manifest in self._run_dir.checkpoints.lineage()]
+
+    def _record(self, order: DrillOrder, node_id: str | None = None, pid: int | None = None, checkpoint: str | None = None) -> None:
+        """Make it durable that the fault is put in, so that nobody puts it in again. Raises DrillRefused where that fails."""
+        what = {"node_id": node_id, "pid": pid, "checkpoint": checkpoint}
+        logger.warning("drill %s: %s of rank %d, %s", order.id, order.kind, order.rank, what)
+        self._journal.emit(EventKind.DRILL_STARTED, {**_named(order), **what}, attempt=order.attempt)
+        if not self._journal.flush(FLUSH_S):
+            raise DrillRefused(f"the journal did not take the drill within {FLUSH_S:g} s; is the storage writable?")
+
+
+def _named(order: DrillOrder) -> dict[str, Any]:
+    return {"id": order.id, "kind": order.kind.value, "rank": order.rank}

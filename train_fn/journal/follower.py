@@ -1,0 +1,102 @@
+"""What the driver makes of a run's journals beside the training, batch by batch, from the first submission to its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from everstep.wire.events import EventKind
+from everstep.wire.metric_names import validation_name
+from storage.errors import StorageError
+from storage.logs.journal import JournalEvent, read_journal
+from storage.run_dir import RunDir
+
+INTERVAL_S = 10.0
+"""How often what is new is taken; the first time so long after the start, which has better things to do than to import."""
+_BATCH_EVENTS = 5000
+
+logger = logging.getLogger(__name__)
+
+
+class NotNow(Exception):
+    """What was to be made could not be; the same batch comes again."""
+
+
+def measured(event: JournalEvent) -> list[tuple[int, float, dict[str, float]]]:
+    """(step, unix seconds, what was finite by name) of each point that an event tells; of an evaluation as the series are named."""
+    found: list[tuple[int, float, dict[str, float | None]]] = []
+    if event.kind is EventKind.METRICS:
+        found = [(point["step"], point["at"], point["values"]) for point in event.data["points"]]
+    elif event.kind is EventKind.EVALUATED:
+        named = {validation_name(name): value for name, value in event.data["metrics"].items()}
+        found = [(event.data["step"], event.at, named)]
+    return [(step, at, {name: value for name, value in values.items() if value is not None}) for step, at, values in found]
+
+
+class JournalFollower(ABC):
+    """Reads every journal up to this submission's, in order; by itself from ``start`` to ``close``."""
+
+    def __init__(self, run_dir: RunDir, submission: int, what: str) -> None:
+        """``what`` it makes, for the log."""
+        self._run_dir = run_dir
+        self._submission = submission
+        self._what = what
+        self._older: list[int] | None = None
+        self._cursor: str | None = None
+        self._begun: int | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+
+    @abstractmethod
+    def begin(self, submission: int) -> None:
+        """The journal of another submission comes."""
+
+    @abstractmethod
+    def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
+        """The next events of its journal. Raises StorageError or NotNow where they are to come again."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Take the rest, for at most so long."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("%s: not complete after %g s", self._what, timeout_s)
+
+    def update(self) -> None:
+        """Take what the journals tell by now. Raises StorageError and NotNow, after which the next call goes on."""
+        if self._older is None:
+            self._older = [submission for submission in self._run_dir.submissions() if submission < self._submission]
+        while self._older:
+            self._follow(self._older[0])
+            self._cursor = None
+            self._older.pop(0)
+        self._follow(self._submission)
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(max(INTERVAL_S, self._run_dir.storage.batch_s))
+            try:
+                self.update()
+            except (StorageError, NotNow) as exc:
+                logger.warning("%s: trying again: %s", self._what, exc)
+            except Exception:
+                logger.exception("%s: given up; training goes on without", self._what)
+                return
+
+    def _follow(self, submission: int) -> None:
+        """Take a submission's journal behind the cursor."""
+        if self._begun != submission:
+            self.begin(submission)
+            self._begun = submission
+        while True:
+            events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS, past_damage=True)
+            self.take(submission, events)
+            self._cursor = cursor
+            if not events:
+                return

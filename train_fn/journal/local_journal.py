@@ -1,0 +1,104 @@
+"""A rank's way to its run's journal where no driver is: rank 0 writes it by itself, and says on the terminal how it goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from everstep.wire.events import EventKind
+from storage.run_dir import RunDir, Stop
+from train_fn.journal.server import ActorJournalClient, JournalActor
+
+STEPS_EVERY_S = 1.0
+"""Steps are told of at most so often."""
+_SHOWN = ("loss", "lr", "grad_norm", "samples_per_s")
+
+Say = Callable[[str], None]
+
+
+class LocalJournal:
+    """The loop's JournalClient. Writing happens on a thread of its own, as under a driver; other ranks than 0 keep nothing."""
+
+    def __init__(self, client: ActorJournalClient | None, stopping: threading.Event, say: Say) -> None:
+        self._client, self._stopping, self._say = client, stopping, say
+        self._said_at = float("-inf")
+        self._total_steps = 0
+        self.step = 0
+        """Steps done, as far as this rank has told."""
+        self.metrics: dict[str, float] = {}
+        """Of the last evaluation."""
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if self._client is None:
+            return
+        self._client.emit(kind, data)
+        line = self._line(kind, data)
+        if line is not None:
+            self._say(line)
+
+    @property
+    def stop_requested(self) -> Stop | None:
+        return "pause" if self._stopping.is_set() else None
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._client is None or self._client.flush(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is left."""
+        if self._client is not None:
+            self._client.close(timeout_s)
+
+    def _line(self, kind: EventKind, data: dict[str, Any]) -> str | None:
+        """What a person wants to read of an event."""
+        match kind:
+            case EventKind.RESTORED:
+                self.step = int(data["step"])
+                return (
+                    None
+                    if data["source"] == "fresh"
+                    else f"goes on from step {data['step']} ({data['checkpoint'] or data['source']})"
+                )
+            case EventKind.TRAINING_STARTED:
+                self._total_steps = int(data["total_steps"])
+                _, warned, warning = str(data.get("guarantee")).partition("WARNING: ")
+                return (
+                    f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, {self._total_steps:,} steps, "
+                    f"micro-batches of {data['micro_batch_size']}, on {data['device']}"
+                ) + "".join(f"\nWARNING: {each}" for each in [*([warning] if warned else []), *(data.get("warnings") or ())])
+            case EventKind.METRICS:
+                return self._steps(data["points"])
+            case EventKind.EVALUATED:
+                self.metrics = dict(data["metrics"])
+                return f"step {data['step']}, epoch {data['epoch']}: {_numbers(data['metrics'])}"
+            case EventKind.CHECKPOINT_COMMITTED:
+                return f"checkpoint of step {data['step']}, {data['size_bytes'] / 1e6:.1f} MB"
+            case EventKind.CHECKPOINT_FAILED:
+                return f"the checkpoint of step {data['step']} failed: {data['error']}"
+            case _:
+                return None
+
+    def _steps(self, points: list[dict[str, Any]]) -> str | None:
+        if points:
+            self.step = int(points[-1]["step"])
+        if not points or time.monotonic() - self._said_at < STEPS_EVERY_S:
+            return None
+        self._said_at = time.monotonic()
+        values = points[-1]["values"]
+        return f"step {self.step}/{self._total_steps}: {_numbers({name: values[name] for name in _SHOWN if name in values})}"
+
+
+def open_local_journal(
+    run_dir: RunDir, submission: int, attempt: int, rank: int, stopping: threading.Event, say: Say
+) -> LocalJournal:
+    """The journal client of one rank; rank 0 becomes the submission's only writer. ``stopping`` asks for a pause."""
+    client = None
+    if rank == 0:
+        writer = JournalActor(run_dir, submission)
+        client = ActorJournalClient(writer.deliver, f"rank-0.a{attempt:03d}", attempt, interval_s=max(0.5, run_dir.storage.batch_s))
+    return LocalJournal(client, stopping, say)
+
+
+def _numbers(values: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)

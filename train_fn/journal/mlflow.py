@@ -1,0 +1,149 @@
+"""The run in an MLflow tracking server, where the operator names one: made from its journals by the driver, beside the training.
+
+MLflow's REST interface (2.0) is spoken as it is, so that nothing of MLflow has to be installed on the cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.logs.journal import JournalEvent
+from storage.run_dir import RunDir
+from train_fn.journal.follower import JournalFollower, NotNow, measured
+
+RUN_TAG = "everstep.run_id"
+_TIMEOUT_S = 20.0
+_MOST_METRICS = 1000
+"""MLflow takes no more in one request,"""
+_MOST_PARAMS = 100
+_MOST_CHARS = 500
+"""and no longer values of parameters in its older versions."""
+_NAME = re.compile(r"[^\w\-. :/]")
+_STATUSES = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+
+
+class MlflowTracking(JournalFollower):
+    """Keeps a run of MLflow, in the experiment of the run's project, up to date with the journals.
+
+    Every point is there once: what MLflow has of a metric already, from a driver before this one, is not sent again.
+    """
+
+    def __init__(self, run_dir: RunDir, submission: int, uri: str, environ: Mapping[str, str]) -> None:
+        """
+        Args:
+            run_dir: The run.
+            submission: Whose driver this is.
+            uri: Base URL of the tracking server.
+            environ: Where MLflow's own MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD, are looked for.
+        """
+        super().__init__(run_dir, submission, "mlflow")
+        user, token = environ.get("MLFLOW_TRACKING_USERNAME"), environ.get("MLFLOW_TRACKING_TOKEN")
+        self._connect = partial(
+            httpx.Client,
+            base_url=f"{uri.rstrip('/')}/api/2.0/mlflow/",
+            timeout=_TIMEOUT_S,
+            auth=(user, environ.get("MLFLOW_TRACKING_PASSWORD", "")) if user else None,
+            headers={"Authorization": f"Bearer {token}"} if token and not user else None,
+        )
+        self._http: httpx.Client
+        self._mlflow_run: str | None = None
+        self._furthest: dict[str, int] = {}
+        """Last step of each metric that MLflow has."""
+
+    def begin(self, submission: int) -> None:
+        pass
+
+    def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
+        if not events:
+            return
+        try:
+            with self._connect() as self._http:
+                if self._mlflow_run is None:
+                    self._mlflow_run = self._opened(events[0].at)
+                self._log_metrics(point for event in events for point in _points(event))
+                for event in events:
+                    self._tell(event)
+        except httpx.HTTPError as exc:
+            raise NotNow(f"{type(exc).__name__}: {exc}") from exc
+
+    def _opened(self, started_at: float) -> str:
+        """Id of MLflow's run, with its parameters: told again they change nothing."""
+        spec = self._run_dir.read_spec()
+        found = self._found_or_made(spec, started_at)
+        told = spec.model_dump(mode="json", exclude={"name", "project", "tags", "secrets", "env"})
+        for params in _cut(_params(told), _MOST_PARAMS):
+            self._post("runs/log-batch", {"run_id": found, "params": params})
+        return found
+
+    def _found_or_made(self, spec: RunSpec, started_at: float) -> str:
+        experiment = self._experiment(spec.project)
+        wanted = {"experiment_ids": [experiment], "filter": f"tags.`{RUN_TAG}` = '{self._run_dir.run_id}'", "max_results": 1}
+        for run in self._post("runs/search", wanted).get("runs") or ():
+            self._furthest = {each["key"]: int(each.get("step") or 0) for each in run.get("data", {}).get("metrics") or ()}
+            return str(run["info"]["run_id"])
+        tags = [{"key": RUN_TAG, "value": self._run_dir.run_id}, *({"key": key, "value": spec.tags[key]} for key in spec.tags)]
+        body = {"experiment_id": experiment, "run_name": spec.name, "start_time": int(started_at * 1000), "tags": tags}
+        return str(self._post("runs/create", body)["run"]["info"]["run_id"])
+
+    def _experiment(self, name: str) -> str:
+        answer = self._http.get("experiments/get-by-name", params={"experiment_name": name})
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return str(self._post("experiments/create", {"name": name})["experiment_id"])
+        return str(answer.raise_for_status().json()["experiment"]["experiment_id"])
+
+    def _log_metrics(self, points: Iterable[dict[str, Any]]) -> None:
+        fresh = (point for point in points if point["step"] > self._furthest.get(point["key"], -1))
+        for batch in _cut(fresh, _MOST_METRICS):
+            self._post("runs/log-batch", {"run_id": self._mlflow_run, "metrics": batch})
+            for point in batch:
+                self._furthest[point["key"]] = max(self._furthest.get(point["key"], -1), point["step"])
+
+    def _tell(self, event: JournalEvent) -> None:
+        """Restarts as tags; the end as the status."""
+        if event.kind is EventKind.FAILURE:
+            rank = event.data.get("first_rank")
+            words = f"step {event.data.get('step')}: {event.data.get('verdict')}" + ("" if rank is None else f" of rank {rank}")
+            self._post(
+                "runs/set-tag",
+                {"run_id": self._mlflow_run, "key": f"everstep.failure.{event.submission}-{event.n}", "value": words},
+            )
+        elif event.kind is EventKind.SUBMISSION_STARTED:
+            self._post("runs/update", {"run_id": self._mlflow_run, "status": "RUNNING"})
+        elif event.kind is EventKind.FINISHED:
+            status = _STATUSES.get(str(event.data.get("outcome")), "KILLED")
+            self._post("runs/update", {"run_id": self._mlflow_run, "status": status, "end_time": int(event.at * 1000)})
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._http.post(path, json=body).raise_for_status().json()
+        return answer
+
+
+def _points(event: JournalEvent) -> Iterator[dict[str, Any]]:
+    """Metrics of an event as MLflow takes them; what was not finite is left out."""
+    for step, at, values in measured(event):
+        for name, value in values.items():
+            yield {"key": _NAME.sub("_", name), "value": value, "timestamp": int(at * 1000), "step": step}
+
+
+def _params(value: Any, path: str = "") -> Iterator[dict[str, str]]:
+    """Every leaf of the spec by its path."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _params(item, f"{path}.{name}" if path else name)
+    else:
+        yield {"key": _NAME.sub("_", path), "value": json.dumps(value)[:_MOST_CHARS]}
+
+
+def _cut(items: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    remaining = iter(items)
+    while batch := list(itertools.islice(remaining, size)):
+        yield batch

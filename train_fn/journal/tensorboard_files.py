@@ -1,0 +1,131 @@
+"""The run's TensorBoard files, made from its journals by the driver: nothing of it is on the way of a step.
+
+Each submission has a file. Its bytes follow from the journals alone, so that the driver of a later submission completes what an
+earlier one left undone, and a step that is done again after a failure is not written again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from google_crc32c import value as crc32c
+
+from everstep.wire.events import EventKind
+from storage.logs.event_files import EventFile, open_event_file
+from storage.logs.journal import JournalEvent
+from storage.run_dir import RunDir
+from train_fn.journal.follower import JournalFollower, measured
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
+
+RESTARTS_TAG = "everstep/restarts"
+_FRAME_BYTES = 16
+_MASK32 = 0xFFFFFFFF
+
+
+class TensorBoardFiles(JournalFollower):
+    """Writes what the journals up to this submission's tell; by itself from ``start`` to ``close``."""
+
+    def __init__(self, run_dir: RunDir, submission: int) -> None:
+        super().__init__(run_dir, submission, "tensorboard")
+        self._points = Points()
+        self._file: EventFile | None = None
+
+    def begin(self, submission: int) -> None:
+        self._file = None
+
+    def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
+        if events and self._file is None:
+            name = f"events.out.tfevents.{int(events[0].at):010d}.everstep.s{submission:03d}"
+            header = _framed(_event(events[0].at, 0, file_version="brain.Event:2").SerializeToString())
+            self._file = open_event_file(self._run_dir, name, header)
+        for event in events:
+            for record in self._points.of(event):
+                data = record.SerializeToString()
+                assert self._file is not None
+                if self._file.add(len(data) + _FRAME_BYTES):
+                    self._file.put(_framed(data))
+        if self._file is not None:
+            self._file.flush()
+
+
+class Points:
+    """Folds events into TensorBoard's; remembers how far each series is, over all submissions."""
+
+    def __init__(self) -> None:
+        self._furthest = {EventKind.METRICS: 0, EventKind.EVALUATED: 0}
+        self._last_text_step = -1
+        self._failure: JournalEvent | None = None
+
+    def of(self, event: JournalEvent) -> Iterator[Event]:
+        """Records that an event adds, none for most."""
+        data = event.data
+        match event.kind:
+            case EventKind.METRICS | EventKind.EVALUATED:
+                for step, at, values in measured(event):
+                    yield from self._scalars(event.kind, step, at, values)
+            case EventKind.FAILURE:
+                self._failure = event
+            case EventKind.RECOVERED if self._failure is not None:
+                yield self._text(event.at, f"{_failed(self._failure)}\n\n{_recovered(data)}")
+                self._failure = None
+            case EventKind.FINISHED if data.get("outcome") == "failed":
+                reason = data.get("reason") or {}
+                failed = f"{_failed(self._failure)}\n\n" if self._failure is not None else ""
+                yield self._text(event.at, f"{failed}The run failed: {reason.get('message') or reason.get('code')}")
+
+    def _scalars(self, kind: EventKind, step: int, at: float, values: dict[str, float]) -> Iterator[Event]:
+        if step <= self._furthest[kind] or not values:
+            return
+        self._furthest[kind] = step
+        event = _event(at, step)
+        for name, value in values.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        yield event
+
+    def _text(self, at: float, text: str) -> Event:
+        """Markdown at the step that the run had reached; two texts never share a step, since TensorBoard would show one of them."""
+        self._last_text_step = max(self._furthest[EventKind.METRICS], self._last_text_step + 1)
+        event = _event(at, self._last_text_step)
+        value = event.summary.value.add(tag=RESTARTS_TAG)
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = 7  # DT_STRING
+        value.tensor.tensor_shape.dim.add(size=1)
+        value.tensor.string_val.append(text.encode())
+        return event
+
+
+def _failed(event: JournalEvent) -> str:
+    data = event.data
+    who = "" if data.get("first_rank") is None else f" of rank {data['first_rank']} on node {data.get('node_id')}"
+    what = f": {data['exception']}" if data.get("exception") else ""
+    return f"**Attempt {event.attempt} failed at step {data.get('step')}**: {data.get('verdict')}{who}{what}"
+
+
+def _recovered(data: dict[str, Any]) -> str:
+    return (
+        f"Training again after {data.get('recovery_s')} s with {data.get('world_size_after')} ranks "
+        f"(before: {data.get('world_size_before')}), {data.get('steps_lost')} steps lost."
+    )
+
+
+def _event(at: float, step: int, **what: Any) -> Event:
+    # Imported here: the package brings much along that no other part of the driver needs.
+    from tensorboardX.proto.event_pb2 import Event
+
+    return Event(wall_time=at, step=step, **what)
+
+
+def _framed(data: bytes) -> bytes:
+    """A record as TFRecord files hold it: length, its checksum, the bytes, their checksum."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", _checksum(length)) + data + struct.pack("<I", _checksum(data))
+
+
+def _checksum(data: bytes) -> int:
+    """CRC-32C, turned and masked as the format asks for."""
+    value: int = crc32c(data)
+    return ((value >> 15 | value << 17) + 0xA282EAD8) & _MASK32

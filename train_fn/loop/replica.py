@@ -1,0 +1,391 @@
+"""One rank's replica of what is trained: task, model, data, optimizer and state, and the wrapper that ties it to its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask
+from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
+from train_fn.samples.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
+from train_fn.samples.randomness import seed_building, seed_micro_batch, torch_generators
+from train_fn.samples.sampler import MicroBatch, Sampler
+from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
+from train_fn.samples.stream_set import StreamSet
+from train_fn.state.contents import Contents, few
+from train_fn.state.ema import Ema
+from train_fn.state.optim import build_optimizer, drop_gradients
+from train_fn.state.task_state import TaskState
+from train_fn.state.train_state import TrainState
+from train_fn.state.trained_parameters import LearningRates, TrainedParameters, check_no_scheduler
+from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.modes import set_modes_for_training
+from train_fn.step.peers import Peers
+from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.precision import Precision, autocast, build_scaler
+from train_fn.step.step_plans import StepPlans
+from train_fn.step.step_totals import Carrier
+from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.step.whole_exchange import fill_gradients, finish_exchange
+from train_fn.tasks.build import build_task
+from train_fn.tasks.checks import (
+    check_gradients,
+    check_moves,
+    checked_datasets,
+    checked_loss,
+    checked_model,
+    checked_optimizer,
+    epoch_length,
+    is_iterable,
+    told,
+)
+from train_fn.tasks.protocol import Sum, Task
+from train_fn.user_code.modules import add_to_path
+from train_fn.user_code.packages import bring_packages
+
+logger = logging.getLogger(__name__)
+
+_MODEL, _TASK, _DATASETS, _OPTIMIZER = 6, 8, 9, 10
+"""Purposes of the draws while each is built (``seed_building``)."""
+
+
+class StepModule(nn.Module):
+    """The task's loss as a module, so that all of it happens inside DDP's forward."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        numbers: nn.Parameter | None,
+        *,
+        compiled: bool,
+    ) -> None:
+        """``numbers`` are the carrier's, where the step's totals travel with its gradients."""
+        super().__init__()
+        self.model = model
+        self.numbers = numbers
+        # In a tuple, because torch would register a module, and every parameter would have two names.
+        self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
+        self._task, self._precision, self._device = task, precision, device
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that depends on every parameter."""
+        if batch is None:
+            used = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
+            return torch.stack(used).sum(), 0.0
+        with autocast(self._precision, self._device):
+            answer = self._task.loss(self._called[0], batch)
+        return checked_loss(self._task, answer)
+
+
+@dataclass
+class Replica:
+    """Everything that a rank trains with. ``wrapped`` is None until the replica joined its peers."""
+
+    peers: Peers
+    task: Task
+    state: TrainState
+    sampler: Sampler
+    train_set: TrainingData
+    val_set: Any | None
+    step_module: StepModule
+    carrier: Carrier
+    """What takes the step's totals along with its gradients."""
+    total_steps: int
+    """Steps of the whole run."""
+    wrapped: DistributedDataParallel | StepModule | None = None
+    weight_per_sample: float = 1.0
+    """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
+    and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
+    warnings: list[str] = field(default_factory=list)
+    """What the run's user should know of the task."""
+    draws_from_torch_alone: bool = False
+    """Whether forward passes are known to draw from no generator but torch's, and all do if one does: Everstep's own models."""
+
+    def __post_init__(self) -> None:
+        # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
+        # A module of the user's that does so says it by an attribute ``exchanges_in_forward = True``.
+        self.exchanges_in_forward = any(
+            isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
+            for module in self.state.model.modules()
+        )
+        held = {id(parameter) for group in self.state.optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in trained if id(parameter) in held]
+        """Those that a step moves."""
+        self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
+        """Those that get gradients which a user's optimizer has no use for."""
+        embeddings = [module for module in self.state.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        sparse = {id(module.weight) for module in embeddings if module.sparse}
+        self._dense = [parameter for parameter in self.parameters if id(parameter) not in sparse]
+        self._exchanged = [parameter for parameter in self.step_module.parameters() if parameter.requires_grad]
+        """In the order in which DDP numbers them."""
+        self.trained = TrainedParameters(self.state.model, self.state.optimizer)
+        source = told(self.task, "build_optimizer") if hasattr(self.task, "build_optimizer") else "the spec's optimizer"
+        self.learning_rates = LearningRates(self.state.optimizer, source)
+        self._nothing: Any = None
+        self.num_empty = 0
+        """Micro-batches of this attempt for which ``collate`` returned None."""
+        self._draws = True
+        self.task_state = TaskState(self.task)
+        self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
+        self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
+
+    def join(self, *, is_fresh: bool = False) -> None:
+        """Tie the replica to its peers, and run one backward whose gradients are dropped.
+
+        DDP orders its buckets by the first backward that it sees, and with them the summation. Doing this before the state is
+        loaded, in every attempt, makes the first real step of a resumed run add up in the same order as the run it resumes.
+
+        Args:
+            is_fresh: whether no state is loaded afterwards.
+        """
+        if self.peers.alone:
+            self.wrapped = self.step_module
+        else:
+            self.wrapped = wrap(self.step_module, self.peers.device)
+        first = self.sampler.global_batch(0, 0)[: self.sampler.micro_batch_size]
+        batch = self.load(MicroBatch(0, 0, first)).batch
+        if batch is None and self.exchanges_in_forward:
+            raise BadTask(
+                f"{told(self.task, 'collate')} returned None for the first micro-batch; a model that exchanges in its forward pass "
+                "needs to see one. Return a batch of no samples in place of None"
+            )
+        self._nothing = empty_like(batch) if self.exchanges_in_forward else None
+        self.state.task = self.task_state.capture()
+        self._try_smallest()
+        places = untrained_places(self.state.model, self.parameters)
+        warm_up = WarmUp(self.state.model, places, is_fresh=is_fresh)
+        attributes = PlainAttributes(self._owners())
+        self.seed(0, 0)
+        generators = torch_generators(self.peers.device)
+        loss_sum, weight = self.wrapped(batch)
+        if self.draws_from_torch_alone:
+            self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
+        moving, ignored = warm_up.look()
+        check_moves(self.task, loss_sum)
+        self.carrier.add(loss_sum, weight)
+        self.carrier.backward(loss_sum)
+        known = self.carrier.take()
+        if 0 < known.weight < math.inf:
+            self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
+        check_gradients(self.task, self.state.model, alone=self.peers.alone)
+        drop_gradients(self.state.optimizer, self.idle_parameters)
+        runs_again = warm_up.has_moved_again()
+        later = warm_up.look()[0] - moving
+        if later and not self.peers.alone:
+            names = ", ".join(places[number].name for number in sorted(later))
+            self.warn(f"backward changes {names}, which ranks do not agree on; change it in forward or on_epoch_end")
+        warm_up.put_back()
+        if changed := attributes.changed():
+            self.warn(
+                f"the first pass changes {few(changed)}, which no checkpoint holds: a restart begins with the first values. "
+                "Register tensors as buffers of the model, and let state_dict() and load_state_dict() of the task keep the rest"
+            )
+        attributes.put_back()
+        self.task_state.load(self.state.task)
+        found = self.peers.gather((moving, ignored))
+        moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
+        self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again)
+
+    def _owners(self) -> dict[str, object]:
+        """Whose plain attributes a forward pass may change: modules, and a task that keeps no state of its own."""
+        modules: dict[str, object] = dict(self.state.model.named_modules())
+        return modules if self.task_state else {**modules, type(self.task).__name__: self.task}
+
+    def warn(self, text: str) -> None:
+        """Have the user know: in the log, and in the attempt's ``training_started`` event."""
+        logger.warning("%s", text)
+        self.warnings.append(text)
+
+    def _try_smallest(self) -> None:
+        """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what trying it changed."""
+        model = self.state.model
+        micro = smallest_micro_batch(self.sampler, self.total_steps) if trains_batch_norm(model) else None
+        if micro is None:
+            return
+        before = WarmUp(model, untrained_places(model, self.parameters), is_fresh=False)
+        attributes = PlainAttributes(self._owners())
+        self.seed(0, 0)
+        check_small_batch(self.task, self.sampler, micro, self.step_module, self.load(micro).batch)
+        before.put_back()
+        attributes.put_back()
+        self.task_state.load(self.state.task)
+
+    def note_empty(self) -> None:
+        """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever more seldom."""
+        self.num_empty += 1
+        if self.num_empty & (self.num_empty - 1) == 0:
+            logger.warning("collate returned None for %d micro-batches so far on this rank; they are left out", self.num_empty)
+
+    def num_passes(self, own: int) -> int:
+        """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
+
+        At least one, to take part in the backward.
+        """
+        if self.exchanges_in_forward:  # as many as rank 0 makes, which has the largest share
+            own = len(self.sampler.share(self.state.epoch, self.state.k, 0, self.peers.world_size))
+        return max(1, own)
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """(loss sum, weight) of a micro-batch; of none where the rank's share has run out."""
+        assert self.wrapped is not None
+        answer: tuple[torch.Tensor, Sum] = self.wrapped(self._nothing if batch is None else batch)
+        return answer
+
+    def load(self, micro: MicroBatch) -> Loaded:
+        """One training micro-batch, past the loader."""
+        loaded = self.train_set.first(micro)
+        return loaded._replace(batch=to_device(loaded.batch, self.peers.device))
+
+    def seed(self, step: int, number: int) -> None:
+        """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
+        if self._draws:
+            seed_micro_batch(self.sampler.seed, step, number, self.peers.device, torch_alone=self.draws_from_torch_alone)
+
+    def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients are added up over ranks by the last micro-batch of a share only."""
+        if last or not isinstance(self.wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.wrapped.no_sync()
+
+    def finish_exchange(self) -> None:
+        """Make the step's gradients whole: also of parameters that its last micro-batch, or none, used. After the last backward.
+
+        Raises BadTask where the task changed what is trained.
+        """
+        self.trained.check_flags()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            finish_exchange(self.wrapped, self._exchanged, self.state.step)
+        else:
+            fill_gradients(self._dense)
+
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without peers."""
+        if not isinstance(self.wrapped, DistributedDataParallel):
+            return []
+        known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
+        return [int(size) for size in sizes.split(",") if size.strip()]
+
+
+_CPU_BUCKET_MIB = 25
+"""All buckets of a CPU rank: DDP's size, without its small first one."""
+
+
+def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when a step commits.
+
+    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the cores that would do so are
+    those that compute: one more bucket only makes ranks give way to their own exchange. By the device alone, since buckets are part
+    of the order in which gradients add up: a run has the same ones wherever its ranks are.
+    """
+    bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
+    return DistributedDataParallel(
+        module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mib
+    )
+
+
+def empty_like(batch: Any) -> Any:
+    """A batch of no samples that looks like ``batch``: every tensor has length 0 along its first dimension."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {name: empty_like(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(empty_like(value) for value in batch)
+    return batch
+
+
+def build_replica(ctx: WorkerContext) -> Replica:
+    """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
+    spec, train = ctx.spec, ctx.spec.train
+    _make_deterministic(ctx)
+    bring_packages(ctx)
+    if spec.code is not None:
+        add_to_path(ctx.run_dir.storage, spec.code.archive)
+    seed_building(train.seed, _TASK)
+    task = build_task(spec)
+    seed_building(train.seed, _DATASETS)
+    datasets = checked_datasets(task, task.build_datasets())
+    contents = Contents(datasets)
+    seed_building(train.seed, _MODEL)
+    model = checked_model(task, task.build_model()).to(ctx.device)
+    in_eval = set_modes_for_training(model)
+    if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
+    train_set, sampler = _training_data(ctx, task, datasets["train"])
+    build_own = getattr(task, "build_optimizer", None)
+    seed_building(train.seed, _OPTIMIZER)
+    optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
+    if build_own:
+        check_no_scheduler(optimizer, told(task, "build_optimizer"))
+    state = TrainState(
+        model,
+        optimizer,
+        build_scaler(train.precision, ctx.device),
+        Ema(model, train.ema_decay) if train.ema_decay is not None else None,
+        steps_per_epoch=sampler.steps_per_epoch,
+        fingerprint=train_set.fingerprint,
+        contents=contents,
+        sampler=sampler,
+        bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
+        data_source=told(task, "build_datasets") if spec.code is not None else None,
+    )
+    all_steps = train.epochs * sampler.steps_per_epoch
+    peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
+    carrier = Carrier(peers)
+    replica = Replica(
+        peers=peers,
+        task=task,
+        state=state,
+        sampler=sampler,
+        train_set=train_set,
+        val_set=datasets.get("val"),
+        step_module=StepModule(task, model, train.precision, ctx.device, carrier.numbers, compiled=train.compile),
+        carrier=carrier,
+        total_steps=min(all_steps, train.max_steps or all_steps),
+        draws_from_torch_alone=spec.code is None,
+    )
+    if in_eval:
+        replica.warn(f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() there if that is not meant")
+    return replica
+
+
+def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
+    """The training set, read by index or as streams, and the order of its samples."""
+    spec, train = ctx.spec, ctx.spec.train
+    if not is_iterable(dataset):
+        sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)
+        return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
+    source = told(task, "build_datasets")
+    streams = StreamSampler(
+        epoch_length(source, dataset, train), train.global_batch_size, spec.micro_batch_size, train.seed, num_streams_of(spec)
+    )
+    return StreamSet(dataset, streams, spec, ctx.local_world_size, collate_of(task), source), streams
+
+
+def _make_deterministic(ctx: WorkerContext) -> None:
+    """Deterministic kernels where asked for; ``auto`` is on for CPU, and lets pass what has no deterministic kernel."""
+    wanted = ctx.spec.train.deterministic
+    deterministic = ctx.device.type == "cpu" if wanted == "auto" else wanted
+    if deterministic and ctx.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic, warn_only=wanted == "auto")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
+    if ctx.device.type == "cuda":
+        torch.backends.cudnn.benchmark = not deterministic

@@ -1,0 +1,124 @@
+"""What the ranks report of their progress: rank 0 hands it to the journal, all keep the end of it with their state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from everstep.wire.events import EventKind
+from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
+from train_fn import clock as head_clock
+from train_fn.context import WorkerContext
+from train_fn.state.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+TAIL_S = 10.0
+"""How far back points are reported again after a recovery. Reports are durable within a fraction of this."""
+OTHERS_S = 60.0
+"""The same for what is not told of every step: a storage that took nothing for a while may have held it up."""
+HAND_OVER_S = 0.1
+"""How long points are gathered before the journal is handed them, while steps are shorter: each time costs a step 0.02 ms."""
+_METRICS = EventKind.METRICS
+_METRICS_KIND = _METRICS.value
+
+
+class Reporter:
+    """Called with the same facts on every rank. After a recovery, what a dead rank 0 may have taken along is reported again.
+
+    Readers fold events by step and epoch, so that hearing of one twice changes nothing.
+    """
+
+    def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
+        self._journal = ctx.journal if ctx.world_rank == 0 else None
+        self._state = state
+        self._late_points: list[dict[str, Any]] = []
+        self._points: list[dict[str, Any]] = []
+        self._names = NameLimit()
+        self._told_of_limit = False
+        self._hand_over_at = float("-inf")
+        self._step_began = self._epoch_began = time.perf_counter()
+
+    def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
+        """Report a step's metrics; returns how long it took since the last one, in seconds.
+
+        Args:
+            values: None for one that is not finite. More is added to them.
+        """
+        now, at = time.perf_counter(), head_clock.now()
+        step_s, self._step_began = now - self._step_began, now
+        if not values.keys() <= self._names.known:
+            self._leave_out(values, self._names.refused(values, MAX_STEP_NAMES))
+        values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
+        point = {"step": self._state.step, "at": at, "values": values}
+        self._state.tail.points.append({"kind": _METRICS_KIND, "at": at, "data": point})
+        if self._journal is not None:
+            self._points.append(point)
+            if now >= self._hand_over_at:
+                self.hand_over()
+        return step_s
+
+    def limited(self, metrics: dict[str, float], best_metric: str | None) -> dict[str, float]:
+        """Return an evaluation's metrics without those that are beyond the run's limit of names. Never without the best metric."""
+        always = () if best_metric is None else (best_metric, validation_name(best_metric))
+        kept = dict(metrics)
+        self._leave_out(kept, self._names.refused(metrics, always=always))
+        return kept
+
+    def _leave_out(self, values: dict[str, Any], names: list[str]) -> None:
+        for name in names:
+            del values[name]
+        if names and not self._told_of_limit:
+            self._told_of_limit = True
+            logger.warning(
+                "a run has at most %d names of metrics, %d of them of steps: %d more are left out from here on, such as %r; "
+                "report fewer, or sum them up",
+                *(MAX_NAMES, MAX_STEP_NAMES, len(names), names[0][:100]),
+            )
+
+    def hand_over(self) -> None:
+        """Give the journal all points that were gathered. To be called before anything that may take long."""
+        if self._journal is None or not self._points:
+            return
+        self._journal.emit(_METRICS, {"points": self._points})
+        # The attempt's first step travels alone: it marks the end of a recovery.
+        self._points, self._late_points = self._late_points, []
+        self._hand_over_at = time.perf_counter() + HAND_OVER_S
+
+    def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
+        """Report something that happens between steps; the clock of the next step starts after it."""
+        self.hand_over()
+        self._state.tail.others.append({"kind": kind.value, "at": head_clock.now(), "data": data})
+        if self._journal is not None:
+            self._journal.emit(kind, data)
+
+    def sign(self, kind: EventKind, data: dict[str, Any]) -> None:
+        """Report a sign of life, which nobody needs to hear again after a recovery."""
+        if self._journal is not None:
+            self._journal.emit(kind, data)
+
+    def report_again(self) -> None:
+        """After a restore: what was reported just before the state was left may never have arrived."""
+        tail = self._state.tail
+        if self._journal is None or not (entries := list(tail)):
+            return
+        newest_at = entries[-1]["at"]
+        self._late_points = [entry["data"] for entry in tail.points if entry["at"] >= newest_at - TAIL_S]
+        for entry in tail.others:
+            if entry["at"] >= newest_at - OTHERS_S:
+                self._journal.emit(EventKind(entry["kind"]), entry["data"])
+
+    def seconds_of_epoch(self) -> float:
+        """How long the epoch that ends now took in this attempt."""
+        began, self._epoch_began = self._epoch_began, time.perf_counter()
+        return self._epoch_began - began
+
+    def start_clock(self) -> None:
+        """The next step begins now."""
+        self._step_began = time.perf_counter()
+
+    def close(self) -> None:
+        """Report what is left, also late points for which no step came."""
+        self._points, self._late_points = [*self._points, *self._late_points], []
+        self.hand_over()

@@ -1,0 +1,48 @@
+"""The network interface that collectives are told to use, looked at before they wait for peers that cannot come that way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Mapping
+
+import psutil
+
+from everstep.doctor.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
+from train_fn.node.silent_peers import interface_of
+
+
+def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None) -> str | None:
+    """Why collectives could not talk through the interface that ``env`` names; None where they could, or none is named.
+
+    Args:
+        nccl: whether NCCL is to be used, else gloo; each reads a variable of its own.
+        up: names of this machine's interfaces that are up and have an address; looked up where it is not given.
+    """
+    variable = NCCL_VARIABLE if nccl else GLOO_VARIABLE
+    value = env.get(variable, "").strip()
+    if not value:
+        return None
+    known = _interfaces_up() if up is None else up
+    if lets_through(variable, value, known):
+        return None
+    return (
+        f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it has "
+        f"{', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every node has, or leave it out"
+    )
+
+
+def meet_on_the_clusters_network(ip: str) -> None:
+    """Let gloo listen where Ray does, at this node's address ``ip``, not where the host's name happens to lead.
+
+    What the environment says already holds.
+    """
+    interface = interface_of(ip)
+    if interface is not None:
+        os.environ.setdefault(GLOO_VARIABLE, interface)
+
+
+def _interfaces_up() -> set[str]:
+    internet = (socket.AF_INET, socket.AF_INET6)
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return {name for name, found in psutil.net_if_addrs().items() if name in up and any(one.family in internet for one in found)}

@@ -1,0 +1,125 @@
+"""The end of a group that failed: survivors are let go, and waited for while they leave their step and write their snapshots."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.rank_reports import place_of, with_end, with_error
+from train_fn.ray_train.ray_internals import Worker
+from train_fn.ray_train.stopped_processes import wake_stopped
+from train_fn.recovery.hang import find_silent, silent_ranks, waits_for_others
+from train_fn.recovery.verdict import RankReport
+
+logger = logging.getLogger(__name__)
+
+_STRAGGLER_S = 2.0
+"""Once one survivor has left its step, others have this long, or three times as long as the first took."""
+_WAIT_S = 0.5
+"""A rank that is waited for says so often where it stands."""
+
+
+class Settling:
+    """What became of each rank of a group that failed.
+
+    Args:
+        workers: the group's, by rank.
+        look: gives the cluster's nodes, as they are now.
+        errors: by rank, what its last poll said.
+    """
+
+    def __init__(self, workers: Sequence[Worker], look: Look, errors: Mapping[int, BaseException | None]) -> None:
+        self._workers = workers
+        self._look = look
+        self._reports: dict[int, RankReport] = {}
+        self._waiting: dict[Any, int] = {}
+        """By the call that returns when a rank has ended, the rank."""
+        self._began = time.monotonic()
+        self._asked_at: dict[int, float] = {}
+        """When each rank was last asked."""
+        self._have_woken = False
+        nodes = {node.node_id: node for node in look()}
+        for rank, worker in enumerate(workers):
+            report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
+            if not report.node_alive:
+                report = dataclasses.replace(report, died=True, still_running=False)
+            self._reports[rank] = report = with_error(report, errors.get(rank))
+            if report.unresponsive:
+                ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
+            elif report.node_alive and not report.died:
+                worker.actor.let_go.remote()
+                self._wait_for(rank)
+
+    def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:
+        """How the ranks ended, waited for that long at most. One that outlasts it stays ``still_running``; a node that does not
+        answer is not waited for."""
+        deadline = self._began + hold_s
+        stacks: dict[int, str | None] = {}
+        while self._waiting and (left_s := deadline - time.monotonic()) > 0:
+            done = self._answered(min(left_s, 0.25))
+            if not done:
+                self._drop_lost_nodes()  # which may take a second, in which they answer
+                done = self._answered(0.0)
+            for ref in done:
+                rank = self._waiting.pop(ref)
+                self._reports[rank], stacks[rank] = with_end(self._reports[rank], ref)
+                if self._reports[rank].still_running:
+                    self._wait_for(rank)
+                elif not self._reports[rank].died:
+                    deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)))
+            waiting, now = set(self._waiting.values()), time.monotonic()
+            silent = find_silent(self._asked_at, stacks, waiting, now)
+            if silent:
+                self._kill_silent(silent)
+                deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
+            elif waiting and not self._have_woken and len(silent_ranks(self._asked_at, waiting, now)) == len(waiting):
+                self._wake()
+        for rank in self._waiting.values():
+            held_up = waits_for_others(stacks.get(rank) or "")
+            self._reports[rank] = dataclasses.replace(self._reports[rank], held_up=held_up)
+        return tuple(self._reports[rank] for rank in sorted(self._reports))
+
+    def _answered(self, within_s: float) -> list[Any]:
+        """The calls that have returned, all of them, once one has: what has arrived must not count as silence."""
+        if not self._waiting:
+            return []
+        first, _ = ray.wait(list(self._waiting), num_returns=1, timeout=within_s)
+        if not first:
+            return []
+        done, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
+        return list(done)
+
+    def _wait_for(self, rank: int) -> None:
+        self._asked_at[rank] = time.monotonic()
+        self._waiting[self._workers[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
+
+    def _wake(self) -> None:
+        """No rank that is left answers, so that none keeps a state for the others: those that are merely stopped shall go on, find
+        their peers gone, and leave theirs."""
+        self._have_woken = True
+        left = [self._reports[rank] for rank in self._waiting.values()]
+        woken = wake_stopped((report.node_id, report.pid) for report in left)
+        if woken:
+            logger.warning("no rank answered, since processes %s were stopped; they go on", sorted(pid for _, pid in woken))
+
+    def _kill_silent(self, silent: Collection[int]) -> None:
+        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave their states."""
+        logger.warning("ranks %s do not answer, and others wait for them inside collectives; they are killed", sorted(silent))
+        for ref, rank in list(self._waiting.items()):
+            if rank in silent:
+                del self._waiting[ref]
+                self._reports[rank] = dataclasses.replace(self._reports[rank], unresponsive=True, still_running=False)
+                ray.kill(self._workers[rank].actor)
+
+    def _drop_lost_nodes(self) -> None:
+        reachable = {node.node_id for node in self._look() if node.reachable}
+        for ref, rank in list(self._waiting.items()):
+            if self._reports[rank].node_id not in reachable:
+                del self._waiting[ref]
+                self._reports[rank] = dataclasses.replace(self._reports[rank], node_alive=False, died=True, still_running=False)

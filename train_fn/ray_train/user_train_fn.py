@@ -1,0 +1,212 @@
+"""A user's Ray Train function as it is, with its reports told to the run's journal, and a stop between two of them.
+
+A step of such a run is a report. What Ray keeps for the function (``ray.train.get_checkpoint``) it keeps here as well; states in
+shared memory, the exact sampler and the sample ledger belong to Everstep's own loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import ray.train
+import ray.train.collective
+from ray.exceptions import RayError
+
+from everstep.spec.run_spec import CodeSpec
+from everstep.wire.events import EventKind
+from everstep.wire.metric_names import MAX_NAMES, NameLimit
+from storage.run_dir import Stop
+from train_fn import clock as head_clock
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
+from train_fn.profiling.profiler import StepProfiler
+from train_fn.ray_train.checkpoint_list import STEP_METRIC, latest_reported, rejected_reports
+from train_fn.ray_train.ray_internals import get_train_context
+from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
+from train_fn.step.peers import end_process_group
+from train_fn.user_code.modules import add_to_path, load_named, place_of
+from train_fn.user_code.packages import bring_packages
+
+GUARANTEE = (
+    "A train_fn goes on from the newest checkpoint that it reported: steps since then are done again, and which samples they see "
+    "is up to its own loader."
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _Leave(BaseException):
+    """Ends the user's function at a report, past its ``except Exception``."""
+
+
+class Reports:
+    """Stands before Ray's ``report`` on every rank."""
+
+    def __init__(self, ctx: WorkerContext, context: Any, step: int, *, kept: bool) -> None:
+        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept``: whether one of them came with a checkpoint."""
+        self.step = step
+        self._ctx = ctx
+        self._context = context
+        self._report: Callable[..., None] = context.report
+        self._kept = kept
+        self._profiler = StepProfiler(ctx, list)
+        self._began = time.perf_counter()
+        self._names = NameLimit()
+        self._told_of_limit = False
+        self.stop: Stop | None = None
+        """What the ranks agreed on."""
+
+    def __call__(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Ray's report, which all ranks make together; afterwards the ranks agree on whether to go on.
+
+        Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to stop.
+        """
+        before = self._context.report_call_index
+        beside = {STEP_METRIC: self.step + 1} | ({} if checkpoint is None else {PARTS_METRIC: parts_of(checkpoint)})
+        self._report({**metrics, **beside}, checkpoint, *args, **kwargs)
+        if self._context.report_call_index == before:
+            raise PeersGone("a report was given up: another rank will not come")
+        self.step += 1
+        self._kept = self._kept or checkpoint is not None
+        if self._ctx.world_rank == 0:
+            self._tell(metrics)
+        self.stop = self._agreed(self._wanted(checkpoint))
+        if self.stop is not None:
+            raise _Leave
+        self._profiler.boundary(self.step)
+
+    def close(self, *, failed: bool) -> None:
+        """No further report comes."""
+        if failed:
+            self._profiler.give_up()
+        else:
+            self._profiler.close()
+
+    def _wanted(self, checkpoint: Any) -> Stop | None:
+        """What rank 0 has heard. A pause, or a resize, waits for a report with a checkpoint, where the function makes such."""
+        stop = self._ctx.journal.stop_requested
+        return None if stop == "pause" and self._kept and checkpoint is None else stop
+
+    def _agreed(self, wanted: Stop | None) -> Stop | None:
+        try:
+            agreed: Stop | None = ray.train.collective.broadcast_from_rank_zero(wanted)
+        except RayError as exc:
+            raise PeersGone(f"the ranks could not agree on going on: {type(exc).__name__}: {exc}") from exc
+        return agreed
+
+    def _tell(self, metrics: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        step_s, self._began = now - self._began, now
+        values = {**_numbers(metrics), "step_s": step_s}
+        if refused := self._names.refused(values, always=("step_s",)):
+            values = {name: value for name, value in values.items() if name in self._names.known}
+            if not self._told_of_limit:
+                self._told_of_limit = True
+                words = "a run has at most %d names of metrics: %d more are left out from here on, such as %r; report fewer"
+                logger.warning(words, MAX_NAMES, len(refused), refused[0][:100])
+        self._ctx.journal.emit(EventKind.METRICS, {"points": [{"step": self.step, "at": head_clock.now(), "values": values}]})
+
+
+def train(ctx: WorkerContext) -> Stop | None:
+    """Run the function to its end, or to the report at which the ranks agreed to stop.
+
+    Raises StepFailed, whatever happened: by then the rank has let its peers go.
+    """
+    reports, failed = None, None
+    try:
+        reports = _begin(ctx)
+        _call(ctx)
+        reports.close(failed=False)
+        return None
+    except _Leave:
+        assert reports is not None
+        reports.close(failed=False)
+        return reports.stop
+    except BaseException as exc:
+        if reports is not None:
+            reports.close(failed=True)
+        failed = _leave(exc, reports.step if reports is not None else None)
+    raise failed  # outside of the handler: a context would keep the function's frames, and the process group, alive
+
+
+def _begin(ctx: WorkerContext) -> Reports:
+    """Put the reports in place, and tell where the function goes on."""
+    bring_packages(ctx)
+    add_to_path(ctx.run_dir.storage, _code(ctx).archive)
+    context = get_train_context()
+    step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
+    rejected = rejected_reports(ctx.run_dir)
+    context.report = reports = Reports(ctx, context, step, kept=name is not None)
+    if ctx.world_rank == 0:
+        source = "fresh" if name is None else "checkpoint"
+        restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
+        restored["rejected"] = [{"name": each, "problem": problem} for each, problem in rejected.items()]
+        ctx.journal.emit(EventKind.RESTORED, restored)
+        ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx))
+    return reports
+
+
+def _call(ctx: WorkerContext) -> None:
+    """Call it as Ray Train does: with its config, or with nothing where it takes nothing."""
+    entry, config = _code(ctx).train_fn, dict(_code(ctx).config)
+    assert entry is not None
+    function = load_named(entry)
+    if not callable(function):
+        raise BadTask(f"{entry} is a {type(function).__name__}; code.train_fn names a function of one argument, its config")
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    num_required = sum(each.default is each.empty and each.kind not in variadic for each in parameters)
+    if num_required > 1:
+        raise BadTask(f"{entry}{place_of(function)} needs {num_required} arguments; a train_fn is called with its config alone")
+    if config and not num_required:
+        raise BadTask(
+            f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without code.config; let it take one"
+        )
+    logger.info("calling %s", entry)
+    function(*([config] if num_required else []))
+
+
+def _leave(cause: BaseException, step: int | None) -> StepFailed:
+    """Let the peers go and describe what happened: only a dead rank's neighbours notice by themselves."""
+    text = "".join(traceback.format_exception(cause))
+    forget_frames(cause)
+    gc.collect()
+    end_process_group()
+    return StepFailed(
+        cause,
+        traceback_text=text,
+        step=step,
+        phase="train_fn",
+        snapshot_step=None,
+        snapshot_problem="a train_fn keeps its state by its own checkpoints",
+    )
+
+
+def _code(ctx: WorkerContext) -> CodeSpec:
+    assert ctx.spec.code is not None
+    return ctx.spec.code
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
+    """The metrics that are numbers; one that is not finite is None."""
+    values = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue
+        values[str(name)] = number if math.isfinite(number) else None
+    return values
+
+
+def _facts(ctx: WorkerContext) -> dict[str, Any]:
+    unknown = dict.fromkeys(("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size"))
+    backend = "nccl" if ctx.device.type == "cuda" else "gloo"
+    return {**unknown, "snapshots": "none", "guarantee": GUARANTEE, "device": str(ctx.device), "backend": backend}

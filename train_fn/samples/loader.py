@@ -1,0 +1,214 @@
+"""Samples on their way to the device: this rank's micro-batches as one stream over all epochs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from everstep.spec.run_spec import RunSpec
+from train_fn.journal.rank_logging import mark_output
+from train_fn.samples.randomness import key, seed_sample
+from train_fn.samples.sampler import IndexArray, MicroBatch
+from train_fn.user_code.modules import ended_program
+
+Collate = Callable[[list[Any]], Any]
+MAX_AUTO_WORKERS = 16
+_PR_SET_PDEATHSIG = 1
+
+
+class Loaded(NamedTuple):
+    """A micro-batch as it came out of the loader."""
+
+    indices: IndexArray
+    """Sample indices that were really fetched, in order."""
+    batch: Any
+    place: Any = None
+    """Of iterable data, now and then: where its stream is after this micro-batch."""
+
+
+class TrainingData(Protocol):
+    """A training set as the loop knows it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this data from other data; resuming on other data is refused."""
+
+    def guarantee(self) -> str:
+        """What the run's user may rely on of the samples' use, in words."""
+
+    def first(self, micro: MicroBatch) -> Loaded:
+        """One micro-batch by itself, past the loader."""
+
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> Iterator[Loaded]:
+        """The micro-batches in their order, read ahead by loader processes where the spec has such."""
+
+
+class KeyedDataset(Dataset[Loaded]):
+    """Fetches micro-batches by (epoch, indices), so that a sample's random transforms depend on nothing else.
+
+    A data set with ``fetch(seed, epoch, indices) -> batch`` is asked for whole micro-batches. Of any other, python's, numpy's and
+    torch's global generators are seeded before each sample is read.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
+        self.dataset, self.seed, self.collate, self.training = dataset, seed, collate, training
+
+    def __getitems__(self, micro: MicroBatch) -> Loaded:
+        if hasattr(self.dataset, "fetch"):
+            return Loaded(micro.indices, self.dataset.fetch(self.seed, micro.epoch if self.training else None, micro.indices))
+        samples, fetched = [], []
+        for index in micro.indices.tolist():
+            seed_sample(self.seed, micro.epoch, index)
+            try:
+                samples.append(self.dataset[index])
+            except SystemExit as exc:  # would end a loader process without a word
+                raise ended_program(f"sample {index} cannot be read", exc) from exc
+            fetched.append(index)
+        return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))
+
+    @property
+    def fingerprint(self) -> str:
+        """What the data set says of itself; at least how long it is."""
+        told = getattr(self.dataset, "fingerprint", None)
+        return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
+
+    def guarantee(self) -> str:
+        return "Every sample of an epoch is used exactly once, whatever dies and at any world size; the ledger proves it."
+
+    def first(self, micro: MicroBatch) -> Loaded:
+        return self.__getitems__(micro)
+
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> Iterator[Loaded]:
+        options = loader_options(spec, num_loader_workers(spec, self.dataset, local_world_size), device)
+        return iter(DataLoader(self, batch_sampler=micro_batches, **options))  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
+
+
+class Loader:
+    """An iterator over ``micro_batches`` of a data set, whose copies to the device travel beside what it computes."""
+
+    def __init__(
+        self, dataset: TrainingData, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._iterator: Iterator[Loaded] | None = dataset.batches(micro_batches, spec, local_world_size, device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._ahead: Loaded | Exception | None = None
+
+    def __iter__(self) -> Iterator[Loaded]:
+        return self
+
+    def __next__(self) -> Loaded:
+        """The next micro-batch, its copy to the device under way."""
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        loaded = ahead or self._load()
+        if self._copies is not None:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_stream(self._copies)
+            for tensor in tensors_in(loaded.batch):
+                tensor.record_stream(computing)  # its memory is not to be given away before the step has read it
+        return loaded
+
+    def prefetch(self) -> None:
+        """On CUDA, begin to copy the next micro-batch beside what the device computes. An error waits until its turn comes."""
+        if self._copies is None or self._ahead is not None:
+            return
+        try:
+            self._ahead = self._load()
+        except Exception as exc:
+            self._ahead = exc
+
+    def _load(self) -> Loaded:
+        assert self._iterator is not None
+        loaded = next(self._iterator)
+        if self._copies is None:
+            return loaded
+        with torch.cuda.stream(self._copies):
+            return loaded._replace(batch=to_device(loaded.batch, self._device))
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._iterator = self._ahead = None
+
+
+def _begin_loader_process(name: str, number: int) -> None:
+    """In a loader process: mark what it prints, and have the kernel end it when the rank's thread that started it ends.
+
+    By itself it would find out only seconds later, with its memory still taken, and never while it is stopped.
+    """
+    mark_output(f"{name} {number}")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def loader_options(spec: RunSpec, num_workers: int, device: torch.device, name: str = "loader") -> dict[str, Any]:
+    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there.
+
+    ``name`` and its number mark what a loader process prints.
+    """
+    return {
+        "collate_fn": _as_is,
+        "worker_init_fn": partial(_begin_loader_process, name),
+        "num_workers": num_workers,
+        "prefetch_factor": spec.train.loader.prefetch_factor if num_workers else None,
+        "pin_memory": device.type == "cuda",
+        "generator": torch.Generator().manual_seed(key(spec.train.seed, 4)),
+    }
+
+
+def _as_is(loaded: Any) -> Any:
+    return loaded
+
+
+def num_loader_workers(spec: RunSpec, dataset: Any, local_world_size: int) -> int:
+    """Loader processes of this rank; ``auto`` is 0 for data in memory, else the cores that the rank has."""
+    asked = spec.train.loader.num_workers
+    if asked != "auto":
+        return asked
+    if getattr(dataset, "in_memory", False):
+        return 0
+    available = len(os.sched_getaffinity(0)) // local_world_size
+    return max(1, min(int(spec.scaling.resources_per_worker.get("CPU", 1)), available, MAX_AUTO_WORKERS))
+
+
+def collate_of(task: Any) -> Collate:
+    """The task's own ``collate``, else torch's."""
+    return getattr(task, "collate", None) or default_collate
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it moved; tuples, lists, dicts and named tuples are walked through."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that ``to_device`` moves."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(value)

@@ -1,0 +1,332 @@
+"""Iterable data sets: read stream by stream, with bookmarks from which a later attempt reads on exactly where this one was.
+
+The convention is that of torchdata's StatefulDataLoader: a data set, or the iterator that it makes, may have ``state_dict()`` and
+``load_state_dict(state)``. A bookmark is such a state with the number of samples before it; what lies between it and the first
+sample that is wanted is read and dropped. Bookmarks are taken every few steps, travel with their micro-batch out of the loader's
+process, and are exchanged by the ranks, so that every rank has those of all streams and no rank's death loses one.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from everstep.spec.run_spec import RunSpec
+from train_fn.errors import BadTask
+from train_fn.samples.loader import Collate, Loaded, loader_options, num_loader_workers
+from train_fn.samples.randomness import key, seed_sample
+from train_fn.samples.sampler import MicroBatch
+from train_fn.samples.stream_sampler import StreamSampler
+from train_fn.user_code.modules import ended_program
+
+BOOKMARK_STEPS = 20
+"""Steps from one bookmark to the next."""
+_PURPOSE = 7
+"""Keeps what is drawn for samples of streams apart from what is drawn for others."""
+_NOTHING = object()
+
+
+class Bookmark(NamedTuple):
+    """Where a stream is."""
+
+    ordinal: int
+    """Samples of the stream that lie before it."""
+    pass_began: int
+    """How many of them lie before the pass that the stream is in."""
+    state: bytes | None
+    """What the data set and its iterator said of themselves; None where they say nothing."""
+
+
+class Bookmarks:
+    """The newest bookmark of every stream that is known to this rank; part of the training state."""
+
+    def __init__(self) -> None:
+        self.newest: dict[int, Bookmark] = {}
+        self._passed: dict[int, Bookmark] = {}
+
+    def note(self, loaded: Loaded) -> None:
+        """A micro-batch was taken out of the loader."""
+        if loaded.place is not None:
+            stream, bookmark = loaded.place
+            self._passed[stream] = bookmark
+
+    def exchange(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
+        """After a step was committed: every few steps, tell all ranks of the bookmarks that were passed. A collective."""
+        if step % BOOKMARK_STEPS == 0:
+            for passed in gather(self._passed):
+                self.newest.update(passed)
+            self._passed = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(stream): list(bookmark) for stream, bookmark in self.newest.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.newest = {int(stream): Bookmark(*values) for stream, values in state.items()}
+        self._passed = {}
+
+
+class StreamSet:
+    """An iterable training set."""
+
+    def __init__(
+        self, dataset: Any, sampler: StreamSampler, spec: RunSpec, local_world_size: int, collate: Collate, source: str
+    ) -> None:
+        """``source`` is the method that made the data set, in words: errors name it."""
+        self.dataset, self.sampler, self.collate, self.source = dataset, sampler, collate, source
+        self.seed = key(spec.train.seed, _PURPOSE)
+        self.bookmarks = Bookmarks()
+        self._spec, self._local_world_size = spec, local_world_size
+
+    @property
+    def fingerprint(self) -> str:
+        """What the data set says of itself, and into how many streams it is read."""
+        told = getattr(self.dataset, "fingerprint", None) or type(self.dataset).__qualname__
+        return f"{told}/{self.sampler.num_streams} streams"
+
+    def guarantee(self) -> str:
+        """In words; reads a few samples to see what the data set does."""
+        first_two = [self.sampler.of_stream(stream, 0, 0)[:1] for stream in range(min(2, self.sampler.num_streams))]
+        begun = [self.first(micro) for micros in first_two for micro in micros]  # of little data a stream may have none
+        how = "from the state that the data set gives"
+        if begun[0].place is None or begun[0].place[1].state is None:
+            how = (
+                "by reading its pass again and dropping what was used: the same samples only where __iter__ draws from nothing "
+                "but the global random generators, and slower than with state_dict and load_state_dict"
+            )
+        alike = ""
+        if len(begun) == 2 and _equal(begun[0].batch, begun[1].batch):
+            alike = (
+                " WARNING: streams 0 and 1 begin with the same samples, so that samples seem to be used several times: divide them "
+                "by torch.utils.data.get_worker_info() in __iter__"
+            )
+        return (
+            f"Iterable data, read as {self.sampler.num_streams} streams. At the same world size a restart goes on in each of them "
+            f"at the very sample, {how}. At another world size streams move to other ranks and global batches stay the same, "
+            "provided that the data set divides itself by torch.utils.data.get_worker_info() alone, and not by rank. The ledger "
+            "proves that no place of a stream was skipped or used twice; whether all streams together hold every sample once, and "
+            f"in which order, is up to the data set.{alike}"
+        )
+
+    def first(self, micro: MicroBatch) -> Loaded:
+        reader = _Reader(self, micro, None, always=True)
+        with closing(self._loaded_by(reader, torch.device("cpu"))) as loaded:
+            return next(loaded)
+
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+    ) -> Iterator[Loaded]:
+        readers: dict[int, Iterator[Loaded]] = {}
+        for micro in micro_batches:
+            stream = self.sampler.stream_of(micro)
+            if stream not in readers:
+                readers[stream] = self._loaded_by(_Reader(self, micro, self.bookmarks.newest.get(stream)), device)
+            yield next(readers[stream])
+
+    def _loaded_by(self, reader: _Reader, device: torch.device) -> Generator[Loaded]:
+        """What a reader reads, in a process of its own where the spec has such."""
+        num_workers = min(1, num_loader_workers(self._spec, self.dataset, self._local_world_size))
+        options = loader_options(self._spec, num_workers, device, f"stream {reader.stream}, loader")
+        yield from DataLoader(reader, batch_size=None, **options)
+
+
+class _Reader(IterableDataset[Loaded]):
+    """The micro-batches of one stream from ``first`` on, without end; ``always`` with a bookmark."""
+
+    def __init__(self, owner: StreamSet, first: MicroBatch, bookmark: Bookmark | None, *, always: bool = False) -> None:
+        self._owner, self._first, self._bookmark, self._always = owner, first, bookmark, always
+
+    @property
+    def stream(self) -> int:
+        return self._owner.sampler.stream_of(self._first)
+
+    def __iter__(self) -> Iterator[Loaded]:
+        owner, sampler, stream = self._owner, self._owner.sampler, self.stream
+        dataset = owner.dataset if get_worker_info() is not None else _copied(owner)
+        samples = _Samples(owner, dataset, stream)
+        with samples.in_stream():
+            samples.open(self._bookmark, int(self._first.indices[0]) // sampler.num_streams)
+        for micros in sampler.batches_from(self._first):
+            for micro in micros:
+                place = None
+                with samples.in_stream():
+                    indices = np.arange(samples.ordinal, samples.ordinal + len(micro.indices)) * sampler.num_streams + stream
+                    batch = owner.collate([samples.read() for _ in micro.indices])
+                    step = micro.epoch * sampler.steps_per_epoch + micro.k + 1
+                    if self._always or (micro is micros[-1] and step % BOOKMARK_STEPS == 0):
+                        place = (stream, samples.bookmark())
+                yield Loaded(indices, batch, place)
+
+
+class _Samples:
+    """The samples of one stream, pass after pass. What is drawn for a sample follows from its ordinal, also after a restart."""
+
+    def __init__(self, owner: StreamSet, dataset: Any, stream: int) -> None:
+        self._owner, self._dataset, self._stream = owner, dataset, stream
+        self._iterator: Iterator[Any] = iter(())
+        self.ordinal = self._pass_began = 0
+
+    @contextmanager
+    def in_stream(self) -> Iterator[None]:
+        """While it lasts, torch tells the data set that it is read by loader process ``stream`` of ``num_streams``."""
+        with _as_worker(self._stream, self._owner.sampler.num_streams, self._owner.seed, self._dataset):
+            yield
+
+    def open(self, bookmark: Bookmark | None, ordinal: int) -> None:
+        """Go to where ``ordinal`` is the next sample, from a bookmark before it where there is one."""
+        state: dict[str, Any] = {}
+        if bookmark is not None:
+            self._pass_began = bookmark.pass_began
+            self.ordinal = bookmark.ordinal if bookmark.state is not None else bookmark.pass_began
+            state = _unpacked(bookmark.state) if bookmark.state is not None else {}
+        if "dataset" in state:
+            self._dataset.load_state_dict(state["dataset"])
+        self._begin_pass()
+        if "iterator" in state:
+            self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
+        assert self.ordinal <= ordinal
+        while self.ordinal < ordinal:
+            self.read()
+
+    def read(self) -> Any:
+        """The next sample; after the last one of a pass the first one of the next. Raises BadTask where there is none."""
+        sample = self._next()
+        if sample is _NOTHING:
+            self._pass_began = self.ordinal
+            self._begin_pass()
+            sample = self._next()
+        if sample is _NOTHING:
+            raise BadTask(
+                f"{self._owner.source}: train gives no sample to stream {self._stream} of {self._owner.sampler.num_streams} after "
+                f"{self.ordinal} samples; its __iter__ must give some to every torch.utils.data.get_worker_info().id, and begin "
+                "anew whenever it is called after its end. Fewer streams: lower scaling.max_workers or train.loader.num_workers"
+            )
+        self.ordinal += 1
+        return sample
+
+    def bookmark(self) -> Bookmark:
+        state = {}
+        if self._iterator is not self._dataset and hasattr(self._dataset, "state_dict"):
+            state["dataset"] = self._dataset.state_dict()
+        if hasattr(self._iterator, "state_dict"):
+            state["iterator"] = self._iterator.state_dict()
+        return Bookmark(self.ordinal, self._pass_began, _packed(self._owner.source, state) if state else None)
+
+    def _next(self) -> Any:
+        seed_sample(self._owner.seed, self._stream, self.ordinal)
+        try:
+            return next(self._iterator, _NOTHING)
+        except SystemExit as exc:  # would end a loader process without a word
+            raise ended_program(f"sample {self.ordinal} of stream {self._stream} cannot be read", exc) from exc
+
+    def _begin_pass(self) -> None:
+        seed_sample(self._owner.seed, self._stream, self._pass_began)
+        self._iterator = iter(self._dataset)
+
+
+@contextmanager
+def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterator[None]:
+    """While it lasts, torch tells a data set that loader process ``number`` of ``num_workers`` reads it."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+class WholePass(IterableDataset[Loaded]):
+    """One pass over an iterable validation set, cut into batches of which a rank keeps its own: every rank reads all of it."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        collate: Collate,
+        most: int | None = None,
+    ) -> None:
+        """``most`` batches are cut, and nothing beyond them is read; None for all."""
+        self._dataset, self._size, self._rank, self._world_size = dataset, size, rank, world_size
+        self._seed, self._collate, self._most = seed, collate, most
+
+    def __iter__(self) -> Iterator[Loaded]:
+        for number, samples in enumerate(islice(self._chunks(), self._most)):
+            if number % self._world_size == self._rank:
+                yield Loaded(np.array([number]), self._collate(samples))
+
+    def _chunks(self) -> Iterator[list[Any]]:
+        samples = []
+        for ordinal, sample in enumerate(self._samples()):
+            samples.append(sample)
+            if len(samples) == self._size:
+                yield samples
+                samples = []
+            seed_sample(self._seed, 0, ordinal + 1)
+        if samples:
+            yield samples
+
+    def _samples(self) -> Iterator[Any]:
+        """Read in this process, too, as by the one loader process that there may be: a data set asks which part of it is wanted."""
+        as_worker = partial(_as_worker, 0, 1, self._seed, self._dataset) if torch_worker._worker_info is None else nullcontext
+        with as_worker():
+            seed_sample(self._seed, 0, 0)
+            samples = iter(self._dataset)
+        while True:
+            with as_worker():
+                sample = next(samples, _NOTHING)
+            if sample is _NOTHING:
+                return
+            yield sample
+
+
+def _copied(owner: StreamSet) -> Any:
+    """The data set for a stream that is read in this process: a loader process would have a copy as well."""
+    try:
+        return copy.deepcopy(owner.dataset)
+    except Exception as exc:
+        raise BadTask(
+            f"{owner.source}: train ({type(owner.dataset).__name__}) cannot be copied for each of its streams ({exc}); open files "
+            "and connections in __iter__, or set train.loader.num_workers to 1"
+        ) from exc
+
+
+def _packed(source: str, state: dict[str, Any]) -> bytes:
+    """A state as bytes that a checkpoint can hold, and that run no code when they are read back."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        _unpacked(buffer.getvalue())
+    except Exception as exc:
+        raise BadTask(
+            f"{source}: the state_dict of train cannot be kept, for {state!r:.200} holds more than numbers, strings, lists, "
+            "tuples, dicts and tensors; of a numpy array keep .tolist()"
+        ) from exc
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    return state
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_equal, one, other))
+    return bool(np.array_equal(one, other))

@@ -1,0 +1,150 @@
+"""Published snapshots: of a group that a single node holds, rank 0 keeps recent states on the node while training goes on.
+
+Where ranks die one at a time their peers keep the state. Where all may die at once, or there is but one, only what was published
+before lets the next attempt go on from less than a durable checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Literal
+
+from everstep.wire.events import EventKind
+from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
+from train_fn.context import WorkerContext
+from train_fn.snapshots.store import publish_snapshot, shortage, snapshot_store
+from train_fn.state.train_state import TrainState
+
+COST_RATIO = 100.0
+"""From one publication to the next passes so many times what the first one took: at most 1 % of the time goes into them."""
+
+Snapshots = Literal["published", "survivors"]
+"""Who keeps states on nodes: rank 0 all the time, or whoever is left when an attempt breaks."""
+
+logger = logging.getLogger(__name__)
+
+
+def snapshots_of(ctx: WorkerContext) -> Snapshots:
+    """Who keeps states for this group."""
+    return "published" if ctx.num_nodes == 1 else "survivors"
+
+
+class Cadence:
+    """When the next publication is due: as often as the price of the last one allows."""
+
+    def __init__(self, ratio: float = COST_RATIO) -> None:
+        self._ratio = ratio
+        self._due_at: float | None = None
+
+    def is_due(self, now: float) -> bool:
+        """At once where there was none yet. Seconds by a clock that only rises."""
+        return self._due_at is None or now >= self._due_at
+
+    def done(self, began: float, cost_s: float) -> None:
+        """A publication that began then took so long: copy, digest and write."""
+        self._due_at = began + self._ratio * cost_s
+
+
+class Publisher:
+    """Publishes on rank 0 of a group on one node; elsewhere every call returns at once.
+
+    The journal hears when the node's memory becomes too small for a state, and when it is large enough again.
+    """
+
+    def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
+        self._ctx, self._state, self._copies = ctx, state, copies
+        self._active = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
+        self._cadence = Cadence(COST_RATIO)
+        self._lock = threading.Condition()
+        self._waiting: BoundaryCopy | None = None
+        self._writing = False
+        self._closed = False
+        self._problem: str | None = None
+        self._checked = self._is_running = False
+        if self._active:
+            self._start()
+
+    def offer(self) -> None:
+        """Publish the present state in the background if that is due. Called by the training thread, between two steps."""
+        if not self._active:
+            self._check_room()
+            return
+        with self._lock:
+            busy = self._waiting is not None or self._writing or self._closed
+        if busy or not self._cadence.is_due(time.monotonic()):
+            return
+        self._hand_over()
+
+    def keep(self) -> None:
+        """Publish the present state, whether that is due or not and also where survivors leave states: code of the user's runs next
+        on all ranks alike, and may take all of them along."""
+        if self._ctx.world_rank == 0 and not self._closed:
+            if not self._is_running:
+                self._start()
+            self._hand_over()
+
+    def _start(self) -> None:
+        self._is_running = True
+        threading.Thread(target=self._run, name="snapshot-publisher", daemon=True).start()
+
+    def _hand_over(self) -> None:
+        copy = self._copies.take()
+        with self._lock:
+            if self._waiting is not None:
+                self._copies.release(self._waiting)
+            self._waiting = copy
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Publish no more; what is being written is whole when this returns."""
+        with self._lock:
+            self._closed = True
+            if self._waiting is not None:
+                self._copies.release(self._waiting)
+                self._waiting = None
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not self._writing)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._waiting is not None or self._closed)
+                if self._waiting is None:
+                    return
+                copy, self._waiting, self._writing = self._waiting, None, True
+            try:
+                self._publish(copy)
+            finally:
+                with self._lock:
+                    self._writing = False
+                    self._lock.notify_all()
+
+    def _publish(self, copy: BoundaryCopy) -> None:
+        began = time.monotonic()
+        try:
+            problem = publish_snapshot(self._ctx, copy.state)
+        except Exception as exc:  # training goes on without
+            logger.exception("publishing the state of step %d failed", copy.step)
+            problem = f"{type(exc).__name__}: {exc}"
+        self._cadence.done(began - copy.stall_s, copy.stall_s + time.monotonic() - began)
+        self._tell(copy.step, problem)
+        self._copies.release(copy)
+
+    def _check_room(self) -> None:
+        """Survivors write only when it is too late to complain: look once, when the first step has made the state complete."""
+        if self._checked or self._ctx.world_rank != 0:
+            return
+        self._checked = True
+        self._tell(self._state.step, shortage(snapshot_store(self._ctx), self._state.state_dict()))
+
+    def _tell(self, step: int, problem: str | None) -> None:
+        """Report a change between what is kept and what is not; the same again is no news."""
+        if (problem is None) == (self._problem is None):
+            return
+        self._problem = problem
+        kept = snapshots_of(self._ctx) if problem is None else "none"
+        if problem is not None:
+            logger.warning("no snapshot of step %d is kept on this node: %s; durable checkpoints remain", step, problem)
+        self._ctx.journal.emit(EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem})

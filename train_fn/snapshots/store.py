@@ -1,0 +1,280 @@
+"""Snapshots: states that ranks keep on their node, outside of their processes, for the next attempt to go on from.
+
+A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where nobody may survive, rank 0
+publishes them while it trains (``publisher.py``). A snapshot is one file in shared memory, published by a rename, with a label
+beside it. It counts as long as no later attempt began without it, and is removed when the run ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage.run_dir import RunDir
+from train_fn.checkpoints.torch_file import without_checksums
+from train_fn.context import WorkerContext
+from train_fn.node.node_dir import shared_memory_root, snapshots_dir
+from train_fn.state.tensor_tree import size_bytes
+from train_fn.state.train_state import digest
+
+OVERHEAD_BYTES = 4 << 20
+"""Room for what is not tensors."""
+KEPT_FREE = 0.1
+"""Share of shared memory that snapshots leave to others."""
+TURN_S = 2.0
+"""How long a rank at least waits for the others of its node to leave their states,"""
+_SLOWEST_BYTES_PER_S = 500e6
+"""and how fast it expects that of memory."""
+_TURN_POLL_S = 0.002
+
+Origin = tuple[int, int]
+"""Submission and attempt: later ones compare as greater."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a rank says of the state that it left; ``problem`` is why it left none."""
+
+    submission: int
+    attempt: int
+    step: int
+    rank: int
+    digest: str | None
+    problem: str | None
+    storage: str | None = None
+    """URI of the storage that holds the run's directory, by which a later process tells whether the state still counts."""
+
+    @property
+    def origin(self) -> Origin:
+        return self.submission, self.attempt
+
+
+@dataclass(frozen=True)
+class SnapshotStore:
+    """The snapshots of one run on one node. Several nodes may share a machine, so that each has its own directory."""
+
+    directory: Path
+    submission: int
+
+    def write(self, label: Label, state: dict[str, Any]) -> None:
+        """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not write it."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._state_path(label)
+        temporary = path.with_suffix(".tmp")
+        try:
+            with without_checksums():  # the label's digest is what a reader compares
+                torch.save(state, temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.write_label(label)
+
+    def write_label(self, label: Label) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._label_path(label)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(label)))
+        temporary.replace(path)
+
+    def labels(self) -> list[Label]:
+        """Labels of this submission and those before it on this node, whose state is there or says why not."""
+        return [label for label in labels_in(self.directory) if label.submission <= self.submission]
+
+    def read(self, label: Label) -> dict[str, Any]:
+        """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its label says."""
+        state: dict[str, Any] = torch.load(self._state_path(label), map_location="cpu", weights_only=True)
+        if state["step"] != label.step or digest(state) != label.digest:
+            raise ValueError(f"the snapshot of step {label.step} by rank {label.rank} does not have the digest of its label")
+        return state
+
+    def remove_older(self, newest: Label, *, keep: int) -> None:
+        """Remove what is older than ``newest``, but for the ``keep`` newest states of these."""
+        older = [label for label in self.labels() if (label.origin, label.step) < (newest.origin, newest.step)]
+        states = sorted((label for label in older if not label.problem), key=lambda label: (label.origin, label.step))
+        kept = states[-keep:] if keep else []
+        for label in older:
+            if label not in kept:
+                self._remove(label)
+
+    def remove_after(self, step: int) -> None:
+        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again.
+
+        So goes what a process that died in the middle of publishing left without a label.
+        """
+        for path in self.directory.glob("s*-*"):
+            if path.suffix == ".tmp" or (path.suffix == ".pt" and not path.with_suffix(".json").is_file()):
+                path.unlink(missing_ok=True)
+        for label in self.labels():
+            if label.step > step or label.problem:
+                self._remove(label)
+
+    def remove_all(self) -> None:
+        """The run ended: remove its snapshots from this machine, also those of other nodes that shared it.
+
+        A submission that was replaced leaves those of its successor, and a run of this name in another storage keeps its own.
+        """
+        with suppress(OSError):  # another rank was faster, here and below
+            for directory in self.directory.parent.iterdir():
+                with suppress(OSError):
+                    if _place_of(directory) == _place_of(self.directory):
+                        self._remove_own(directory)
+            self.directory.parent.rmdir()
+
+    def _remove_own(self, directory: Path) -> None:
+        """Remove what this submission and older ones left in a node's directory, and the directory where nothing else is in it."""
+        for path in directory.glob("s*-*"):
+            if int(path.name[1:].partition("-")[0]) <= self.submission:
+                path.unlink(missing_ok=True)
+        directory.rmdir()
+
+    def size_bytes(self) -> int:
+        """Return what this submission's states, and those of older ones, take on this node."""
+        return sum(self._state_path(label).stat().st_size for label in self.labels() if not label.problem)
+
+    def free_bytes(self) -> int:
+        """What snapshots may still take of the node's shared memory."""
+        usage = shutil.disk_usage(shared_memory_root())
+        return int(usage.free - usage.total * KEPT_FREE)
+
+    def _remove(self, label: Label) -> None:
+        self._label_path(label).unlink(missing_ok=True)
+        self._state_path(label).unlink(missing_ok=True)
+
+    def _label_path(self, label: Label) -> Path:
+        return self._state_path(label).with_suffix(".json")
+
+    def _state_path(self, label: Label) -> Path:
+        return self.directory / _file_name(label)
+
+
+def labels_in(directory: Path) -> list[Label]:
+    """Return the labels in a node's directory whose state is there or says why not."""
+    found = []
+    for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
+        with suppress(OSError, ValueError, TypeError):
+            label = Label(**json.loads(path.read_text()))
+            if label.problem or (directory / _file_name(label)).is_file():
+                found.append(label)
+    return found
+
+
+def _file_name(label: Label) -> str:
+    return f"s{label.submission:03d}-a{label.attempt:03d}-{label.step:09d}-r{label.rank}.pt"
+
+
+def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
+    """The store of this rank's node."""
+    return node_snapshots(ctx.run_dir, ctx.node_id, ctx.submission)
+
+
+def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotStore:
+    """A node's snapshots of this very run directory: another directory may hold a run of the same id."""
+    place = hashlib.sha256(run_dir.uri.encode()).hexdigest()[:12]
+    return SnapshotStore(snapshots_dir(run_dir.run_id) / f"{node_id}.{place}", submission)
+
+
+def _place_of(directory: Path) -> str:
+    """Which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
+    return directory.name.rpartition(".")[2]
+
+
+def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem.
+
+    Ranks of one node take turns, and who finds the same state there leaves no other: all of theirs at once may not fit.
+    """
+    store, label = snapshot_store(ctx), _label(ctx, state)
+    with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
+        problem = None if _is_there(store, label) else _leave_if_it_fits(store, label, state)  # by another rank, or published
+    if problem is None:
+        store.remove_older(label, keep=0)
+    else:
+        logger.warning("step %d is not left on this node: %s", state["step"], problem)
+        with suppress(OSError):
+            store.write_label(replace(label, digest=None, problem=problem))
+    return problem
+
+
+def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
+    """Write ``state``, in the place of the one before it where only that makes room. None, or the problem."""
+    problem = _write_if_it_fits(store, label, state)
+    if problem is None or shortage(store, state, store.size_bytes()) is not None:
+        return problem
+    store.remove_older(label, keep=0)
+    return _write_if_it_fits(store, label, state)
+
+
+def _is_there(store: SnapshotStore, wanted: Label) -> bool:
+    """Whether any rank has left this very state."""
+    same = (wanted.origin, wanted.step, wanted.digest)
+    return any(label.problem is None and (label.origin, label.step, label.digest) == same for label in store.labels())
+
+
+@contextmanager
+def _in_turn(store: SnapshotStore, patience_s: float) -> Iterator[None]:
+    """Only one rank of this node is inside; past ``patience_s`` this one goes in, too: the other may be stopped."""
+    try:
+        store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # to write will say what is wrong
+        yield
+        return
+    gives_up_at = time.monotonic() + patience_s
+    try:
+        while not _locked(held) and time.monotonic() < gives_up_at:
+            time.sleep(_TURN_POLL_S)
+        yield
+    finally:
+        os.close(held)
+
+
+def _locked(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+    """Keep ``state`` on this node beside the newest one before it: while one is written, another is whole. None, or the problem."""
+    return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
+
+
+def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) -> str | None:
+    """Why ``state`` does not fit into the node's shared memory, once so much more of it is free; None where it does."""
+    needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes() + freed_bytes)
+    if needed <= free:
+        return None
+    return f"a snapshot of {needed} bytes does not fit the {free} bytes of shared memory left"
+
+
+def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
+    return Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None, ctx.run_dir.storage.uri)
+
+
+def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
+    """Room is made first, so that the node never holds more than two states of a rank."""
+    store.remove_older(label, keep=1)
+    problem = shortage(store, state)
+    if problem is None:
+        try:
+            store.write(label, state)
+        except (OSError, RuntimeError) as exc:  # torch has no class of its own for a file that it could not write
+            problem = f"the snapshot could not be written: {exc}"
+    return problem

@@ -1,0 +1,232 @@
+"""What is in the data and the model: sketches of a few samples and of the weights, to compare ranks and attempts.
+
+A sketch is exact for labels, tokens, text and shapes. Pixels and other large or computed numbers enter as means of their parts:
+nodes with other CPUs or decoders differ in their last bits, and that is not other data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from train_fn.samples.randomness import seed_sample
+from train_fn.tasks.checks import is_iterable
+
+NUM_SAMPLES = 8
+"""Samples of each set that are read."""
+READ_S = 2.0
+"""Longest time that goes into reading them; the first of each set is always read."""
+
+DRAW_ALIKE = (
+    "draw from Python's, numpy's or torch's global generators, which Everstep seeds by train.seed, or from one with a fixed seed, "
+    "and sort what a directory or a set lists"
+)
+"""The way out where ranks or attempts build different things."""
+
+Sketch = list[Any]
+"""[digest of what is exact, [[tolerance, scale, numbers …] …]]: plain values, for the training state."""
+
+_SET_NAMES = {"train": "train", "val": "validation"}
+_NAMES_SHOWN = 3
+_EXACT_DEPTH = 6
+_MOST_ITEMS = 1000
+_MOST_NUMBERS = 1 << 16
+"""Numbers of one tensor that are looked at, spread over all of it."""
+_FEW_NUMBERS = 64
+"""A tensor of so few is compared number by number, a larger one by the means of its parts."""
+_NUM_PARTS = 8
+_PART_TOLERANCE = 2e-3
+_TOLERANCES = {2: 1e-2, 4: 1e-5, 8: 1e-9}
+"""By bytes of a number."""
+
+
+class Contents:
+    """Sketches of a few samples of a task's data sets, by name: ``train sample 17``, ``validation sample 3``."""
+
+    def __init__(self, datasets: Mapping[str, Any]) -> None:
+        """Iterable sets, and those that are read by ``fetch`` (Everstep's own, which say what they hold), are not read."""
+        self._sources: dict[str, tuple[Any, int]] = {}
+        self.sketches: dict[str, Sketch] = {}
+        for key, word in _SET_NAMES.items():
+            dataset = datasets.get(key)
+            if dataset is None or is_iterable(dataset):
+                continue
+            self.sketches[f"{word} set"] = sketch([type(dataset).__qualname__, len(dataset)])
+            if not hasattr(dataset, "fetch"):
+                self._sources |= {f"{word} sample {index}": (dataset, index) for index in spread(len(dataset))}
+        self._read()
+
+    def differing(self, other: Mapping[str, Sketch]) -> list[str]:
+        """Names of what both have, and have differently."""
+        return [name for name, mine in self.sketches.items() if name in other and not alike(mine, other[name])]
+
+    def unstable(self, names: Iterable[str]) -> list[str]:
+        """Those samples that differ from one reading to the next in this process, for they draw from generators of their own."""
+        found = []
+        for name in names:
+            again = self._sketch_of(*self._sources[name]) if name in self._sources else self.sketches[name]
+            if again is None or not alike(again, self.sketches[name]):
+                found.append(name)
+        return found
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.sketches.pop(name, None)
+
+    def dump(self) -> str:
+        """For the training state."""
+        return json.dumps(self.sketches)
+
+    def _read(self) -> None:
+        deadline, begun = time.monotonic() + READ_S, set[int]()
+        for name, (dataset, index) in self._sources.items():
+            if time.monotonic() > deadline and id(dataset) in begun:
+                continue
+            begun.add(id(dataset))
+            found = self._sketch_of(dataset, index)
+            if found is not None:
+                self.sketches[name] = found
+
+    def _sketch_of(self, dataset: Any, index: int) -> Sketch | None:
+        """None for a sample that cannot be read: training or evaluation will say so when it needs it."""
+        seed_sample(0, 0, index)  # by no seed of the run's: a state may be read by a run with another one
+        try:
+            return sketch(dataset[index])
+        except (Exception, SystemExit):
+            return None
+
+
+def few(names: list[str]) -> str:
+    """The first names of many."""
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+
+
+def spread(length: int) -> list[int]:
+    """A few indices: the first, the last, and between them one of each equal part, by the length alone."""
+    if length <= NUM_SAMPLES:
+        return list(range(length))
+    drawn = np.random.default_rng(length)
+    bounds = np.linspace(1, length - 1, NUM_SAMPLES - 1).astype(int)
+    between = [int(drawn.integers(low, max(low + 1, high))) for low, high in pairwise(bounds)]
+    return sorted({0, *between, length - 1})
+
+
+def sketch_weights(model: nn.Module, *, all_of_it: bool) -> dict[str, Sketch]:
+    """Sketches of a model's parameters and buffers by name; without ``all_of_it`` only of those that no state holds."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = set() if all_of_it else model.state_dict().keys()
+    return {name: sketch(tensor) for name, tensor in tensors.items() if name not in held}
+
+
+def sketch(value: Any) -> Sketch:
+    """What ``value`` holds, in short."""
+    exact, numbers = hashlib.sha256(), list[list[float]]()
+    _walk(value, exact, numbers, 0)
+    return [exact.hexdigest()[:16], numbers]
+
+
+def alike(one: Sketch, other: Sketch) -> bool:
+    """Whether two sketches are of the same thing."""
+    if one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
+    return all(map(_close, one[1], other[1]))
+
+
+def _close(one: list[float], other: list[float]) -> bool:
+    tolerance, scale = one[0], max(one[1], other[1])
+    pairs = zip(one[2:], other[2:], strict=True)
+    return len(one) == len(other) and all(abs(a - b) <= tolerance * scale for a, b in pairs)
+
+
+def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> None:
+    """Enter every leaf of ``value``: into ``exact`` what is the same to the bit everywhere, else into ``numbers``."""
+    exact.update(f"({type(value).__qualname__}".encode())
+    if depth > _EXACT_DEPTH or value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        _enter_tensor(value, exact, numbers)
+    elif isinstance(value, float | complex | np.ndarray | np.generic):
+        _enter_array(np.asarray(value), exact, numbers, depth)
+    elif isinstance(value, str | PurePath):
+        text = str(value)  # a file's name, not where this node has it
+        exact.update((PurePath(text).name if text.startswith("/") else text).encode(errors="surrogatepass"))
+    elif isinstance(value, bytes | bytearray | int):
+        exact.update(bytes(value) if not isinstance(value, int) else str(value).encode())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            exact.update(f"{key}=".encode(errors="surrogatepass"))
+            _walk(value[key], exact, numbers, depth + 1)
+    elif isinstance(value, list | tuple):
+        exact.update(str(len(value)).encode())
+        for item in value[:_MOST_ITEMS]:
+            _walk(item, exact, numbers, depth + 1)
+    elif isinstance(value, set | frozenset):
+        exact.update(repr(sorted(map(str, value))).encode(errors="surrogatepass"))
+    elif hasattr(value, "__array_interface__"):  # PIL's images
+        _enter_array(np.asarray(value), exact, numbers, depth)
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        _walk(dict(vars(value)) if hasattr(value, "__dict__") else None, exact, numbers, depth + 1)
+
+
+def _enter_tensor(tensor: torch.Tensor, exact: Any, numbers: list[list[float]]) -> None:
+    if is_lazy(tensor):  # gets its shape by the first forward pass
+        return
+    exact.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return
+    flat = tensor.detach().reshape(-1)
+    flat = flat[_thinned(flat.numel())] if flat.numel() > _MOST_NUMBERS else flat
+    if flat.dtype.is_floating_point and flat.dtype.itemsize <= 2:  # numpy has no bfloat16
+        _enter_numbers(flat.float().cpu().numpy(), 2, exact, numbers)
+    else:
+        _enter_flat(flat.resolve_conj().cpu().numpy(), exact, numbers)
+
+
+def _enter_array(array: Any, exact: Any, numbers: list[list[float]], depth: int) -> None:
+    exact.update(f"{array.dtype} {array.shape}".encode())
+    if array.dtype.kind in "OV":
+        for item in array.reshape(-1)[:_MOST_ITEMS].tolist():
+            _walk(item, exact, numbers, depth + 1)
+        return
+    flat = array.reshape(-1)
+    _enter_flat(flat[_thinned(flat.size)] if flat.size > _MOST_NUMBERS else flat, exact, numbers)
+
+
+def _enter_flat(flat: Any, exact: Any, numbers: list[list[float]]) -> None:
+    if flat.dtype.kind == "c":
+        flat = np.stack([flat.real, flat.imag], axis=1).reshape(-1)
+    computed = flat.dtype.kind == "f"
+    coarse = flat.dtype.kind in "iub" and flat.dtype.itemsize <= 2 and flat.size > _FEW_NUMBERS  # pixels, sound
+    if computed or coarse:
+        _enter_numbers(flat, flat.dtype.itemsize, exact, numbers)
+    else:
+        exact.update(np.ascontiguousarray(flat).tobytes())
+
+
+def _enter_numbers(flat: Any, itemsize: int, exact: Any, numbers: list[list[float]]) -> None:
+    values = flat.astype(np.float64)
+    finite = np.isfinite(values)
+    if not finite.all():
+        exact.update(np.packbits(finite).tobytes())
+        values = np.where(finite, values, 0.0)
+    scale = float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+    if values.size > _FEW_NUMBERS:
+        means = [float(part.mean()) for part in np.array_split(values, _NUM_PARTS)]
+        numbers.append([_PART_TOLERANCE, scale, *means])
+    else:
+        numbers.append([_TOLERANCES.get(itemsize, 1e-9), scale, *values.tolist()])
+
+
+def _thinned(size: int) -> Any:
+    return np.linspace(0, size - 1, _MOST_NUMBERS).astype(np.int64)

@@ -1,0 +1,297 @@
+"""TrainState: the one registry of everything that a run needs to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from train_fn.errors import DataChanged
+from train_fn.samples.ledger import Ledger
+from train_fn.samples.sampler import Sampler
+from train_fn.samples.stream_set import Bookmarks
+from train_fn.state.contents import DRAW_ALIKE, Contents, few
+from train_fn.state.ema import Ema
+from train_fn.state.event_tail import EventTail
+from train_fn.state.optim import Packer, unpacked
+from train_fn.state.skipped_steps import SkippedSteps
+from train_fn.state.sound_state import require_sound
+from train_fn.step.modes import BuiltModes
+from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
+
+logger = logging.getLogger(__name__)
+
+VERSION = 3
+"""Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor of its own."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far. ``checkpoint`` is the name of the checkpoint that holds it."""
+
+    metric: str
+    value: float
+    step: int
+    checkpoint: str
+
+
+class TrainState:
+    """Live parts and counters. ``epoch`` and ``k`` (the global batch within it) follow from ``step``, the steps done.
+
+    Between steps every rank holds the same state, bit for bit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        ema: Ema | None,
+        *,
+        steps_per_epoch: int,
+        fingerprint: str,
+        contents: Contents | None = None,
+        sampler: Sampler | None = None,
+        bookmarks: Bookmarks | None = None,
+        data_source: str | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._packer = Packer()
+        self._modes = BuiltModes(model)
+        self.scaler = scaler
+        self.skipped = SkippedSteps()
+        """Steps that the scaler left out."""
+        self.ema = ema
+        self.steps_per_epoch = steps_per_epoch
+        self.fingerprint = fingerprint
+        """Of the training data; resuming on other data is refused."""
+        self.sampler = sampler
+        """Knows how many samples the steps have; None where the ledger is not compared with them."""
+        self._trained = {name for name, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+        self.contents = contents
+        """Sketches of a few samples; None where nothing is compared."""
+        self.data_name = f"the training data of {data_source}" if data_source else "the training data"
+        """In words; of a user's task with the method that made it, its file and line."""
+        self.bookmarks = bookmarks
+        """Of iterable data."""
+        self.step = 0
+        self.closed_epochs = 0
+        """Epochs whose end was reported and, where due, evaluated."""
+        self.evaluated_step = 0
+        """Steps done at the last evaluation."""
+        self.ledger = Ledger()
+        self.metrics: dict[str, float] = {}
+        """Latest validation metrics."""
+        self.best: Best | None = None
+        self.parent: str | None = None
+        """Newest committed checkpoint that this state descends from, as far as this rank knows."""
+        self.tail = EventTail()
+        self.task: Any = None
+        """The task's own state (``TaskState``) after the last step."""
+        self._unsaved: dict[str, Place] = {}
+        """Buffers that forward passes change and the model's state_dict leaves out, by name."""
+        self.complete = False
+        """Whether this is a state to resume from: restored, and not left in the middle of a commit."""
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.steps_per_epoch
+
+    @property
+    def k(self) -> int:
+        return self.step % self.steps_per_epoch
+
+    def carry(self, places: Iterable[Place]) -> None:
+        """Save these, too, where the model's ``state_dict`` does not: a forward pass changes them."""
+        self._unsaved |= {place.name: place for place in places if not place.is_saved}
+
+    def committing(self) -> _Commit:
+        """The one block in which a step changes the state; it holds no collective. Left by an exception, the state is torn."""
+        return _Commit(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as nested dicts of plain values and tensors, live ones but for small moments (``Packer``); a file of it loads
+        with ``weights_only=True``."""
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "epoch": self.epoch,
+            "k": self.k,
+            "closed_epochs": self.closed_epochs,
+            "evaluated_step": self.evaluated_step,
+            "fingerprint": self.fingerprint,
+            "contents": self.contents.dump() if self.contents else None,
+            "ledger": self.ledger.state_dict(),
+            "metrics": dict(self.metrics),
+            "best": asdict(self.best) if self.best else None,
+            "parent": self.parent,
+            "tail": self.tail.dump(),
+            "model": dict(self.model.state_dict()),
+            "modes": self._modes.state_dict(),
+            "unsaved": {name: place.tensor for name, place in self._unsaved.items()},
+            "task": self.task,
+            "optimizer": self._packer.packed(self.optimizer.state_dict()),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
+        }
+
+    def require_sound(self, state: Mapping[str, Any]) -> None:
+        """Check a state of this run, its own or another process's, before it is kept or gone on from.
+
+        Raises StateNotWhole, NonFiniteWeights.
+        """
+        require_sound(state, self.sampler, self._trained)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, which is copied and left alone.
+
+        Raises:
+            DataChanged: it was trained on other data.
+            ValueError: it is of a version that this one does not know.
+        """
+        if state["version"] not in range(1, VERSION + 1):
+            raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads versions 1 to {VERSION}")
+        if state["fingerprint"] != self.fingerprint:
+            raise DataChanged(
+                f"{self.data_name} changed since step {state['step']}: "
+                f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
+                "Put the data back as it was, or start a new run"
+            )
+        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
+            raise DataChanged(
+                f"{self.data_name} has another length since step {state['step']}, though it calls itself {self.fingerprint} as "
+                "before. Put the data back as it was, or start a new run"
+            )
+        self._check_contents(state)
+        self.complete = False
+        self.model.load_state_dict(state["model"])
+        self._modes.load_state_dict(state.get("modes", {}))
+        self._load_unsaved(state.get("unsaved", {}))
+        # Optimizer.load_state_dict keeps references to the tensors that it is given.
+        self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
+        _match_layout(self.optimizer)
+        self.scaler.load_state_dict(state["scaler"])
+        if "skipped" in state:  # else it is of an earlier version, which did not count
+            self.skipped.load_state_dict(state["skipped"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.task = copy.deepcopy(state["task"]) if state.get("task") is not None else self.task
+        self.ledger.load_state_dict(state["ledger"])
+        if self.bookmarks is not None:
+            self.bookmarks.load_state_dict(state["bookmarks"])
+        self.step = state["step"]
+        self.closed_epochs = state["closed_epochs"]
+        self.evaluated_step = state["evaluated_step"]
+        self.metrics = dict(state["metrics"])
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.parent = state["parent"]
+        self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
+        self.complete = True
+
+    def _check_contents(self, state: dict[str, Any]) -> None:
+        """Raise DataChanged where samples are not what they were when the state was left; an older state does not say."""
+        if self.contents is None or not state.get("contents"):
+            return
+        changed = self.contents.differing(json.loads(state["contents"]))
+        unstable = self.contents.unstable(changed)
+        self.contents.forget(unstable)
+        changed = [name for name in changed if name not in unstable]
+        if changed:
+            raise DataChanged(
+                f"{self.data_name} changed since step {state['step']}: not the same: {few(changed)}. Put the data back as it was, "
+                f"or start a new run. If nothing was changed, each process builds other data: {DRAW_ALIKE}"
+            )
+
+    def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
+        """Take over buffers that the model's ``state_dict`` leaves out."""
+        places = {place.name: place for place in untrained_places(self.model, ())} if saved else {}
+        for name, value in saved.items():
+            own = places[name].tensor if name in places else None
+            if own is None or not is_alike(own, value):
+                logger.warning("the buffer %s of the state to resume is not there any more, or has another shape", name)
+                continue
+            copy_all([own], [value.to(own.device)])
+            self.carry([places[name]])
+
+
+class _Commit:
+    """A class of its own, since a generator in its place costs ten times as much between a model's passes."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.complete = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._state.step += 1
+            self._state.complete = True
+
+
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out an optimizer's tensors in memory as their parameters are: fused kernels walk both as plain memory."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Digest of a state: equal where counters, ledger and every bit of every tensor are.
+
+    Tensors enter by the sum of their 8-byte words modulo 2**64, which runs at memory speed. What ranks may see differently (the
+    tail's clocks, the newest checkpoint) stays out.
+    """
+    hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
+    for name in ("model", "optimizer", "scaler", "ema"):
+        hashed.update(_text(state[name], name))
+    for name in ("unsaved", "task"):  # which older states do not have
+        if state.get(name):
+            hashed.update(_text(state[name], name))
+    return hashed.hexdigest()
+
+
+def tree_digest(tree: Any) -> str:
+    """Digest of nested plain values and tensors."""
+    return hashlib.sha256(_text(tree, "")).hexdigest()
+
+
+def _text(tree: Any, name: str) -> bytes:
+    return "".join(f"{path} {_leaf_text(leaf)}\n" for path, leaf in leaves(tree, name)).encode()
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return str(_word_sum(leaf))
+    return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts, lists and tuples with its path, in order."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from leaves(value, f"{path}/{name}")
+    elif isinstance(tree, list | tuple):
+        for position, value in enumerate(tree):
+            yield from leaves(value, f"{path}/{position}")
+    else:
+        yield path, tree
+
+
+def _word_sum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = int(flat[:whole].view(torch.int64).sum()) if whole else 0
+    rest = int.from_bytes(bytes(flat[whole:].tolist()), "little")
+    return words ^ rest

@@ -1,0 +1,90 @@
+"""The ranks of an attempt and what they tell each other. With one rank every call returns at once, and no caller needs to care."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train_fn.step.nccl import require_whole
+
+_NEVER_SENT = 0x7E5EE5
+"""Tag of a message that nobody sends."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This rank among its peers; calls are collective: every rank makes them in the same order."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Looked up once: what every step asks for."""
+        return self.device.type == "cpu"
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+    def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned before reading it."""
+        return None if self.alone else dist.broadcast(tensor, source, async_op=True)
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to overwrite ``tensor`` by the sum of all ranks' ones; wait for what is returned before reading it."""
+        return None if self.alone else dist.all_reduce(tensor, async_op=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything that pickles), by rank."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        self.require_whole()
+        return values
+
+    def share(self, value: Any, source: int) -> Any:
+        """``value`` of rank ``source``; the other ranks' is ignored."""
+        if self.alone:
+            return value
+        values = [value if self.rank == source else None]
+        dist.broadcast_object_list(values, source, device=self.device)
+        self.require_whole()
+        return values[0]
+
+    def require_whole(self) -> None:
+        """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
+        if not self.alone and not self.on_cpu:
+            require_whole()
+
+
+def end_process_group() -> None:
+    """Close the connections of this process, if there are any, so that peers notice at once."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()  # destroying waits for collectives that will never finish
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _close_connections(group)
+    dist.destroy_process_group()
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Let every collective of gloo that this process is still in fail, and those of its peers with it.
+
+    Destroying the group would wait for them first. They wait for peers which do the same, or are in a collective that this rank has
+    left: nobody would ever leave. Where a message does not arrive in time, gloo closes all connections of the group.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # that it did not arrive, or that this connection is closed already
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -1,0 +1,66 @@
+"""What a rank is to do at each step, worked out for many steps at once.
+
+Between a model's passes, which leave nothing of this code in a core's caches, a call of numpy costs as much as hashing thousands of
+samples does: what depends on nothing but the step is not done there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.samples.randomness import MASK64
+from train_fn.samples.sampler import MicroBatch, Sampler
+from train_fn.step.step_totals import Expected, told_hashes
+
+_MOST_STEPS = 64
+_MOST_SAMPLES = 1 << 14
+"""Of all steps that are planned at once: what is hashed in a fraction of a millisecond."""
+
+
+class StepPlan(NamedTuple):
+    """One rank's part of one global batch."""
+
+    num_samples: int
+    """Of the global batch."""
+    share: list[MicroBatch]
+    hashes: list[int]
+    """Of each micro-batch's samples, as the ledger has them."""
+    expected: Expected
+    """Of all of them."""
+
+
+class StepPlans:
+    """The plans of one rank, asked for step by step."""
+
+    def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
+        self._sampler, self._rank, self._world_size = sampler, rank, world_size
+        self._first, self._plans = 0, list[StepPlan]()
+
+    def of(self, step: int) -> StepPlan:
+        """The plan of the step before which ``step`` steps were done."""
+        position = step - self._first
+        if not 0 <= position < len(self._plans):
+            self._first, self._plans, position = step, self._plan(step), 0
+        return self._plans[position]
+
+    def _plan(self, first: int) -> list[StepPlan]:
+        sampler = self._sampler
+        shares: list[tuple[int, list[MicroBatch]]] = []
+        places: list[tuple[int, int]] = []
+        num_samples = 0
+        while len(shares) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
+            step = first + len(shares)
+            epoch, k = divmod(step, sampler.steps_per_epoch)
+            share = sampler.share(epoch, k, self._rank, self._world_size)
+            shares.append((sampler.size_of(k), share))
+            places += [(epoch, step)] * len(share)
+            num_samples += sum(len(micro.indices) for micro in share)
+        hashes = iter(sample_hashes(places, [micro.indices for _, share in shares for micro in share]))
+        of_steps = [[next(hashes) for _ in share] for _, share in shares]
+        sums = [sum(each) & MASK64 for each in of_steps]
+        told = told_hashes(sums, self._world_size)
+        return [
+            StepPlan(size, share, each, Expected(Count(sum(len(micro.indices) for micro in share), 0, 0, total), told_hash))
+            for (size, share), each, total, told_hash in zip(shares, of_steps, sums, told, strict=True)
+        ]

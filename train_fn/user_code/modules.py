@@ -1,0 +1,118 @@
+"""Users' code on a node: unpacked once, kept for every later attempt, and imported with faults told by file and line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from everstep.code.rules import import_roots
+from storage.code.archive import read_members, unpack
+from storage.code.store import CodeStore
+from storage.filesystem import Storage
+from train_fn.errors import BadTask
+from train_fn.node.node_dir import cache_root, files_of, once_a_node
+from train_fn.recovery.rank_error import user_place
+from train_fn.user_code.torchvision_ops import declare_missing_ops
+
+_on_disk: dict[str, Path] = {}
+"""Digests whose files are taken from where their owner has them."""
+_IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
+
+
+def add_to_path(storage: Storage, digest: str) -> None:
+    """Make an archive's modules importable in this process, before all others. Raises StorageError where it cannot be fetched."""
+    if digest not in _on_disk:
+        directory = _on_node(storage, digest)
+        _import_from(directory, files_of(directory).keys())
+
+
+def work_on(archive: bytes, directory: Path) -> None:
+    """Import an archive's modules from the directory that it was packed from, in this process: breakpoints there hold."""
+    _on_disk[f"sha256:{hashlib.sha256(archive).hexdigest()}"] = directory.resolve()
+    _import_from(directory.resolve(), {member.path for member in read_members(archive)})
+
+
+def _import_from(directory: Path, files: Collection[str]) -> None:
+    roots = [str(directory / root) for root in import_roots(files)]
+    sys.path[:0] = [root for root in roots if root not in sys.path]
+    importlib.invalidate_caches()
+
+
+def load_named(entry: str) -> Any:
+    """What ``module:name`` is, the module imported. Raises BadTask, naming file and line."""
+    module_name, _, name = entry.partition(":")
+    first = module_name.partition(".")[0]
+    taken = sys.modules.get(first)
+    if taken is not None and not _is_uploaded(taken):
+        owner = getattr(taken, "__file__", None) or "another package"
+        raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
+    declare_missing_ops()  # for torchvision, which the module may import
+    sys.argv = [_file_of(module_name)]  # what user code reads from then on: not the words that started the rank's process
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as exc:
+        raise ended_program(f"{module_name} cannot be imported", exc) from exc
+    except Exception as exc:
+        place = user_place("".join(traceback.format_exception(exc)))
+        raise BadTask(f"{module_name} cannot be imported: {type(exc).__name__}: {exc}{f' ({place})' if place else ''}") from exc
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadTask(f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}")
+    return getattr(module, name)
+
+
+def ended_program(what: str, exc: SystemExit) -> BadTask:
+    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what it ended."""
+    place = user_place("".join(traceback.format_exception(exc)))
+    where = f" ({place})" if place else ""
+    return BadTask(
+        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses arguments belongs "
+        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or code.config'
+    )
+
+
+def _file_of(module_name: str) -> str:
+    """Where a module lies, without importing it or the packages around it; its name where it is not found."""
+    path = module_name.replace(".", "/")
+    candidates = (Path(root, f"{path}{end}") for root in sys.path for end in (".py", "/__init__.py"))
+    return str(next((candidate for candidate in candidates if candidate.is_file()), module_name))
+
+
+def place_of(thing: Any) -> str:
+    """`` (file, line N)`` of a class, function or method; nothing where Python does not know."""
+    with contextlib.suppress(TypeError, OSError):
+        thing = inspect.unwrap(thing.func if isinstance(thing, functools.partial) else thing)
+        code = getattr(thing, "__code__", None)
+        line = code.co_firstlineno if code is not None else inspect.getsourcelines(thing)[1]
+        return f" ({_short(inspect.getsourcefile(thing) or '')}, line {line})"
+    return ""
+
+
+def _is_uploaded(module: ModuleType) -> bool:
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    known = [place for place in places if place is not None]
+    return any(_IN_CACHE.match(place) or any(Path(place).is_relative_to(mine) for mine in _on_disk.values()) for place in known)
+
+
+def _short(file: str) -> str:
+    """A file's path as its owner knows it."""
+    return _IN_CACHE.sub("", file)
+
+
+def _on_node(storage: Storage, digest: str) -> Path:
+    """The directory with the archive's files, which is made by the first process of this node that asks."""
+    directory = cache_root() / "code" / digest.partition(":")[2]
+    once_a_node(directory, lambda temporary: unpack(CodeStore(storage).read(digest), temporary))
+    return directory
