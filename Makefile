@@ -45,16 +45,18 @@ soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked agains
 gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-check: $(STAMP)  ## Lint, format, types, layering, compose schema
+check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms
 	@echo "ruff, ruff format, mypy, import-linter"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python scripts/draw_house.py --check
 
-format: $(STAMP)  ## Rewrite the code in the house format
+format: $(STAMP)  ## Rewrite the code in the house format, and draw the picture of its rooms
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
+	@$(BIN)/python scripts/draw_house.py
 
 bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -26,7 +26,7 @@ CHECKS = (
     "everstep --help >/dev/null && echo everstep answers",
     "ray --version",
     "python -c 'import train_fn.loop.attempt, service.process.serve, storage.make_bucket, torch; "
-    "print(\"torch\", torch.__version__)'",
+    'print("torch", torch.__version__)\'',
     "touch /var/lib/everstep/storage/x /var/lib/everstep/home/x /var/lib/everstep/gcs/x && ! touch /opt/everstep/x 2>/dev/null",
 )
 

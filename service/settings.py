@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import httpx
 
-from service.reconciler.webhook_sender import NOBODY, NotifyRule, origin_of
 from service.submission_rules.packages import NO_PACKAGES, PipRule
+from service.submission_rules.webhooks import NOBODY, NotifyRule, origin_of
 
 DEFAULT_HOME = Path("~/.everstep")
 DEFAULT_HOST = "127.0.0.1"

@@ -26,7 +26,7 @@ from typing import Any
 
 from train_fn import clock as head_clock
 from train_fn.recovery.error_text import message_of
-from train_fn.recovery.rank_error import ErrorKind, classify
+from train_fn.recovery.rank_error import ErrorKind, classify, user_place
 
 _NAMES_SHOWN = 5
 
@@ -216,3 +216,13 @@ def forget_frames(exc: BaseException) -> None:
         traceback.clear_frames(current.__traceback__)
         current.__traceback__ = None
         current = current.__cause__ or current.__context__
+
+
+def ended_program(what: str, exc: SystemExit) -> BadTask:
+    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what it ended."""
+    place = user_place("".join(traceback.format_exception(exc)))
+    where = f" ({place})" if place else ""
+    return BadTask(
+        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses arguments belongs "
+        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or code.config'
+    )

@@ -37,11 +37,11 @@ from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
 from service.figures import RunFigures
-from service.reconciler.webhook_sender import NOBODY, NotifyRule
 from service.settings import DEFAULT_MAX_CODE_BYTES, DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.packages import NO_PACKAGES, PipRule
 from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
+from service.submission_rules.webhooks import NOBODY, NotifyRule
 from storage.filesystem import Storage
 
 P = ParamSpec("P")

@@ -1,0 +1,4 @@
+"""Saving: when, what is copied, the thread that writes, the files' formats, and reading them back.
+
+Imports the training state and the storage. The loop offers it states.
+"""

@@ -1,0 +1,1 @@
+"""The built-in models. Tasks import it."""

@@ -24,11 +24,11 @@ from everstep.wire.deployment import StorageFacts, source_digest
 from storage.cluster import deployment_checks
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.checkpoints.storage_proof import APPEAR_S, appeared
 from train_fn.node.network_settings import meet_on_the_clusters_network
 from train_fn.node.node_dir import SHARED_MEMORY
 from train_fn.node.probe import accepts_connection
 from train_fn.node.silent_peers import interface_of
+from train_fn.storage_proof import APPEAR_S, appeared
 
 CONNECT_S = 3.0
 ALL_REDUCE_BYTES = 4 << 20

@@ -25,7 +25,6 @@ from everstep.wire.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.run_dir import ProfileOrder, Stop
 from train_fn import clock as head_clock
-from train_fn.checkpoints.storage_proof import prove_storage
 from train_fn.context import WorkerContext
 from train_fn.journal.rank_logging import RankLog
 from train_fn.journal.server import ActorJournalClient, deliver_to
@@ -40,6 +39,7 @@ from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.recovery.rank_error import RankFailure, describe_error
 from train_fn.step.nccl import begin_attempt
 from train_fn.step.peers import Peers
+from train_fn.storage_proof import prove_storage
 
 TRAINING_THREAD = "TrainingThread"
 """How Ray Train names the thread that runs the training function."""

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from everstep.spec.run_spec import RunSpec
+from train_fn.errors import ended_program
 from train_fn.journal.rank_logging import mark_output
 from train_fn.samples.randomness import key, seed_sample
 from train_fn.samples.sampler import IndexArray, MicroBatch
-from train_fn.user_code.modules import ended_program
 
 Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16

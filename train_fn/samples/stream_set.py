@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, ended_program
 from train_fn.samples.loader import Collate, Loaded, loader_options, num_loader_workers
 from train_fn.samples.randomness import key, seed_sample
 from train_fn.samples.sampler import MicroBatch
 from train_fn.samples.stream_sampler import StreamSampler
-from train_fn.user_code.modules import ended_program
 
 BOOKMARK_STEPS = 20
 """Steps from one bookmark to the next."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 from everstep.spec.run_spec import CodeSpec
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, ended_program
 from train_fn.tasks.protocol import Task
-from train_fn.user_code.modules import ended_program, load_named, place_of
+from train_fn.user_code.modules import load_named, place_of
 
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 

@@ -1,0 +1,4 @@
+"""Users' code and packages on a node: unpacking, installing, importing, and naming lines in errors.
+
+Tasks and ranks import it.
+"""

@@ -20,7 +20,7 @@ from everstep.code.rules import import_roots
 from storage.code.archive import read_members, unpack
 from storage.code.store import CodeStore
 from storage.filesystem import Storage
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, ended_program
 from train_fn.node.node_dir import cache_root, files_of, once_a_node
 from train_fn.recovery.rank_error import user_place
 from train_fn.user_code.torchvision_ops import declare_missing_ops
@@ -71,16 +71,6 @@ def load_named(entry: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadTask(f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}")
     return getattr(module, name)
-
-
-def ended_program(what: str, exc: SystemExit) -> BadTask:
-    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what it ended."""
-    place = user_place("".join(traceback.format_exception(exc)))
-    where = f" ({place})" if place else ""
-    return BadTask(
-        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses arguments belongs "
-        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or code.config'
-    )
 
 
 def _file_of(module_name: str) -> str:
