@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("main_job", "throughput", "recovery", "faults", "goodput", "steady", "checkpoint", "observe")
+NAMES = (
+    "main_job",
+    "throughput",
+    "recovery",
+    "faults",
+    "goodput",
+    "steady",
+    "checkpoint",
+    "observe",
+)
 """Run when none is named."""
 ON_REQUEST = {
     "api": "api",
@@ -22,7 +31,9 @@ ON_REQUEST = {
 def main() -> None:
     if len(sys.argv) > 1:
         if sys.argv[1] not in (*NAMES, *ON_REQUEST):
-            sys.exit(f"unknown benchmark {sys.argv[1]!r}; there are: {', '.join((*NAMES, *ON_REQUEST))}")
+            sys.exit(
+                f"unknown benchmark {sys.argv[1]!r}; there are: {', '.join((*NAMES, *ON_REQUEST))}"
+            )
         chosen = [(sys.argv[1], sys.argv[2:])]
     else:
         chosen = [(name, []) for name in NAMES]

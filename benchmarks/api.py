@@ -1,7 +1,9 @@
-"""How fast the control plane answers: ``python -m benchmarks api [--database sqlite|postgresql] [--only get,list,sse,post]``.
+"""How fast the control plane answers: ``python -m benchmarks api [--database sqlite|postgresql]
+[--only get,list,sse,post]``.
 
-The service is a process of its own, with its reconciler; beside it a stand-in for Ray's dashboard, of a cluster too small for what
-is submitted, so that runs queue. 16 clients ask again as soon as they have their answer, over kept connections.
+The service is a process of its own, with its reconciler; beside it a stand-in for Ray's dashboard,
+of a cluster too small for what is submitted, so that runs queue. 16 clients ask again as soon as
+they have their answer, over kept connections.
 """
 
 from __future__ import annotations
@@ -49,19 +51,31 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
     programs = postgres_server.binaries()
     if kind == "postgresql" and programs is None:
         sys.exit("PostgreSQL is not installed: apt-get install -y postgresql")
-    server = postgres_server.running(programs, durable=True) if kind == "postgresql" and programs else nullcontext()
+    server = (
+        postgres_server.running(programs, durable=True)
+        if kind == "postgresql" and programs
+        else nullcontext()
+    )
     try:
         with ExitStack() as stack:
             postgresql, ray = stack.enter_context(server), stack.enter_context(ray_stand_in())
-            url = stack.enter_context(postgresql.database()) if postgresql else f"sqlite:///{home / 'everstep.db'}"
+            url = (
+                stack.enter_context(postgresql.database())
+                if postgresql
+                else f"sqlite:///{home / 'everstep.db'}"
+            )
             database = Database(url)
             database.migrate()
             began = time.perf_counter()
             found = seed(database, num_runs)
             database.close()
-            print(f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True)
+            print(
+                f"{kind}: {num_runs} runs seeded in {time.perf_counter() - began:.1f} s", flush=True
+            )
             # Seeded runs have no directories in which checkpoints could be read back.
-            service = Replica(home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"})
+            service = Replica(
+                home, home / "storage", url, ray.url, {"EVERSTEP_SCRUB_MB_PER_S": "0"}
+            )
             stack.callback(service.stop)
             service.wait_until_ready(60)
             yield service, found
@@ -101,17 +115,26 @@ def get_list(found: Seeded) -> Callable[[], tuple[str, str, bytes]]:
 
 def post() -> Callable[[], tuple[str, str, bytes]]:
     numbers = itertools.count()
-    return lambda: ("POST", "/v1/runs", json.dumps(SPEC | {"name": f"posted-{next(numbers)}"}).encode())
+    return lambda: (
+        "POST",
+        "/v1/runs",
+        json.dumps(SPEC | {"name": f"posted-{next(numbers)}"}).encode(),
+    )
 
 
-def measured(service: Replica, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int) -> dict[str, float]:
-    """Requests a second and latencies in milliseconds of a closed loop; what the service used meanwhile."""
+def measured(
+    service: Replica, ask: Callable[[], tuple[str, str, bytes]], seconds: float, status: int
+) -> dict[str, float]:
+    """Requests a second and latencies in milliseconds of a closed loop; what the service used
+    meanwhile."""
     closed_loop(service.port, service.headers, CLIENTS, ask, 1.0, status)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
     latencies = closed_loop(service.port, service.headers, CLIENTS, ask, seconds, status)
     took = time.perf_counter() - began
-    found = {f"p{share}_ms": round(percentile(latencies, share / 100) * 1000, 2) for share in (50, 99)}
+    found = {
+        f"p{share}_ms": round(percentile(latencies, share / 100) * 1000, 2) for share in (50, 99)
+    }
     found["longest_ms"] = round(max(latencies) * 1000, 1)
     found["cores"] = round((sum(usage.cpu_times()[:2]) - before) / took, 2)
     return {"per_s": round(len(latencies) / took, 1), **found}
@@ -121,7 +144,8 @@ def measured(service: Replica, ask: Callable[[], tuple[str, str, bytes]], second
 
 
 async def followers(service: Replica, seconds: float) -> dict[str, float]:
-    """Many followers of one run whose driver tells something ten times a second: how late the latest of them hears of it."""
+    """Many followers of one run whose driver tells something ten times a second: how late the
+    latest of them hears of it."""
     async with httpx.AsyncClient(base_url=service.url, headers=service.headers) as http:
         answer = await http.post("/v1/runs", json=SPEC | {"name": "followed", "priority": 9})
         run_id = answer.json()["id"]
@@ -146,21 +170,29 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
 
 
 async def _tell(run_dir: RunDir, seconds: float) -> int:
-    """What a driver tells that trains for so long and then has succeeded; how often metrics were in it."""
+    """What a driver tells that trains for so long and then has succeeded; how often metrics were in
+    it."""
     told, give_up = 0, time.perf_counter() + seconds
 
     def event(kind: EventKind, **data: Any) -> JournalEvent:
-        return JournalEvent(kind=kind, at=time.time(), submission=1, attempt=1, data=data, source="x", source_n=told)
+        return JournalEvent(
+            kind=kind, at=time.time(), submission=1, attempt=1, data=data, source="x", source_n=told
+        )
 
     with JournalWriter(run_dir, 1) as journal:
         while time.perf_counter() < give_up:
             told += 1
-            metrics = event(EventKind.METRICS, points=[{"step": told, "at": time.time(), "values": {"loss": 0.5}}])
+            metrics = event(
+                EventKind.METRICS,
+                points=[{"step": told, "at": time.time(), "values": {"loss": 0.5}}],
+            )
             await asyncio.to_thread(journal.append, [metrics])
             await asyncio.sleep(0.1)
         told += 1
         # The next one to be followed finds the cluster free.
-        await asyncio.to_thread(journal.append, [event(EventKind.FINISHED, outcome="succeeded", reason=None, step=told)])
+        await asyncio.to_thread(
+            journal.append, [event(EventKind.FINISHED, outcome="succeeded", reason=None, step=told)]
+        )
     return told - 1
 
 
@@ -185,16 +217,24 @@ def main(argv: list[str] | None = None) -> None:
     results: dict[str, Any] = {}
     for kind in ("sqlite", "postgresql") if options.database == "both" else (options.database,):
         with seeded_service(kind, options.runs) as (service, found):
-            asks = {"get": (get_one(found), 200), "list": (get_list(found), 200), "post": (post(), 201)}
+            asks = {
+                "get": (get_one(found), 200),
+                "list": (get_list(found), 200),
+                "post": (post(), 201),
+            }
             for name in options.only.split(","):
                 tries = []
                 for _ in range(options.repeats):
                     if name == "sse":
                         tries.append(asyncio.run(followers(service, options.seconds)))
                     else:
-                        tries.append(measured(service, asks[name][0], options.seconds, asks[name][1]))
+                        tries.append(
+                            measured(service, asks[name][0], options.seconds, asks[name][1])
+                        )
                     print(kind, name, tries[-1], flush=True)
-                results[f"{kind}_{name}"] = {key: report.summary([each[key] for each in tries]) for key in tries[0]}
+                results[f"{kind}_{name}"] = {
+                    key: report.summary([each[key] for each in tries]) for key in tries[0]
+                }
     report.write("api", results)
 
 

@@ -1,4 +1,5 @@
-"""A database as it is after a year of a team: tens of thousands of runs with their histories, written in bulk."""
+"""A database as it is after a year of a team: tens of thousands of runs with their histories,
+written in bulk."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ PROJECTS: Final = tuple(f"project-{index}" for index in range(20))
 TEAMS: Final = ("vision", "speech", "text", "robots")
 SPEC: Final[dict[str, Any]] = {
     "name": "digits",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
     "scaling": {"min_workers": 1, "max_workers": 4},
     "checkpoint": {"every_steps": 50, "best_metric": "val_accuracy"},
 }
@@ -41,13 +46,16 @@ class Seeded:
 
 
 def seed(database: Database, num_runs: int) -> Seeded:
-    """Write ``num_runs`` ended runs of the last year, a few of them paused, and tell the database to look at its tables."""
+    """Write ``num_runs`` ended runs of the last year, a few of them paused, and tell the database
+    to look at its tables."""
     chance, now = random.Random(1), time.time()
     moments = sorted(now - chance.random() * 365 * 86_400 for _ in range(num_runs))
     resolved = RunSpec.model_validate(SPEC).model_dump(mode="json")
     made = [_run(chance, resolved, at) for at in moments]
     with database.write() as connection:
-        connection.execute(insert(projects), [{"name": name, "created_at": moments[0]} for name in PROJECTS])
+        connection.execute(
+            insert(projects), [{"name": name, "created_at": moments[0]} for name in PROJECTS]
+        )
     for start in range(0, num_runs, _CHUNK):
         _insert(database, made[start : start + _CHUNK])
     with database.write() as connection:
@@ -81,23 +89,47 @@ def _run(chance: random.Random, resolved: dict[str, Any], at: float) -> RunRow:
 
 
 def _checkpoint(step: int, at: float) -> dict[str, Any]:
-    return {"step": step, "submission": 1, "name": f"step-{step:09d}.s001", "committed_at": at + 50, "size_bytes": 10**6}
+    return {
+        "step": step,
+        "submission": 1,
+        "name": f"step-{step:09d}.s001",
+        "committed_at": at + 50,
+        "size_bytes": 10**6,
+    }
 
 
 def _insert(database: Database, made: Sequence[RunRow]) -> None:
     passed, told = [], []
     for run in made:
-        for seq, (before, after) in enumerate(zip((None, *_LIFE), (*_LIFE, run.status), strict=True), start=1):
+        for seq, (before, after) in enumerate(
+            zip((None, *_LIFE), (*_LIFE, run.status), strict=True), start=1
+        ):
             at = run.created_at + seq
             passed.append(
                 {"run_id": run.id, "seq": seq, "from_status": before, "to_status": after, "at": at}
                 | {"reason_code": None, "reason_message": None}
             )
             data = {"from": before, "to": after, "reason": None}
-            told.append({"run_id": run.id, "seq": seq, "at": at, "kind": "status", "submission": 1, "attempt": 1, "data": data})
+            told.append(
+                {
+                    "run_id": run.id,
+                    "seq": seq,
+                    "at": at,
+                    "kind": "status",
+                    "submission": 1,
+                    "attempt": 1,
+                    "data": data,
+                }
+            )
     with database.write() as connection:
-        connection.execute(insert(runs), [run.columns() | {"status": run.status.value} for run in made])
-        labels = [{"run_id": run.id, "key": key, "value": value} for run in made for key, value in run.tags.items()]
+        connection.execute(
+            insert(runs), [run.columns() | {"status": run.status.value} for run in made]
+        )
+        labels = [
+            {"run_id": run.id, "key": key, "value": value}
+            for run in made
+            for key, value in run.tags.items()
+        ]
         connection.execute(insert(run_tags), labels)
         connection.execute(insert(transitions), passed)
         connection.execute(insert(events), told)

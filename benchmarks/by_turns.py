@@ -1,8 +1,10 @@
-"""A loop that is protected and plain by turns, in the same processes, and its driver: ``python -m benchmarks.by_turns``.
+"""A loop that is protected and plain by turns, in the same processes, and its driver: ``python -m
+benchmarks.by_turns``.
 
-A plain step has the same model, loader and optimizer in torch's DDP at its defaults; no gate and no totals, no copies of buffers,
-no ledger, no reports, no checkpoints, no snapshots, no watch. What is left is a plain DDP loop, beside the processes that keep the
-run, which find nothing new; or alone, when rank 0 has stopped these, too.
+A plain step has the same model, loader and optimizer in torch's DDP at its defaults; no gate and no
+totals, no copies of buffers, no ledger, no reports, no checkpoints, no snapshots, no watch. What is
+left is a plain DDP loop, beside the processes that keep the run, which find nothing new; or alone,
+when rank 0 has stopped these, too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from train_fn.loop.replica import Replica, StepModule
 from train_fn.state.optim import lr_factor
 
 SETTLING = 14
-"""Steps at a turn's begin that are not counted: what one kind does in the background may last into the other's turn."""
+"""Steps at a turn's begin that are not counted: what one kind does in the background may last into
+the other's turn."""
 SAVES = 3
 """Checkpoints in a protected turn, which saves as often as a run does by default."""
 _SAVE_EVERY = CheckpointSpec().every_steps
@@ -79,7 +82,8 @@ class ByTurns(Attempt):
                     os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
                 replica.wrapped = protected_module if kind == "protected" else plain_module
                 replica.state.closed_epochs = replica.state.epoch
-                if self.ctx.world_rank == 0 and kind == "protected":  # the saves that plain steps left out are not made up for
+                # the saves that plain steps left out are not made up for
+                if self.ctx.world_rank == 0 and kind == "protected":
                     saver._cadence.begun(replica.state.step, time.monotonic())
                 clock.restart()
                 turns.append(self._turn(replica, kind))
@@ -92,7 +96,14 @@ class ByTurns(Attempt):
 
     def _plain_module(self, replica: Replica) -> DistributedDataParallel:
         train = self.ctx.spec.train
-        module = StepModule(replica.task, replica.state.model, train.precision, self.ctx.device, None, compiled=train.compile)
+        module = StepModule(
+            replica.task,
+            replica.state.model,
+            train.precision,
+            self.ctx.device,
+            None,
+            compiled=train.compile,
+        )
         return DistributedDataParallel(module)
 
     def _turn(self, replica: Replica, kind: Kind) -> Turn:
@@ -123,7 +134,9 @@ class ByTurns(Attempt):
                 state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._loader.prefetch()
         state.scaler.unscale_(state.optimizer)
-        replica.learning_rates.set(lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        replica.learning_rates.set(
+            lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)
+        )
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
@@ -131,7 +144,8 @@ class ByTurns(Attempt):
 
 
 def _seconds_of_work() -> float:
-    """How fast this core is at the moment: the least of three, since what else runs here does not count."""
+    """How fast this core is at the moment: the least of three, since what else runs here does not
+    count."""
 
     def work() -> float:
         began, total = time.perf_counter(), 0
@@ -144,7 +158,11 @@ def _seconds_of_work() -> float:
 
 def _keepers() -> list[int]:
     """Process ids."""
-    found = [process.pid for process in members(os.environ[CLUSTER_DIR_VARIABLE]) if process.cmdline()[0].startswith(_KEEPERS)]
+    found = [
+        process.pid
+        for process in members(os.environ[CLUSTER_DIR_VARIABLE])
+        if process.cmdline()[0].startswith(_KEEPERS)
+    ]
     assert len(found) == len(_KEEPERS), f"the run's keepers are {found}"
     return found
 

@@ -1,10 +1,12 @@
-"""What checkpoints cost and what they take to read back, beside plain torch.save, torch.load and the plain write of the same bytes.
+"""What checkpoints cost and what they take to read back, beside plain torch.save, torch.load and
+the plain write of the same bytes.
 
     python -m benchmarks checkpoint --size-mb 200 --ranks 2
 
-Plain processes without Ray. Rank 0 trains an MLP with AdamW and saves its whole state (weights and two moments) by the saver of
-the training loop; with two ranks the other one trains beside it, by DDP over gloo. All sides write to one directory, in turn, so
-that a disk that is busy is busy for all; figures are medians. A line on stderr tells how far it is, and how long a part will take.
+Plain processes without Ray. Rank 0 trains an MLP with AdamW and saves its whole state (weights and
+two moments) by the saver of the training loop; with two ranks the other one trains beside it, by
+DDP over gloo. All sides write to one directory, in turn, so that a disk that is busy is busy for
+all; figures are medians. A line on stderr tells how far it is, and how long a part will take.
 """
 
 from __future__ import annotations
@@ -63,15 +65,24 @@ class Options:
 class Training:
     """One rank's training, reduced to what a checkpoint depends on: state, steps, boundaries."""
 
-    def __init__(self, options: Options, directory: Path, size_mb: float, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, options: Options, directory: Path, size_mb: float, rank: int = 0, ranks: int = 1
+    ) -> None:
         torch.manual_seed(0)
         num_parameters = size_mb * 1e6 / BYTES_PER_PARAMETER
         width = 1024 if num_parameters > 4 * 1024**2 else 256
         layers = max(1, round(num_parameters / width**2))
-        model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+        model = nn.Sequential(
+            *(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
+        )
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         self.state = TrainState(
-            model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=1000, fingerprint="none"
+            model,
+            optimizer,
+            torch.amp.GradScaler("cpu", enabled=False),
+            None,
+            steps_per_epoch=1000,
+            fingerprint="none",
         )
         self._inputs = torch.randn(options.batch, width)
         self._called = wrap(model, torch.device("cpu")) if ranks > 1 else model
@@ -99,14 +110,23 @@ class Training:
         return time.perf_counter() - began
 
     def wait_committed(self) -> None:
-        if not self.saver.wait_idle(time.monotonic() + PATIENCE_S) or self.saver.newest_committed(0) < self.state.step:
-            raise RuntimeError(f"step {self.state.step} was not committed: {self.journal.events[-1:]}")
+        if (
+            not self.saver.wait_idle(time.monotonic() + PATIENCE_S)
+            or self.saver.newest_committed(0) < self.state.step
+        ):
+            raise RuntimeError(
+                f"step {self.state.step} was not committed: {self.journal.events[-1:]}"
+            )
 
 
 def _context(directory: Path, rank: int, ranks: int) -> WorkerContext:
     spec = {
         "name": "bench-checkpoint",
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
         "checkpoint": {"every_steps": 50, "keep_latest": 1},
     }
     alone = one_rank(parse_spec(spec), open_storage(str(directory)).run_dir("run_bench"), rank=rank)
@@ -148,9 +168,14 @@ class Cycle:
 
     @property
     def lost_s(self) -> float:
-        """What the save took of this cycle, measured by its later steps, which comes with less noise than by another cycle."""
+        """What the save took of this cycle, measured by its later steps, which comes with less
+        noise than by another cycle."""
         beside = self.in_flight + 2  # the commit, and retention after it, fall into the last two
-        return self.stall_s + sum(self.steps_s[:beside]) - beside * statistics.median(self.steps_s[beside:])
+        return (
+            self.stall_s
+            + sum(self.steps_s[:beside])
+            - beside * statistics.median(self.steps_s[beside:])
+        )
 
 
 def run_cycle(options: Options, training: Training, *, saving: bool) -> Cycle:
@@ -161,13 +186,15 @@ def run_cycle(options: Options, training: Training, *, saving: bool) -> Cycle:
         in_flight += saving and training.saver.newest_committed(0) < saved_step
     if saving and in_flight > options.steps // 2:
         raise RuntimeError(
-            f"the save was in flight for {in_flight} of {options.steps} steps: nothing to compare with; raise --steps"
+            f"the save was in flight for {in_flight} of {options.steps} steps: nothing to compare "
+            "with; raise --steps"
         )
     return Cycle(stall_s, steps_s, in_flight)
 
 
 def measure_training(options: Options, training: Training) -> dict[str, Any]:
-    """Pairs of cycles of so many steps, with a save that is written beside them and without one, and torch.save between.
+    """Pairs of cycles of so many steps, with a save that is written beside them and without one,
+    and torch.save between.
 
     Which one comes first changes with every pair, so that what drifts does not count for one side.
     """
@@ -176,8 +203,13 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
     path = Path(options.directory) / "synchronous.pt"
     for number in range(options.repeats + 1):
         began = time.perf_counter()
-        cycles = {saving: run_cycle(options, training, saving=saving) for saving in (number % 2 == 1, number % 2 == 0)}
-        synchronous = timed(lambda: write_synced(path, lambda file: torch.save(training.state.state_dict(), file)))
+        cycles = {
+            saving: run_cycle(options, training, saving=saving)
+            for saving in (number % 2 == 1, number % 2 == 0)
+        }
+        synchronous = timed(
+            lambda: write_synced(path, lambda file: torch.save(training.state.state_dict(), file))
+        )
         path.unlink()
         if number:  # the first one allocates and warms up
             pairs.append((cycles[False], cycles[True]))
@@ -185,9 +217,14 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
         left_s = (options.repeats - number) * (time.perf_counter() - began)
         told(f"training: pair {number} of {options.repeats}, {left_s:.0f} s left")
     size_bytes = training.context.run_dir.checkpoints.list()[-1].size_bytes
-    writes_s = [data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)]
+    writes_s = [
+        data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)
+    ]
     plain_s = [plain.total_s for plain, _ in pairs]
-    stalls_s, lost_s = [saving.stall_s for _, saving in pairs], [saving.lost_s for _, saving in pairs]
+    stalls_s, lost_s = (
+        [saving.stall_s for _, saving in pairs],
+        [saving.lost_s for _, saving in pairs],
+    )
     plain_median, stall_median = statistics.median(plain_s), statistics.median(stalls_s)
     return {
         "state_mb": round(size_bytes / 1e6, 1),
@@ -199,7 +236,9 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
         "cycle_without_save_s": summary(plain_s),
         "cycle_with_save_s": summary([saving.total_s for _, saving in pairs]),
         "share_stalled": round(stall_median / plain_median, 5),
-        "share_lost": round(statistics.median(saving.total_s / plain.total_s for plain, saving in pairs) - 1, 5),
+        "share_lost": round(
+            statistics.median(saving.total_s / plain.total_s for plain, saving in pairs) - 1, 5
+        ),
         "lost_within_cycle_s": summary(lost_s),
         "share_lost_within_cycle": round(statistics.median(lost_s) / plain_median, 5),
         "steps_in_flight": statistics.median(saving.in_flight for _, saving in pairs),
@@ -208,7 +247,8 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
 
 
 def _other_rank(options: Options, rank: int, rendezvous: str) -> None:
-    """The rank that does not save: the same steps; it waits for rank 0 in the first one after each stop."""
+    """The rank that does not save: the same steps; it waits for rank 0 in the first one after each
+    stop."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     training = Training(options, Path(options.directory), options.size_mb, rank, options.ranks)
@@ -219,16 +259,23 @@ def _other_rank(options: Options, rank: int, rendezvous: str) -> None:
 
 def training_figures(options: Options) -> dict[str, Any]:
     if options.ranks == 1:
-        return measure_training(options, Training(options, Path(options.directory), options.size_mb))
+        return measure_training(
+            options, Training(options, Path(options.directory), options.size_mb)
+        )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both ranks are on this machine
     rendezvous = f"file://{options.directory}/rendezvous"
     context = torch.multiprocessing.get_context("spawn")
-    others = [context.Process(target=_other_rank, args=(options, rank, rendezvous)) for rank in range(1, options.ranks)]
+    others = [
+        context.Process(target=_other_rank, args=(options, rank, rendezvous))
+        for rank in range(1, options.ranks)
+    ]
     for process in others:
         process.start()
     try:
         dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=options.ranks)
-        return measure_training(options, Training(options, Path(options.directory), options.size_mb, 0, options.ranks))
+        return measure_training(
+            options, Training(options, Path(options.directory), options.size_mb, 0, options.ranks)
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -241,7 +288,8 @@ def training_figures(options: Options) -> dict[str, Any]:
 
 
 def disk_figures(options: Options) -> dict[str, Any]:
-    """The bytes of a checkpoint through the writer (digest, sync, manifest) and plainly (write, sync), in turn."""
+    """The bytes of a checkpoint through the writer (digest, sync, manifest) and plainly (write,
+    sync), in turn."""
     training = Training(options, Path(options.directory) / "disk", options.size_mb)
     buffer = io.BytesIO()
     torch.save(training.state.state_dict()["model"], buffer)
@@ -270,7 +318,9 @@ def disk_figures(options: Options) -> dict[str, Any]:
         "mb": round(mb, 1),
         "plain_write_mb_per_s": summary([mb / seconds for seconds in plain_s]),
         "digest_and_write_mb_per_s": summary([mb / seconds for seconds in writer_s]),
-        "digest_and_write_over_plain": round(statistics.median(plain_s) / statistics.median(writer_s), 4),
+        "digest_and_write_over_plain": round(
+            statistics.median(plain_s) / statistics.median(writer_s), 4
+        ),
     }
 
 
@@ -291,7 +341,8 @@ def restore_figures(options: Options) -> dict[str, Any]:
             torch.load(path, map_location="cpu", weights_only=True)
 
     def restore() -> None:
-        """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte, load it."""
+        """What rank 0 does to go on from a checkpoint: find the newest, read it, verify every byte,
+        load it."""
         found, _, _ = store.read_newest(partial(load_checkpoint, run_dir))
         assert found is not None
 
@@ -304,7 +355,9 @@ def restore_figures(options: Options) -> dict[str, Any]:
     return {
         "torch_load_s": summary(plain_s),
         "restore_s": summary(restore_s),
-        "restore_over_torch_load": round(statistics.median(restore_s) / statistics.median(plain_s), 4),
+        "restore_over_torch_load": round(
+            statistics.median(restore_s) / statistics.median(plain_s), 4
+        ),
     }
 
 
@@ -329,12 +382,16 @@ def memory_figures(options: Options) -> dict[str, Any]:
             told(f"memory: {number} of {options.many} saves, {left_s:.0f} s left")
     second = resident_mb[len(resident_mb) // 2 :]
     tenth = max(1, len(second) // 5)
-    slope = statistics.linear_regression(range(len(second)), second).slope if len(second) > 1 else 0.0
+    slope = (
+        statistics.linear_regression(range(len(second)), second).slope if len(second) > 1 else 0.0
+    )
     return {
         "saves": options.many,
         "state_mb": options.many_mb,
         "resident_mb": [round(value, 1) for value in resident_mb],
-        "growth_mb": round(statistics.median(second[-tenth:]) - statistics.median(second[:tenth]), 2),
+        "growth_mb": round(
+            statistics.median(second[-tenth:]) - statistics.median(second[:tenth]), 2
+        ),
         "slope_kb_per_save": round(slope * 1000 / every, 3),
     }
 
@@ -345,18 +402,36 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="steps between two saves")
-    parser.add_argument("--batch", type=int, default=64, help="samples a rank and step; more make longer steps")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="samples a rank and step; more make longer steps"
+    )
     parser.add_argument("--many", type=int, default=1000, help="saves of the memory test")
-    parser.add_argument("--many-mb", type=float, default=None, help="state of the memory test; by default --size-mb")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--directory", default=".", help="where to write: the disk that is to be measured")
+    parser.add_argument(
+        "--many-mb", type=float, default=None, help="state of the memory test; by default --size-mb"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=PARTS,
+        help=f"some of {','.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--directory", default=".", help="where to write: the disk that is to be measured"
+    )
     given = vars(parser.parse_args(argv))
     only = given.pop("only")
     if unknown := set(only) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     given["many_mb"] = given["many_mb"] or given["size_mb"]
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given["directory"]) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="bench-checkpoint-", dir=given["directory"]
+    ) as directory:
         options = Options(**{**given, "directory": str(Path(directory).absolute())})
-        figures = {"training": training_figures, "disk": disk_figures, "restore": restore_figures, "memory": memory_figures}
+        figures = {
+            "training": training_figures,
+            "disk": disk_figures,
+            "restore": restore_figures,
+            "memory": memory_figures,
+        }
         write("checkpoint", {part: figures[part](options) for part in only})

@@ -1,7 +1,8 @@
-"""A Ray cluster as somebody else set it up, without anything that Everstep asks of a cluster of its own:
-``python -m benchmarks.cold_cluster DIRECTORY NODES DASHBOARD_PORT``.
+"""A Ray cluster as somebody else set it up, without anything that Everstep asks of a cluster of its
+own: ``python -m benchmarks.cold_cluster DIRECTORY NODES DASHBOARD_PORT``.
 
-Local nodes of one CPU beside a head without any. DIRECTORY/ready says that they are there; they end once DIRECTORY/stop is.
+Local nodes of one CPU beside a head without any. DIRECTORY/ready says that they are there; they end
+once DIRECTORY/stop is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from ray.cluster_utils import Cluster
 
 
 def main(directory: Path, num_nodes: int, dashboard_port: int) -> None:
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": dashboard_port,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(num_nodes):

@@ -1,7 +1,9 @@
-"""Plain Ray Train at its defaults on local one-CPU nodes: ``python -m benchmarks.elastic_ray WORKLOAD DIRECTORY NODES``.
+"""Plain Ray Train at its defaults on local one-CPU nodes: ``python -m benchmarks.elastic_ray
+WORKLOAD DIRECTORY NODES``.
 
-Elastic workers, unlimited failures, everything else as Ray ships it. Writes nodes.json with the processes of each node, trains
-until DIRECTORY/stop exists. DIRECTORY/address says where another node may join.
+Elastic workers, unlimited failures, everything else as Ray ships it. Writes nodes.json with the
+processes of each node, trains until DIRECTORY/stop exists. DIRECTORY/address says where another
+node may join.
 """
 
 from __future__ import annotations
@@ -43,10 +45,17 @@ def train_fn(config: dict[str, Any]) -> None:
 
 
 def main(workload: str, directory: Path, num_nodes: int) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(num_nodes)]
-        raylets = {node.node_id: [info.process.pid for infos in node.all_processes.values() for info in infos] for node in nodes}
+        raylets = {
+            node.node_id: [
+                info.process.pid for infos in node.all_processes.values() for info in infos
+            ]
+            for node in nodes
+        }
         (directory / "nodes.json").write_text(json.dumps(raylets))
         (directory / "address").write_text(cluster.address)
         ray.init(address=cluster.address, log_to_driver=False)
@@ -55,7 +64,9 @@ def main(workload: str, directory: Path, num_nodes: int) -> None:
             train_loop_config={"directory": str(directory), "workload": workload},
             scaling_config=ray.train.ScalingConfig(num_workers=(1, num_nodes)),
             run_config=ray.train.RunConfig(
-                name="plain", storage_path=str(directory / "ray"), failure_config=ray.train.FailureConfig(max_failures=-1)
+                name="plain",
+                storage_path=str(directory / "ray"),
+                failure_config=ray.train.FailureConfig(max_failures=-1),
             ),
         ).fit()
     finally:

@@ -1,4 +1,5 @@
-"""Entry point under torchrun elastic: ``torchrun --nnodes 1:2 … -m benchmarks.elastic_torchrun WORKLOAD DIRECTORY``."""
+"""Entry point under torchrun elastic: ``torchrun --nnodes 1:2 … -m benchmarks.elastic_torchrun
+WORKLOAD DIRECTORY``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What each other fault costs a run: a hang, a driver's death, a drain, a node that comes back, the service's death.
+"""What each other fault costs a run: a hang, a driver's death, a drain, a node that comes back, the
+service's death.
 
     python -m benchmarks faults --repeats 5
 
-Two nodes of one CPU, one rank each, digits. A pause is the time without any step, by the ranks' own clocks: from the last step
-before to the first after. Seconds to recover run from the fault itself.
+Two nodes of one CPU, one rank each, digits. A pause is the time without any step, by the ranks' own
+clocks: from the last step before to the first after. Seconds to recover run from the fault itself.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ def recovery(run: RunHandle, fault: Callable[[], float]) -> dict[str, float]:
     lost = run.steps_lost
     began = fault()
     last, new = around(run, attempt, began, GIVE_UP_S)
-    wait_for(lambda: run.refresh().status == "RUNNING" and run.step >= new[0], GIVE_UP_S, "the service to know of it")
-    return {"recovery_s": new[1] - began, "pause_s": new[1] - last[1], "steps_lost": run.steps_lost - lost}
+    wait_for(
+        lambda: run.refresh().status == "RUNNING" and run.step >= new[0],
+        GIVE_UP_S,
+        "the service to know of it",
+    )
+    return {
+        "recovery_s": new[1] - began,
+        "pause_s": new[1] - last[1],
+        "steps_lost": run.steps_lost - lost,
+    }
 
 
 def hang(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
@@ -73,7 +82,9 @@ def hang(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
 
 
 def driver(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
-    pids = [event.data["driver_pid"] for event in run.events() if event.kind == "submission_started"]
+    pids = [
+        event.data["driver_pid"] for event in run.events() if event.kind == "submission_started"
+    ]
     return recovery(run, lambda: kill([pids[-1]]))
 
 
@@ -93,7 +104,8 @@ def drain(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
 
 
 def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
-    """A node dies and another comes; measured is what the coming of the second costs, from when it is there."""
+    """A node dies and another comes; measured is what the coming of the second costs, from when it
+    is there."""
     victim = run.attempts()[-1].workers[1].node_id
     recovery(run, lambda: (service.kill_node(victim), time.time())[1])
     wait_for(lambda: victim not in _nodes(service), GIVE_UP_S, "the keeper's notice")
@@ -107,16 +119,24 @@ def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
 
 
 def service_death(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
-    """Median step time while the service is dead over that just before: training does not notice."""
+    """Median step time while the service is dead over that just before: training does not
+    notice."""
     time.sleep(WATCH_S)
     killed_at = time.time()
     service.kill()
     time.sleep(WATCH_S)
     back_at = time.time()
     service.start()
-    wait_for(lambda: run.refresh().status == "RUNNING" and points(run, back_at)[-1][1][1] > back_at, GIVE_UP_S, "the backlog")
+    wait_for(
+        lambda: run.refresh().status == "RUNNING" and points(run, back_at)[-1][1][1] > back_at,
+        GIVE_UP_S,
+        "the backlog",
+    )
     steps = [point for _, point in points(run, killed_at - WATCH_S)]
-    return {"step_time_ratio": _median_step(steps, killed_at, back_at) / _median_step(steps, killed_at - WATCH_S, killed_at)}
+    return {
+        "step_time_ratio": _median_step(steps, killed_at, back_at)
+        / _median_step(steps, killed_at - WATCH_S, killed_at)
+    }
 
 
 def _median_step(steps: list[Point], begin: float, end: float) -> float:
@@ -153,4 +173,10 @@ def main(argv: list[str]) -> None:
                 results.setdefault(kind, []).append(result)
             run.cancel()
             wait_for(lambda run=run: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
-    write("faults", {kind: {key: summary([one[key] for one in found]) for key in found[0]} for kind, found in results.items()})
+    write(
+        "faults",
+        {
+            kind: {key: summary([one[key] for one in found]) for key in found[0]}
+            for kind, found in results.items()
+        },
+    )

@@ -1,10 +1,12 @@
-"""Goodput under one random kill a minute: Everstep, torchrun elastic and plain Ray Train, on one loop and machine.
+"""Goodput under one random kill a minute: Everstep, torchrun elastic and plain Ray Train, on one
+loop and machine.
 
     python -m benchmarks goodput --minutes 10
 
-Two nodes of one CPU, one rank each. Every minute a rank or a whole node is killed, the same ones at the same times on every side;
-a dead node is replaced 10 s later. Goodput is the share of the wall time in which steps were made that the run kept: what is
-done again, and every second without a step, counts as lost. The same arithmetic over each side's own record of its steps.
+Two nodes of one CPU, one rank each. Every minute a rank or a whole node is killed, the same ones at
+the same times on every side; a dead node is replaced 10 s later. Goodput is the share of the wall
+time in which steps were made that the run kept: what is done again, and every second without a
+step, counts as lost. The same arithmetic over each side's own record of its steps.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ NODE_BACK_S = 10.0
 STEPS_BEFORE = 300
 """Steps before the clock starts: past start-up, which a run pays once."""
 LAST_STEP_S = 120.0
-"""Longest wait for a step after the end; a side that makes none in so long is down, and has told all it did."""
+"""Longest wait for a step after the end; a side that makes none in so long is down, and has told
+all it did."""
 RECENT_S = 3.0
 """A process that made a step within so long is a rank that runs."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step done: ``step`` counts from 1, ``group`` tells processes or attempts apart, ``at`` is in unix seconds."""
+    """A step done: ``step`` counts from 1, ``group`` tells processes or attempts apart, ``at`` is
+    in unix seconds."""
 
     group: int
     step: int
@@ -51,7 +55,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Kill:
-    """After ``after_s`` of the measured time, of a rank or a node; ``pick`` in [0, 1) chooses which."""
+    """After ``after_s`` of the measured time, of a rank or a node; ``pick`` in [0, 1) chooses
+    which."""
 
     after_s: float
     what: str
@@ -78,14 +83,17 @@ def plan(minutes: int, seed: int) -> list[Kill]:
     """One kill a minute, somewhere in the middle of it."""
     chosen = random.Random(seed)
     return [
-        Kill(60 * minute + chosen.uniform(5, 35), chosen.choice(["rank", "node"]), chosen.random()) for minute in range(minutes)
+        Kill(60 * minute + chosen.uniform(5, 35), chosen.choice(["rank", "node"]), chosen.random())
+        for minute in range(minutes)
     ]
 
 
 def productive_s(points: Sequence[Point], begin: float, end: float) -> tuple[float, int, int]:
-    """Seconds in which steps were made that were kept, how many these are, and how many were done again.
+    """Seconds in which steps were made that were kept, how many these are, and how many were done
+    again.
 
-    A step takes the time since the one before it in its group; the last that did a step is the one that counts.
+    A step takes the time since the one before it in its group; the last that did a step is the one
+    that counts.
     """
     ordered = sorted(points, key=lambda point: point.at)
     kept = {point.step: point for point in ordered}
@@ -102,15 +110,25 @@ def productive_s(points: Sequence[Point], begin: float, end: float) -> tuple[flo
 
 
 def points_until(side: Side, end: float) -> list[Point]:
-    """Steps done by ``end``, once the records hold them: they hold a later one, or the side makes none any more."""
+    """Steps done by ``end``, once the records hold them: they hold a later one, or the side makes
+    none any more."""
     with suppress(TimeoutError):
-        wait_for(lambda: any(point.at > end for point in side.points()), LAST_STEP_S, "a step after the end", every_s=1.0)
+        wait_for(
+            lambda: any(point.at > end for point in side.points()),
+            LAST_STEP_S,
+            "a step after the end",
+            every_s=1.0,
+        )
     return [point for point in side.points() if point.at <= end]
 
 
 def measure(side: Side, kills: Sequence[Kill], minutes: int) -> dict[str, Any]:
     """Let the kills happen, and look at what was made of the time."""
-    wait_for(lambda: max((point.step for point in side.points()), default=0) >= STEPS_BEFORE, GIVE_UP_S, f"step {STEPS_BEFORE}")
+    wait_for(
+        lambda: max((point.step for point in side.points()), default=0) >= STEPS_BEFORE,
+        GIVE_UP_S,
+        f"step {STEPS_BEFORE}",
+    )
     begin = time.time()
     end = begin + 60 * minutes
     orders: list[tuple[float, Callable[[], object]]] = []
@@ -173,10 +191,18 @@ class Everstep:
     def told(self) -> dict[str, Any]:
         self._run.refresh()
         failures = [
-            {"verdict": failure.verdict, "steps_lost": failure.steps_lost, "recovery_s": failure.recovery_s}
+            {
+                "verdict": failure.verdict,
+                "steps_lost": failure.steps_lost,
+                "recovery_s": failure.recovery_s,
+            }
             for failure in self._run.failures()
         ]
-        return {"steps_lost": self._run.steps_lost, "failures": failures, "own_goodput": self._run.run.goodput}
+        return {
+            "steps_lost": self._run.steps_lost,
+            "failures": failures,
+            "own_goodput": self._run.run.goodput,
+        }
 
 
 @contextmanager
@@ -190,7 +216,8 @@ def everstep(workload: dict[str, Any]) -> Iterator[Everstep]:
         wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
 
 
-# ---------------------------------------------------------------- torchrun elastic and plain Ray Train
+# ---------------------------------------------------------------- torchrun elastic and plain Ray
+# Train
 
 
 class Lines:
@@ -200,19 +227,32 @@ class Lines:
         self._directory = directory
 
     def points(self) -> list[Point]:
-        return [Point(line["pid"], line["step"], line["at"]) for line in lines(self._directory) if line["rank"] == 0]
+        return [
+            Point(line["pid"], line["step"], line["at"])
+            for line in lines(self._directory)
+            if line["rank"] == 0
+        ]
 
     def told(self) -> dict[str, Any]:
         return {}
 
     def running(self) -> list[int]:
         """Process ids of the ranks that make steps now, by rank."""
-        newest = {line["pid"]: line for line in lines(self._directory) if line["at"] > time.time() - RECENT_S}
-        return [pid for pid in sorted(newest, key=lambda pid: newest[pid]["rank"]) if psutil.pid_exists(pid)]
+        newest = {
+            line["pid"]: line
+            for line in lines(self._directory)
+            if line["at"] > time.time() - RECENT_S
+        }
+        return [
+            pid
+            for pid in sorted(newest, key=lambda pid: newest[pid]["rank"])
+            if psutil.pid_exists(pid)
+        ]
 
 
 class Torchrun(Lines):
-    """Two agents stand for two nodes; the one that holds the rendezvous is never killed, which torchrun would not survive."""
+    """Two agents stand for two nodes; the one that holds the rendezvous is never killed, which
+    torchrun would not survive."""
 
     def __init__(self, directory: Path, workload: str, stack: ExitStack) -> None:
         super().__init__(directory)
@@ -239,10 +279,28 @@ class Torchrun(Lines):
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._num_agents += 1
-        command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1000"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._endpoint_port}", "--rdzv-id", "bench"]
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "1:2",
+            "--nproc-per-node",
+            "1",
+            "--max-restarts",
+            "1000",
+        ]
+        command += [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self._endpoint_port}",
+            "--rdzv-id",
+            "bench",
+        ]
         command += ["-m", "benchmarks.elastic_torchrun", self._workload, str(self._directory)]
-        return self._stack.enter_context(process(command, self._directory / f"agent-{self._num_agents}.log"))
+        return self._stack.enter_context(
+            process(command, self._directory / f"agent-{self._num_agents}.log")
+        )
 
 
 class PlainRay(Lines):
@@ -251,7 +309,9 @@ class PlainRay(Lines):
         self._stack = stack
         self._num_nodes = 2
         command = ["-m", "benchmarks.elastic_ray", workload, str(directory), "2"]
-        driver = stack.enter_context(process(command, directory / "ray.log", {"RAY_AUTH_MODE": "disabled"}))
+        driver = stack.enter_context(
+            process(command, directory / "ray.log", {"RAY_AUTH_MODE": "disabled"})
+        )
         stack.callback(end_cluster, driver, directory)
 
     def kill(self, what: str, pick: float) -> bool:

@@ -1,4 +1,5 @@
-"""A load of HTTP that costs its own process little: kept connections, requests as bytes, answers not looked into."""
+"""A load of HTTP that costs its own process little: kept connections, requests as bytes, answers
+not looked into."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ class Connection(asyncio.Protocol):
         self._begun = b""
         """An answer's head as far as it came."""
         self._status, self._missing = 0, 0
-        """Of an answer whose head is whole: its status, and how many bytes of its body are still to come."""
+        """Of an answer whose head is whole: its status, and how many bytes of its body are still to
+        come."""
 
     @classmethod
     async def open(cls, port: int, headers: Mapping[str, str]) -> Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(lambda: cls(headers), "127.0.0.1", port)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: cls(headers), "127.0.0.1", port
+        )
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -43,7 +47,9 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         about = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(f"{method} {path} HTTP/1.1\r\n{self._head}{about}\r\n".encode() + body)
+        self._transport.write(
+            f"{method} {path} HTTP/1.1\r\n{self._head}{about}\r\n".encode() + body
+        )
         return await self._answer
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +79,9 @@ class Connection(asyncio.Protocol):
 async def lines_of_stream(port: int, headers: Mapping[str, str], path: str) -> AsyncIterator[bytes]:
     """Lines of a stream of events as they come, over a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\n{head_of(headers)}Accept: text/event-stream\r\n\r\n".encode())
+    writer.write(
+        f"GET {path} HTTP/1.1\r\n{head_of(headers)}Accept: text/event-stream\r\n\r\n".encode()
+    )
     try:
         while line := await reader.readline():
             yield line
@@ -81,8 +89,11 @@ async def lines_of_stream(port: int, headers: Mapping[str, str], path: str) -> A
         writer.close()
 
 
-def closed_loop(port: int, headers: Mapping[str, str], clients: int, ask: Ask, seconds: float, status: int) -> Sequence[float]:
-    """Seconds that each answer took, of ``clients`` that ask again at once. Raises AssertionError for another ``status``."""
+def closed_loop(
+    port: int, headers: Mapping[str, str], clients: int, ask: Ask, seconds: float, status: int
+) -> Sequence[float]:
+    """Seconds that each answer took, of ``clients`` that ask again at once. Raises AssertionError
+    for another ``status``."""
     latencies: list[float] = []
     give_up = time.perf_counter() + seconds
 

@@ -1,9 +1,11 @@
-"""The loader at ImageNet's shape: images a second, how long a step waits for them, and whether memory grows over epochs.
+"""The loader at ImageNet's shape: images a second, how long a step waits for them, and whether
+memory grows over epochs.
 
     python -m benchmarks loader --workers 2 --step-ms 200
 
-Writes JPEG files of about ImageNet's size to a temporary directory, then takes micro-batches as the loop does and computes nothing
-but a pause of ``--step-ms`` a micro-batch. Where cores do not suffice for that pace the share is that of a decode-bound run.
+Writes JPEG files of about ImageNet's size to a temporary directory, then takes micro-batches as the
+loop does and computes nothing but a pause of ``--step-ms`` a micro-batch. Where cores do not
+suffice for that pace the share is that of a decode-bound run.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ def write_images(root: Path, count: int) -> None:
     for number in range(count):
         directory = root / "train" / f"class{number % 10}"
         directory.mkdir(parents=True, exist_ok=True)
-        coarse = Image.fromarray(generator.integers(0, 256, (HEIGHT // 6, WIDTH // 6, 3), dtype=np.uint8))
-        coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(directory / f"{number}.jpg", quality=90)
+        coarse = Image.fromarray(
+            generator.integers(0, 256, (HEIGHT // 6, WIDTH // 6, 3), dtype=np.uint8)
+        )
+        coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(
+            directory / f"{number}.jpg", quality=90
+        )
 
 
 def resident_bytes() -> int:
@@ -53,7 +59,11 @@ def measure(root: Path, workers: int, batch: int, step_s: float, epochs: int) ->
             "name": "bench-loader",
             "task": {"name": "image_classification", "model": {"name": "resnet50"}}
             | {"data": {"name": "image_folder", "args": {"root": str(root)}}},
-            "train": {"global_batch_size": batch, "micro_batch_size": batch, "loader": {"num_workers": workers}},
+            "train": {
+                "global_batch_size": batch,
+                "micro_batch_size": batch,
+                "loader": {"num_workers": workers},
+            },
         }
     )
     train = load_image_folder(ImageFolderArgs(root=str(root))).train
@@ -94,5 +104,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         write_images(Path(directory), options.images)
-        results = measure(Path(directory), options.workers, options.batch, options.step_ms / 1000, options.epochs)
+        results = measure(
+            Path(directory), options.workers, options.batch, options.step_ms / 1000, options.epochs
+        )
     write("loader", {"options": vars(options), **results})

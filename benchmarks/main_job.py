@@ -1,4 +1,5 @@
-"""The main job: seconds from POST to 201, to the first step and to SUCCEEDED, accuracy reached, and what an idle service costs.
+"""The main job: seconds from POST to 201, to the first step and to SUCCEEDED, accuracy reached, and
+what an idle service costs.
 
 python -m benchmarks main_job
 """
@@ -18,23 +19,37 @@ from tests.support.service_process import ServiceProcess
 
 DIGITS: dict[str, Any] = {
     "name": "digits",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
     "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.01},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "train": {"epochs": 20, "global_batch_size": 128, "micro_batch_size": 32, "grad_clip_norm": 1.0},
+    "train": {
+        "epochs": 20,
+        "global_batch_size": 128,
+        "micro_batch_size": 32,
+        "grad_clip_norm": 1.0,
+    },
     "scaling": {"min_workers": 2, "max_workers": 2},
     "checkpoint": {"every_steps": 50, "best_metric": "val_accuracy"},
 }
 FASHION_MNIST: dict[str, Any] = {
     **DIGITS,
     "name": "fashion-mnist",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "fashion_mnist"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "fashion_mnist"},
+    },
     "train": {"epochs": 3, "global_batch_size": 128, "micro_batch_size": 64, "grad_clip_norm": 1.0},
 }
 
 
 def train(client: Client, spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One run from POST to SUCCEEDED; seconds are by this process's clock but for the first step, which the rank stamped."""
+    """One run from POST to SUCCEEDED; seconds are by this process's clock but for the first step,
+    which the rank stamped."""
     posted_at = time.time()
     run = client.runs.create(spec)
     run.wait(timeout_s=timeout_s)
@@ -51,7 +66,11 @@ def train(client: Client, spec: dict[str, Any], timeout_s: float) -> dict[str, A
 
 def post_latency_ms(client: Client, num_posts: int = 100) -> dict[str, Any]:
     """POST of runs that no cluster can hold, so that nothing but the service works."""
-    spec = {**DIGITS, "name": "never", "scaling": {"min_workers": 4, "max_workers": 4, "resources_per_worker": {"CPU": 64}}}
+    spec = {
+        **DIGITS,
+        "name": "never",
+        "scaling": {"min_workers": 4, "max_workers": 4, "resources_per_worker": {"CPU": 64}},
+    }
     latencies = []
     for _ in range(num_posts):
         started = time.perf_counter()
@@ -59,7 +78,10 @@ def post_latency_ms(client: Client, num_posts: int = 100) -> dict[str, Any]:
         latencies.append((time.perf_counter() - started) * 1000)
     for run in list(client.runs.list(status="QUEUED")):
         run.cancel()
-    return {"median": round(statistics.median(latencies), 2), "p99": round(sorted(latencies)[int(0.99 * num_posts) - 1], 2)}
+    return {
+        "median": round(statistics.median(latencies), 2),
+        "p99": round(sorted(latencies)[int(0.99 * num_posts) - 1], 2),
+    }
 
 
 def idle_share_of_a_core(service: ServiceProcess, seconds: float) -> float:

@@ -1,10 +1,12 @@
-"""What watching a run costs and how quickly it shows: from a worker to a follower, the price in throughput, a million points.
+"""What watching a run costs and how quickly it shows: from a worker to a follower, the price in
+throughput, a million points.
 
     python -m benchmarks observe --repeats 5
 
-*lag*: a service with a cluster of two nodes, digits; every step's metrics carry the rank's clock, and a follower on this machine
-notes when the event stream, and the run page in Chromium, have it. *throughput*: the training loop on two processes, once with all
-that observes it (journal, logs, step clocks, straggler watch, TensorBoard files), once with none of it, in turn. *page*: a run with
+*lag*: a service with a cluster of two nodes, digits; every step's metrics carry the rank's clock,
+and a follower on this machine notes when the event stream, and the run page in Chromium, have it.
+*throughput*: the training loop on two processes, once with all that observes it (journal, logs,
+step clocks, straggler watch, TensorBoard files), once with none of it, in turn. *page*: a run with
 1,000,000 metric points, until Chromium has drawn its first curve.
 """
 
@@ -60,7 +62,12 @@ _NOTE_STEPS = """() => {
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return {"num": len(ordered), "median": round(statistics.median(ordered), 4), "p99": round(p99, 4), "max": round(ordered[-1], 4)}
+    return {
+        "num": len(ordered),
+        "median": round(statistics.median(ordered), 4),
+        "p99": round(p99, 4),
+        "max": round(ordered[-1], 4),
+    }
 
 
 # ---------------------------------------------------------------- lag
@@ -68,7 +75,10 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def lag() -> dict[str, Any]:
     """Seconds from the end of a step, by its rank's clock, until followers know of it."""
-    spec = {**WORKLOADS["digits"], "train": {**WORKLOADS["digits"]["train"], "max_steps": 1_000_000}}
+    spec = {
+        **WORKLOADS["digits"],
+        "train": {**WORKLOADS["digits"]["train"], "max_steps": 1_000_000},
+    }
     with ServiceProcess(nodes=2) as service:
         run = service.client().runs.create(spec)
         wait_for(lambda: run.refresh().step >= WARM_STEPS, 120, "the first steps")
@@ -99,7 +109,9 @@ def _follow(run: RunHandle, begin: int, found: dict[int, tuple[float, float]]) -
 async def _watch_page(service: ServiceProcess, run_id: str) -> list[tuple[int, float]]:
     """(step, unix seconds) at each redraw of the loss for WATCH_S seconds."""
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(
+            executable_path=chromium_path(), args=["--no-sandbox"]
+        )
         context = await browser.new_context(base_url=service.url)
         await context.add_cookies([await session_cookie(service.url, service.token)])
         page = await context.new_page()
@@ -107,7 +119,9 @@ async def _watch_page(service: ServiceProcess, run_id: str) -> list[tuple[int, f
         await page.locator("figure.chart").first.wait_for()
         await page.evaluate(_NOTE_STEPS)
         await page.wait_for_timeout(WATCH_S * 1000)
-        seen: list[tuple[int, float]] = [(int(step), float(at)) for step, at in await page.evaluate("window.seen")]
+        seen: list[tuple[int, float]] = [
+            (int(step), float(at)) for step, at in await page.evaluate("window.seen")
+        ]
         await browser.close()
     return seen
 
@@ -116,25 +130,35 @@ async def _watch_page(service: ServiceProcess, run_id: str) -> list[tuple[int, f
 
 
 async def page_of_a_million(repeats: int) -> dict[str, Any]:
-    """Seconds until the page, its curves, and the drawn curve are there; each time in a browser without a cache."""
+    """Seconds until the page, its curves, and the drawn curve are there; each time in a browser
+    without a cache."""
     times: dict[str, list[float]] = {"html_s": [], "curves_s": [], "drawn_s": []}
     with tempfile.TemporaryDirectory() as home:
         async with ApiService(Path(home)) as api:
             run_id = (await tell(api)).running
             await asyncio.to_thread(fill, api, run_id)
             token = story_token(api)
-            async with httpx.AsyncClient(base_url=api.url, cookies={COOKIE: await session_of(api.url, token)}, timeout=60) as http:
+            async with httpx.AsyncClient(
+                base_url=api.url, cookies={COOKIE: await session_of(api.url, token)}, timeout=60
+            ) as http:
                 for _ in range(repeats):
-                    for name, address in (("html_s", f"/runs/{run_id}"), ("curves_s", f"/runs/{run_id}/curves.json")):
+                    for name, address in (
+                        ("html_s", f"/runs/{run_id}"),
+                        ("curves_s", f"/runs/{run_id}/curves.json"),
+                    ):
                         began = time.perf_counter()
                         (await http.get(address)).raise_for_status()
                         times[name].append(time.perf_counter() - began)
             async with async_playwright() as playwright:
-                browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+                browser = await playwright.chromium.launch(
+                    executable_path=chromium_path(), args=["--no-sandbox"]
+                )
                 for _ in range(repeats):
                     context = await browser.new_context(base_url=api.url)
                     await context.add_cookies([await session_cookie(api.url, token)])
-                    times["drawn_s"].append(await _drawn_s(await context.new_page(), f"/runs/{run_id}"))
+                    times["drawn_s"].append(
+                        await _drawn_s(await context.new_page(), f"/runs/{run_id}")
+                    )
                     await context.close()
                 await browser.close()
     return {"num_points": NUM_POINTS, **{name: summary(values) for name, values in times.items()}}
@@ -175,7 +199,9 @@ def throughput(repeats: int, steps: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
             found = {}
             for observed in (True, False) if number % 2 else (False, True):
-                found[observed] = steps_per_s(Path(directory, str(observed)), steps, observed=observed)
+                found[observed] = steps_per_s(
+                    Path(directory, str(observed)), steps, observed=observed
+                )
             pairs.append(found)
     return {
         "observed_steps_per_s": summary([pair[True] for pair in pairs]),

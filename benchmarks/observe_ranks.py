@@ -1,4 +1,5 @@
-"""Two ranks of the training loop as plain processes, with all that observes them or with none of it."""
+"""Two ranks of the training loop as plain processes, with all that observes them or with none of
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ GIVE_UP_S = 900.0
 
 
 class Timed:
-    """A journal client that notes when steps were done, prints a line of each, and passes on to another one, where there is one."""
+    """A journal client that notes when steps were done, prints a line of each, and passes on to
+    another one, where there is one."""
 
     def __init__(self, behind: JournalClient | None) -> None:
         self._behind = behind
@@ -58,7 +60,8 @@ class NoClock:
 
 
 def steps_per_s(directory: Path, steps: int, *, observed: bool) -> float:
-    """Train so many steps; how many were made a second after the warm-up. Raises RuntimeError where a rank fails."""
+    """Train so many steps; how many were made a second after the warm-up. Raises RuntimeError where
+    a rank fails."""
     from train_fn.journal.tensorboard_files import TensorBoardFiles
 
     directory.mkdir(parents=True)
@@ -67,7 +70,10 @@ def steps_per_s(directory: Path, steps: int, *, observed: bool) -> float:
     spec = RunSpec.model_validate(workload)
     run_dir = open_storage(str(directory / "storage")).run_dir("run_observe")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, spec, run_dir, str(directory), observed)) for rank in range(WORLD_SIZE)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, spec, run_dir, str(directory), observed))
+        for rank in range(WORLD_SIZE)
+    ]
     for rank in ranks:
         rank.start()
     files = TensorBoardFiles(run_dir, 1)  # the driver's part
@@ -102,7 +108,9 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
     else:
         loop.StepClock = NoClock  # type: ignore[assignment, misc]
         loop.Attempt._watch_stragglers = lambda attempt, replica: None  # type: ignore[method-assign]
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=WORLD_SIZE
+    )
     journal = Timed(behind)
     loop.train(
         WorkerContext(

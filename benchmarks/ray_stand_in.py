@@ -1,4 +1,5 @@
-"""A stand-in for Ray's dashboard in a process of its own, so that what it costs is nobody's who is measured."""
+"""A stand-in for Ray's dashboard in a process of its own, so that what it costs is nobody's who is
+measured."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class StandIn:
 def ray_stand_in() -> Iterator[StandIn]:
     """It ends with the block."""
     command = [sys.executable, "-m", "benchmarks.ray_stand_in"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         try:
             yield StandIn(process)
@@ -45,7 +48,10 @@ def main() -> None:
         for line in sys.stdin:
             for job_id in line.split():
                 run_id, _, submission = job_id.rpartition("-s")
-                about: dict[str, Any] = {"metadata": {"run_id": run_id, "submission": str(int(submission))}, "entrypoint": "x"}
+                about: dict[str, Any] = {
+                    "metadata": {"run_id": run_id, "submission": str(int(submission))},
+                    "entrypoint": "x",
+                }
                 ended = {"message": "", "driver_node_id": None, "driver_exit_code": None}
                 ray.jobs[job_id] = about | ended | {"submission_id": job_id, "status": "RUNNING"}
             print("ready", flush=True)

@@ -1,9 +1,11 @@
-"""Plain DDP training as Ray Train's guides write it: ``prepare_model``, ``prepare_data_loader``, a checkpoint every 50 steps.
+"""Plain DDP training as Ray Train's guides write it: ``prepare_model``, ``prepare_data_loader``, a
+checkpoint every 50 steps.
 
     python -m benchmarks.ray_train_ddp --workload digits --steps 500 --out steps.jsonl --checkpoint-dir /tmp/here
 
-Two workers on two local nodes of one CPU each, everything else as Ray ships it. Rank 0 writes one JSON line a step: {"step", "at"
-(unix seconds), "loss" (its own share's mean)}, as ``torchrun_ddp.py`` does, with which it shares model, samples and settings.
+Two workers on two local nodes of one CPU each, everything else as Ray ships it. Rank 0 writes one
+JSON line a step: {"step", "at" (unix seconds), "loss" (its own share's mean)}, as
+``torchrun_ddp.py`` does, with which it shares model, samples and settings.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = None
         if rank == 0:
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}  # type: ignore[operator]
+            state = {
+                "model": model.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step,
+            }  # type: ignore[operator]
             torch.save(state, Path(directory) / "checkpoint.pt")
             checkpoint = ray.train.Checkpoint.from_directory(directory)
         ray.train.report({"step": step}, checkpoint=checkpoint)
@@ -72,14 +78,20 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
 
 def main() -> None:
     options = arguments()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     try:
         for _ in range(NUM_WORKERS):
             cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address, log_to_driver=False)
         TorchTrainer(
             train_fn,
-            train_loop_config={"workload": options.workload, "steps": options.steps, "out": str(options.out)},
+            train_loop_config={
+                "workload": options.workload,
+                "steps": options.steps,
+                "out": str(options.out),
+            },
             scaling_config=ray.train.ScalingConfig(num_workers=NUM_WORKERS),
             run_config=ray.train.RunConfig(
                 name="plain",

@@ -1,7 +1,7 @@
 """What the reconciler costs: ``python -m benchmarks reconciler [--runs 5000] [--events 100000]``.
 
-A tick over many live runs that train and have nothing new to tell, one over as many that wait, and how fast the events of a journal
-become rows. Ray is a stand-in, in a process of its own.
+A tick over many live runs that train and have nothing new to tell, one over as many that wait, and
+how fast the events of a journal become rows. Ray is a stand-in, in a process of its own.
 """
 
 from __future__ import annotations
@@ -100,7 +100,12 @@ async def tail(num_events: int) -> dict[str, Any]:
                         at=here.now,
                         submission=1,
                         attempt=1,
-                        data={"points": [{"step": n * POINTS + i, "at": here.now, "values": {"loss": 0.5}} for i in range(POINTS)]},
+                        data={
+                            "points": [
+                                {"step": n * POINTS + i, "at": here.now, "values": {"loss": 0.5}}
+                                for i in range(POINTS)
+                            ]
+                        },
                         source="rank-0",
                         source_n=n + 1,
                     )
@@ -115,7 +120,10 @@ async def tail(num_events: int) -> dict[str, Any]:
                 rates.append(num_events / (time.perf_counter() - began))
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    return {"events_per_s": report.summary(rates), "points_per_s": report.summary([rate * POINTS for rate in rates])}
+    return {
+        "events_per_s": report.summary(rates),
+        "points_per_s": report.summary([rate * POINTS for rate in rates]),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

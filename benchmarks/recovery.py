@@ -1,10 +1,12 @@
-"""From the SIGKILL of a node or a rank to the next step: Everstep, torchrun elastic and plain Ray Train, on one loop and machine.
+"""From the SIGKILL of a node or a rank to the next step: Everstep, torchrun elastic and plain Ray
+Train, on one loop and machine.
 
     python -m benchmarks recovery --repeats 5 --kill node
 
-Two nodes of one CPU, one rank each; the same model, data and checkpoint interval. Seconds run from the kill to the first new
-step of all ranks that go on; steps lost are those that had been done and are done again. With ``--cold`` Everstep runs on a cluster
-that somebody else set up: without preloaded modules and without spare processes.
+Two nodes of one CPU, one rank each; the same model, data and checkpoint interval. Seconds run from
+the kill to the first new step of all ranks that go on; steps lost are those that had been done and
+are done again. With ``--cold`` Everstep runs on a cluster that somebody else set up: without
+preloaded modules and without spare processes.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def kill(pids: list[int]) -> float:
 def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
     spec = {**WORKLOADS[workload], "scaling": {"min_workers": 1, "max_workers": 2}}
     run = service.client().runs.create(spec)
-    wait_for(lambda: run.refresh().step >= SETTLE_STEPS, GIVE_UP_S, f"step {SETTLE_STEPS} of {run.id}")
+    wait_for(
+        lambda: run.refresh().step >= SETTLE_STEPS, GIVE_UP_S, f"step {SETTLE_STEPS} of {run.id}"
+    )
     attempt = run.attempts()[-1]
     victim = attempt.workers[-1]
     if what == "rank":
@@ -78,7 +82,11 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
         killed_at = kill([node["raylet_pid"]])
     else:
         killed_at = kill([psutil.Process(victim.pid).ppid()])
-    wait_for(lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING", GIVE_UP_S, "the recovery")
+    wait_for(
+        lambda: run.refresh().attempt > attempt.attempt and run.status == "RUNNING",
+        GIVE_UP_S,
+        "the recovery",
+    )
     _, (_, first_at) = around(run, attempt.attempt, killed_at, GIVE_UP_S)
     failure = run.failures()[0]
     world_size = run.attempts()[-1].world_size
@@ -110,22 +118,34 @@ def cold_service() -> Iterator[ServiceProcess]:
         command = ["-m", "benchmarks.cold_cluster", str(directory), "2", str(port)]
         cluster = stack.enter_context(process(command, directory / "cluster.log", env))
         stack.callback(end_cluster, cluster, directory)
-        wait_for(lambda: (directory / "ready").exists() or cluster.poll() is not None, GIVE_UP_S, "the cluster")
+        wait_for(
+            lambda: (directory / "ready").exists() or cluster.poll() is not None,
+            GIVE_UP_S,
+            "the cluster",
+        )
         arguments = ("--ray-address", f"http://127.0.0.1:{port}")
-        yield stack.enter_context(ServiceProcess(nodes=1, args=arguments, env={"RAY_AUTH_MODE": "disabled"}))
+        yield stack.enter_context(
+            ServiceProcess(nodes=1, args=arguments, env={"RAY_AUTH_MODE": "disabled"})
+        )
 
 
-# ---------------------------------------------------------------- torchrun elastic and plain Ray Train
+# ---------------------------------------------------------------- torchrun elastic and plain Ray
+# Train
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     """Every rank's steps; a line that is being written is left out."""
-    texts = [text for path in (directory / "steps").glob("*.jsonl") for text in path.read_text().split("\n")[:-1]]
+    texts = [
+        text
+        for path in (directory / "steps").glob("*.jsonl")
+        for text in path.read_text().split("\n")[:-1]
+    ]
     return sorted((json.loads(text) for text in texts), key=lambda line: line["at"])
 
 
 def measure_lines(directory: Path, killed_at: float, dead_pids: set[int]) -> Recovery:
-    """Wait until every rank of a new group has done a step, and compare with what was done before."""
+    """Wait until every rank of a new group has done a step, and compare with what was done
+    before."""
     before = [line for line in lines(directory) if line["at"] <= killed_at]
     old_pids = {line["pid"] for line in before} | dead_pids
 
@@ -139,12 +159,20 @@ def measure_lines(directory: Path, killed_at: float, dead_pids: set[int]) -> Rec
 
     group = wait_for(first_steps, GIVE_UP_S, "the first new step")
     done = max(line["step"] for line in before)
-    return Recovery(max(line["at"] for line in group) - killed_at, done - (group[0]["step"] - 1), group[0]["world"])
+    return Recovery(
+        max(line["at"] for line in group) - killed_at,
+        done - (group[0]["step"] - 1),
+        group[0]["world"],
+    )
 
 
 def settle(directory: Path) -> list[dict[str, Any]]:
     """Wait until training is under way; the newest line of each rank."""
-    wait_for(lambda: any(line["step"] >= SETTLE_STEPS for line in lines(directory)), GIVE_UP_S, f"step {SETTLE_STEPS}")
+    wait_for(
+        lambda: any(line["step"] >= SETTLE_STEPS for line in lines(directory)),
+        GIVE_UP_S,
+        f"step {SETTLE_STEPS}",
+    )
     newest = {line["rank"]: line for line in lines(directory)}
     return [newest[rank] for rank in sorted(newest)]
 
@@ -158,7 +186,9 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def process(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    command: list[str], log: Path, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in a session of its own; end it and everything below it afterwards."""
     with log.open("wb") as out:
         child = subprocess.Popen(
@@ -187,7 +217,16 @@ def torchrun(workload: str, what: str) -> Recovery:
     """Two agents stand for two nodes; the rendezvous is held by the one that lives."""
     port = free_port()
     endpoint = f"127.0.0.1:{port}"
-    command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "100"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "100",
+    ]
     command += [
         "--rdzv-backend",
         "c10d",
@@ -225,7 +264,9 @@ def plain_ray(workload: str, what: str) -> Recovery:
     with (
         scratch() as directory,
         process(
-            ["-m", "benchmarks.elastic_ray", workload, str(directory), "2"], directory / "ray.log", {"RAY_AUTH_MODE": "disabled"}
+            ["-m", "benchmarks.elastic_ray", workload, str(directory), "2"],
+            directory / "ray.log",
+            {"RAY_AUTH_MODE": "disabled"},
         ) as driver,
     ):
         newest = settle(directory)
@@ -244,21 +285,30 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kill", choices=["node", "rank"], action="append")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
-    parser.add_argument("--cold", action="store_true", help="Everstep alone, on a cluster that is not its own")
+    parser.add_argument(
+        "--cold", action="store_true", help="Everstep alone, on a cluster that is not its own"
+    )
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
     for what in options.kill or ["node", "rank"]:
         sides: dict[str, list[Recovery]] = {}
         for _ in range(options.repeats):
-            for side in ["everstep"] if options.cold else options.only or ["everstep", "torchrun", "ray"]:
+            for side in (
+                ["everstep"] if options.cold else options.only or ["everstep", "torchrun", "ray"]
+            ):
                 if side == "everstep":
                     with cold_service() if options.cold else ServiceProcess(nodes=2) as service:
                         recovery = everstep(service, options.workload, what)
                 else:
                     try:
-                        recovery = {"torchrun": torchrun, "ray": plain_ray}[side](options.workload, what)
+                        recovery = {"torchrun": torchrun, "ray": plain_ray}[side](
+                            options.workload, what
+                        )
                     except TimeoutError as exc:
-                        print(f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}", flush=True)
+                        print(
+                            f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}",
+                            flush=True,
+                        )
                         recovery = Recovery(GIVE_UP_S, None, None)
                 print(what, side, recovery, flush=True)
                 sides.setdefault(side, []).append(recovery)

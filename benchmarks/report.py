@@ -1,4 +1,5 @@
-"""Writing down what was measured: JSON under out/benchmarks, medians with their range, and the machine it was measured on."""
+"""Writing down what was measured: JSON under out/benchmarks, medians with their range, and the
+machine it was measured on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ OUT = Path("out/benchmarks")
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, range and the values themselves."""
     rounded = [round(value, 4) for value in values]
-    return {"median": round(statistics.median(values), 4), "min": min(rounded), "max": max(rounded), "values": rounded}
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": min(rounded),
+        "max": max(rounded),
+        "values": rounded,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -34,7 +40,12 @@ def write(name: str, results: dict[str, Any]) -> Path:
     """Write one benchmark's results to out/benchmarks/NAME.json and print them."""
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
-    body = {"benchmark": name, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine(), "results": results}
+    body = {
+        "benchmark": name,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "results": results,
+    }
     path.write_text(json.dumps(body, indent=2) + "\n")
     print(json.dumps(results, indent=2), flush=True)
     print(f"written to {path}", flush=True)

@@ -1,9 +1,11 @@
-"""Predicted time of a step and efficiency at any number of GPUs, from measured costs of one: docs/performance.md has the formula.
+"""Predicted time of a step and efficiency at any number of GPUs, from measured costs of one:
+docs/performance.md has the formula.
 
     python -m benchmarks scaling --forward-s 0.033 --backward-s 0.066 --update-s 0.002 --parameters 25.6e6 --gpus-per-node 8 \\
         --intra-gb-s 450 --inter-gb-s 50
 
-Nothing is measured here. The costs of one GPU come from `python -m benchmarks gpu`, those of a CPU rank from `throughput`.
+Nothing is measured here. The costs of one GPU come from `python -m benchmarks gpu`, those of a CPU
+rank from `throughput`.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ class Compute:
     update_s: float
     """Clipping, optimizer, bookkeeping."""
     jitter_s: float = 0.0
-    """Standard deviation of all this from step to step and from rank to rank: the slowest rank sets the pace."""
+    """Standard deviation of all this from step to step and from rank to rank: the slowest rank sets
+    the pace."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links as one GPU sees them. Bandwidths in bytes/s and one direction, latencies in seconds a hop."""
+    """Links as one GPU sees them. Bandwidths in bytes/s and one direction, latencies in seconds a
+    hop."""
 
     gpus_per_node: int
     intra_bytes_per_s: float
@@ -54,21 +58,29 @@ def buckets(gradient_bytes: float, bucket_bytes: float) -> list[float]:
 
 
 def all_reduce_s(size_bytes: float, num_gpus: int, network: Network) -> float:
-    """A ring within each node, and one ring over nodes for each GPU's part, as NCCL does it; 0 for one GPU."""
+    """A ring within each node, and one ring over nodes for each GPU's part, as NCCL does it; 0 for
+    one GPU."""
     local = min(num_gpus, network.gpus_per_node)
     nodes = -(-num_gpus // network.gpus_per_node)
-    within = 2 * (local - 1) * (size_bytes / local / network.intra_bytes_per_s + network.intra_latency_s)
-    across = 2 * (nodes - 1) * (size_bytes / local / nodes / network.inter_bytes_per_s) + _hops(nodes) * network.inter_latency_s
+    within = (
+        2 * (local - 1) * (size_bytes / local / network.intra_bytes_per_s + network.intra_latency_s)
+    )
+    across = (
+        2 * (nodes - 1) * (size_bytes / local / nodes / network.inter_bytes_per_s)
+        + _hops(nodes) * network.inter_latency_s
+    )
     return within + across
 
 
 def _hops(nodes: int) -> float:
-    """Latency counts once up and once down a tree: beyond a few nodes NCCL leaves the ring for small messages."""
+    """Latency counts once up and once down a tree: beyond a few nodes NCCL leaves the ring for
+    small messages."""
     return 2.0 * (nodes - 1).bit_length()
 
 
 def step_s(compute: Compute, sizes: list[float], num_gpus: int, network: Network) -> float:
-    """Backward hands over one bucket after the other; each travels when it is full and the one before it has arrived."""
+    """Backward hands over one bucket after the other; each travels when it is full and the one
+    before it has arrived."""
     total = sum(sizes)
     ends, filled, arrived = [0.0], 0.0, 0.0
     for size in sizes:
@@ -82,9 +94,14 @@ def step_s(compute: Compute, sizes: list[float], num_gpus: int, network: Network
 
 
 def predict(
-    compute: Compute, gradient_bytes: float, bucket_bytes: float, counts: list[int], network: Network
+    compute: Compute,
+    gradient_bytes: float,
+    bucket_bytes: float,
+    counts: list[int],
+    network: Network,
 ) -> list[dict[str, float]]:
-    """For each number of GPUs the step's seconds, the wire's, what of it is not hidden, and the efficiency against one GPU."""
+    """For each number of GPUs the step's seconds, the wire's, what of it is not hidden, and the
+    efficiency against one GPU."""
     sizes = buckets(gradient_bytes, bucket_bytes)
     alone = step_s(compute, sizes, 1, network)
     rows = []
@@ -114,15 +131,28 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--bucket-mib", type=float, default=25)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64, 1024])
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--intra-gb-s", type=float, default=450, help="GB/s in one direction between GPUs of a node")
+    parser.add_argument(
+        "--intra-gb-s", type=float, default=450, help="GB/s in one direction between GPUs of a node"
+    )
     parser.add_argument("--intra-us", type=float, default=3)
-    parser.add_argument("--inter-gb-s", type=float, default=50, help="GB/s in one direction of a GPU's share of the network")
+    parser.add_argument(
+        "--inter-gb-s",
+        type=float,
+        default=50,
+        help="GB/s in one direction of a GPU's share of the network",
+    )
     parser.add_argument("--inter-us", type=float, default=10)
     options = parser.parse_args(argv)
     network = Network(
-        options.gpus_per_node, options.intra_gb_s * 1e9, options.intra_us * 1e-6, options.inter_gb_s * 1e9, options.inter_us * 1e-6
+        options.gpus_per_node,
+        options.intra_gb_s * 1e9,
+        options.intra_us * 1e-6,
+        options.inter_gb_s * 1e9,
+        options.inter_us * 1e-6,
     )
-    compute = Compute(options.forward_s, options.backward_s, options.update_s, options.jitter_ms / 1000)
+    compute = Compute(
+        options.forward_s, options.backward_s, options.update_s, options.jitter_ms / 1000
+    )
     gradient_bytes = options.parameters * options.gradient_bytes_each
     rows = predict(compute, gradient_bytes, options.bucket_mib * (1 << 20), options.gpus, network)
     write("scaling", {"inputs": vars(options), "predicted": rows})

@@ -1,7 +1,9 @@
-"""A simulated day of a busy cluster under the scheduler: ``python -m benchmarks.scheduling [RUNS]`` writes docs/scheduling.svg.
+"""A simulated day of a busy cluster under the scheduler: ``python -m benchmarks.scheduling [RUNS]``
+writes docs/scheduling.svg.
 
-Time is simulated, the scheduler is the service's own. Runs come at random at nine tenths of what the cluster can do, in three
-projects of which one submits half, with sizes from 1 to 48 ranks, some elastic, one in twenty of a higher priority.
+Time is simulated, the scheduler is the service's own. Runs come at random at nine tenths of what
+the cluster can do, in three projects of which one submits half, with sizes from 1 to 48 ranks, some
+elastic, one in twenty of a higher priority.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Simulation:
         self.shrunk: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Until every run has ended. Asserts at every event that neither the cluster nor a quota is exceeded."""
+        """Until every run has ended. Asserts at every event that neither the cluster nor a quota is
+        exceeded."""
         at = 0.0
         rate = LOAD * CAPACITY / (MEAN_S * statistics.mean(SIZES))
         for index in range(self.num_runs):
@@ -102,7 +105,13 @@ class Simulation:
         found, work = self.holding.pop(name), self.work[name]
         if not ended:
             work.left = max(0.0, work.left - (self.now - work.since) * (found.world_size or 0))
-            queued = replace(found, status=RunStatus.QUEUED, world_size=None, workers_limit=None, submitted_at=None)
+            queued = replace(
+                found,
+                status=RunStatus.QUEUED,
+                world_size=None,
+                workers_limit=None,
+                submitted_at=None,
+            )
             self.queued[name] = replace(queued, shrunk_to=None, shrunk_by=None, shrunk_at=None)
 
     def resize(self, name: str, ranks: int) -> None:
@@ -114,7 +123,9 @@ class Simulation:
         heapq.heappush(self.events, (self.now + work.left / ranks, "end", name, work.submission))
 
     def schedule(self) -> None:
-        made = plan(list(self.queued.values()), list(self.holding.values()), NODES, QUOTAS, self.now)
+        made = plan(
+            list(self.queued.values()), list(self.holding.values()), NODES, QUOTAS, self.now
+        )
         free = CAPACITY - self.used()
         for admission in made.admissions:
             if admission.starts:
@@ -124,11 +135,19 @@ class Simulation:
                 free -= ranks
                 if work.started_at is None:
                     work.started_at = self.now
-                    self.waits.setdefault(found.min_workers, []).append(self.now - work.submitted_at)
+                    self.waits.setdefault(found.min_workers, []).append(
+                        self.now - work.submitted_at
+                    )
                 work.since, work.submission = self.now, work.submission + 1
-                begun = replace(found, status=RunStatus.RUNNING, world_size=ranks, workers_limit=admission.limit)
-                self.holding[found.id] = replace(begun, submitted_at=self.now, submission=work.submission)
-                heapq.heappush(self.events, (self.now + work.left / ranks, "end", found.id, work.submission))
+                begun = replace(
+                    found, status=RunStatus.RUNNING, world_size=ranks, workers_limit=admission.limit
+                )
+                self.holding[found.id] = replace(
+                    begun, submitted_at=self.now, submission=work.submission
+                )
+                heapq.heappush(
+                    self.events, (self.now + work.left / ranks, "end", found.id, work.submission)
+                )
         for name in made.grown:
             found = self.holding[name]
             more = min(free, (found.workers_limit or found.max_workers) - (found.world_size or 0))
@@ -139,11 +158,19 @@ class Simulation:
             found, to = self.holding[preemption.run_id], preemption.to
             (self.paused if to is None else self.shrunk)[found.id] += 1
             shrinking = replace(found, shrunk_to=to, shrunk_by=preemption.by, shrunk_at=self.now)
-            self.holding[found.id] = replace(found, status=RunStatus.STOPPING) if to is None else shrinking
+            self.holding[found.id] = (
+                replace(found, status=RunStatus.STOPPING) if to is None else shrinking
+            )
             what = "paused" if to is None else "shrunk"
-            heapq.heappush(self.events, (self.now + PAUSE_S, what, found.id, self.work[found.id].submission))
+            heapq.heappush(
+                self.events, (self.now + PAUSE_S, what, found.id, self.work[found.id].submission)
+            )
         assert self.used() <= CAPACITY
-        granted = (found.workers_limit or found.max_workers for found in self.holding.values() if found.project == "busy")
+        granted = (
+            found.workers_limit or found.max_workers
+            for found in self.holding.values()
+            if found.project == "busy"
+        )
         assert sum(granted) <= 96
 
     def report(self) -> str:
@@ -151,11 +178,17 @@ class Simulation:
         for size, waits in sorted(self.waits.items()):
             waits.sort()
             row = (statistics.median(waits), waits[int(0.99 * (len(waits) - 1))], waits[-1])
-            rows.append(f"| {size} | {len(waits)} | " + " | ".join(f"{seconds:.0f} s" for seconds in row) + " |")
+            rows.append(
+                f"| {size} | {len(waits)} | "
+                + " | ".join(f"{seconds:.0f} s" for seconds in row)
+                + " |"
+            )
         used = self.busy_s / (self.now * CAPACITY)
         return "\n".join(rows) + (
-            f"\n\n{self.now / 3600:.1f} h simulated; {used:.1%} of the cluster used; {sum(self.paused.values())} pauses of "
-            f"{len(self.paused)} runs, {sum(self.shrunk.values())} shrinkings of {len(self.shrunk)}; "
+            f"\n\n{self.now / 3600:.1f} h simulated; {used:.1%} of the cluster used; "
+            f"{sum(self.paused.values())} pauses of "
+            f"{len(self.paused)} runs, {sum(self.shrunk.values())} shrinkings of "
+            f"{len(self.shrunk)}; "
             f"{len(self.queued) + len(self.holding)} runs left over."
         )
 
@@ -164,7 +197,10 @@ class Simulation:
         width, height, columns = 900, 170, 450
         longest = max(length for _, _, length in self.samples) or 1
         lines = []
-        for top, name, value in ((20, "CPUs in use", 1), (230, f"runs waiting (most: {longest})", 2)):
+        for top, name, value in (
+            (20, "CPUs in use", 1),
+            (230, f"runs waiting (most: {longest})", 2),
+        ):
             means: list[list[float]] = [[] for _ in range(columns)]
             for sample in self.samples:
                 scaled = sample[value] if value == 1 else sample[value] / longest
@@ -172,12 +208,23 @@ class Simulation:
             points, last = [], 0.0
             for column, values in enumerate(means):
                 last = statistics.mean(values) if values else last
-                points.append(f"{column * width / columns:.0f},{top + 10 + height * (1 - last):.0f}")
-            lines.append(f'<text x="0" y="{top}">{name}</text><rect x="0" y="{top + 10}" width="{width}" height="{height}"/>')
+                points.append(
+                    f"{column * width / columns:.0f},{top + 10 + height * (1 - last):.0f}"
+                )
+            lines.append(
+                f'<text x="0" y="{top}">{name}</text><rect x="0" y="{top + 10}" width="{width}" '
+                f'height="{height}"/>'
+            )
             lines.append(f'<polyline points="{" ".join(points)}"/>')
         style = "text{font:13px sans-serif}rect{fill:#f4f4f4}polyline{fill:none;stroke:#1f6feb}"
-        hours = f'<text x="0" y="435">0 h</text><text x="{width}" y="435" text-anchor="end">{self.now / 3600:.0f} h</text>'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 445" width="{width}"><style>{style}</style>'
+        hours = (
+            f'<text x="0" y="435">0 h</text><text x="{width}" y="435" '
+            f'text-anchor="end">{self.now / 3600:.0f} h</text>'
+        )
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 445" '
+            f'width="{width}"><style>{style}</style>'
+        )
         return f"{head}\n" + "\n".join([*lines, hours]) + "\n</svg>\n"
 
 

@@ -1,16 +1,20 @@
-"""What protection costs while nothing fails: step time with all of it on over that with all of it off, by turns in one run.
+"""What protection costs while nothing fails: step time with all of it on over that with all of it
+off, by turns in one run.
 
     python -m benchmarks steady
 
-Two ranks on the embedded cluster's nodes of one CPU, steps of about 25 ms. Protected and plain steps take turns of four seconds in
-the same processes (``benchmarks/by_turns.py``): two runs of one loop differ by more than protection costs. A ratio is that of turns
-beside each other, by the median of their steps: to plain steps, while the controller and the journal find nothing new, and
-``ratio_alone`` to plain steps while both are stopped, which counts all of Ray's that is in them as protection.
-``ratio_of_means`` is that to plain steps by their mean, in which are checkpoints and whatever else does not come with every step.
+Two ranks on the embedded cluster's nodes of one CPU, steps of about 25 ms. Protected and plain
+steps take turns of four seconds in the same processes (``benchmarks/by_turns.py``): two runs of one
+loop differ by more than protection costs. A ratio is that of turns beside each other, by the median
+of their steps: to plain steps, while the controller and the journal find nothing new, and
+``ratio_alone`` to plain steps while both are stopped, which counts all of Ray's that is in them as
+protection. ``ratio_of_means`` is that to plain steps by their mean, in which are checkpoints and
+whatever else does not come with every step.
 
-A core that others use, too (a virtual machine's, which shares it with another's), may become half as fast from one second to the
-next. Each rank times a small fixed piece of work before each step; ``quiet`` are those steps before and after which it took none of
-them longer than usual. Of these there are enough to tell what ``all`` cannot: ``standard_error`` is that of the rounds' mean ratio.
+A core that others use, too (a virtual machine's, which shares it with another's), may become half
+as fast from one second to the next. Each rank times a small fixed piece of work before each step;
+``quiet`` are those steps before and after which it took none of them longer than usual. Of these
+there are enough to tell what ``all`` cannot: ``standard_error`` is that of the rounds' mean ratio.
 """
 
 from __future__ import annotations
@@ -41,11 +45,12 @@ from storage.filesystem import open_storage
 from train_fn.node.node_dir import shared_memory_root
 
 GLOBAL_BATCH_SIZE = 360
-"""What takes 20 to 25 ms without protection, and makes an epoch of four steps that are as long as each other."""
+"""What takes 20 to 25 ms without protection, and makes an epoch of four steps that are as long as
+each other."""
 NUM_KINDS = len(set(ORDER))
 QUIET = 1.2
-"""How much longer than usual a rank's piece of work may take beside a quiet step; on a core that is shared it takes twice as
-long."""
+"""How much longer than usual a rank's piece of work may take beside a quiet step; on a core that is
+shared it takes twice as long."""
 LEAST_QUIET = 20
 """Quiet steps that a turn must have to count."""
 JOB = "steady"
@@ -70,7 +75,17 @@ def turns_of(num_turns: int, global_batch_size: int) -> list[Turn]:
         workload["env"] = {TIMES_VARIABLE: str(times)}
         run_dir = open_storage(storage).run_dir(f"run_steady{os.getpid()}")
         run_dir.write_spec(RunSpec.model_validate(workload))
-        words = ["python", "-m", "benchmarks.by_turns", "--storage", storage, "--run-id", run_dir.run_id, "--submission", "1"]
+        words = [
+            "python",
+            "-m",
+            "benchmarks.by_turns",
+            "--storage",
+            storage,
+            "--run-id",
+            run_dir.run_id,
+            "--submission",
+            "1",
+        ]
         cluster = EmbeddedCluster(Settings(home=Path(directory), nodes=2))
         try:
             url = cluster.ensure_running().dashboard_url
@@ -95,10 +110,15 @@ async def ended_job(endpoint: RayEndpoint, entrypoint: str) -> Job:
             await asyncio.sleep(POLL_S)
 
 
-def rounds_of(turns: list[Turn], steps_of: Callable[[Turn], list[float]]) -> list[dict[Kind, list[float]]]:
-    """Seconds of the steps that count, of turns of all kinds beside each other; without the first ones, whose processes are new."""
+def rounds_of(
+    turns: list[Turn], steps_of: Callable[[Turn], list[float]]
+) -> list[dict[Kind, list[float]]]:
+    """Seconds of the steps that count, of turns of all kinds beside each other; without the first
+    ones, whose processes are new."""
     found = [(turn.kind, steps_of(turn)) for turn in turns]
-    return [dict(found[first : first + NUM_KINDS]) for first in range(NUM_KINDS, len(found), NUM_KINDS)]
+    return [
+        dict(found[first : first + NUM_KINDS]) for first in range(NUM_KINDS, len(found), NUM_KINDS)
+    ]
 
 
 def settled_steps(turn: Turn) -> list[float]:
@@ -106,12 +126,18 @@ def settled_steps(turn: Turn) -> list[float]:
 
 
 def quiet_steps(turns: Sequence[Turn]) -> Callable[[Turn], list[float]]:
-    """Of a turn the settled steps during which the cores of all ranks were as fast as they usually are in ``turns``."""
+    """Of a turn the settled steps during which the cores of all ranks were as fast as they usually
+    are in ``turns``."""
     works_of_ranks = zip(*(turn.works_s for turn in turns), strict=True)
-    longest_s = [QUIET * statistics.quantiles(itertools.chain(*works_s), n=4)[0] for works_s in works_of_ranks]
+    longest_s = [
+        QUIET * statistics.quantiles(itertools.chain(*works_s), n=4)[0]
+        for works_s in works_of_ranks
+    ]
 
     def steps_of(turn: Turn) -> list[float]:
-        fast = [all(map(operator.le, works_s, longest_s)) for works_s in zip(*turn.works_s, strict=True)]
+        fast = [
+            all(map(operator.le, works_s, longest_s)) for works_s in zip(*turn.works_s, strict=True)
+        ]
         return [turn.steps_s[at] for at in range(SETTLING, BLOCK) if fast[at] and fast[at + 1]]
 
     return steps_of
@@ -126,7 +152,10 @@ def results_of(rounds: list[dict[Kind, list[float]]]) -> dict[str, Any]:
     medians, means = seconds(statistics.median), seconds(statistics.fmean)
     return {
         "rounds": len(rounds),
-        **{f"{kind}_ms": summary([1000 * found[kind] for found in medians]) for kind in ORDER[:NUM_KINDS]},
+        **{
+            f"{kind}_ms": summary([1000 * found[kind] for found in medians])
+            for kind in ORDER[:NUM_KINDS]
+        },
         "ratio": ratio_of(medians, "plain"),
         "ratio_alone": ratio_of(medians, "alone"),
         "ratio_of_means": ratio_of(means, "plain"),
@@ -137,16 +166,33 @@ def ratio_of(rounds: list[dict[Kind, float]], other: Kind) -> dict[str, Any]:
     """Protected steps' times over those of another kind."""
     ratios = [found["protected"] / found[other] for found in rounds]
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return {**summary(ratios), "mean": round(statistics.fmean(ratios), 4), "standard_error": round(error, 4)}
+    return {
+        **summary(ratios),
+        "mean": round(statistics.fmean(ratios), 4),
+        "standard_error": round(error, 4),
+    }
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=40, help="turns of each kind; more than two")
-    parser.add_argument("--batch", type=int, default=GLOBAL_BATCH_SIZE, help="global batch size: what a step's length depends on")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=GLOBAL_BATCH_SIZE,
+        help="global batch size: what a step's length depends on",
+    )
     options = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the cluster, whose ranks take these turns
+    # of the cluster, whose ranks take these turns
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     turns = turns_of(options.rounds * NUM_KINDS, options.batch)
-    quiet = [each for each in rounds_of(turns, quiet_steps(turns)) if min(map(len, each.values())) >= LEAST_QUIET]
-    results = {"all": results_of(rounds_of(turns, settled_steps)), "quiet": results_of(quiet) if len(quiet) > 1 else None}
+    quiet = [
+        each
+        for each in rounds_of(turns, quiet_steps(turns))
+        if min(map(len, each.values())) >= LEAST_QUIET
+    ]
+    results = {
+        "all": results_of(rounds_of(turns, settled_steps)),
+        "quiet": results_of(quiet) if len(quiet) > 1 else None,
+    }
     write("steady", results)

@@ -12,8 +12,8 @@ Point = tuple[int, float]
 def attempts_of(run: RunHandle) -> dict[Point, int]:
     """Every step done, with the attempt that did it.
 
-    What an attempt reports of the time before its own start are steps of the one before it, told again in case they were never
-    heard of: by the clock of the rank whose state it goes on from.
+    What an attempt reports of the time before its own start are steps of the one before it, told
+    again in case they were never heard of: by the clock of the rank whose state it goes on from.
     """
     found: dict[Point, int] = {}
     first: dict[int, int] = {}
@@ -29,14 +29,18 @@ def attempts_of(run: RunHandle) -> dict[Point, int]:
 
 
 def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
-    """(attempt, point) of every step done after a time, and of the last before it, in the order of their time."""
-    found = sorted(((number, point) for point, number in attempts_of(run).items()), key=lambda item: item[1][1])
+    """(attempt, point) of every step done after a time, and of the last before it, in the order of
+    their time."""
+    found = sorted(
+        ((number, point) for point, number in attempts_of(run).items()), key=lambda item: item[1][1]
+    )
     earlier = [item for item in found if item[1][1] <= after]
     return earlier[-1:] + [item for item in found if item[1][1] > after]
 
 
 def around(run: RunHandle, attempt: int, began: float, timeout_s: float) -> tuple[Point, Point]:
-    """Wait for the first step of an attempt after ``attempt``, done after ``began``; the last step before that one, and it."""
+    """Wait for the first step of an attempt after ``attempt``, done after ``began``; the last step
+    before that one, and it."""
 
     def found() -> tuple[Point, Point] | None:
         seen = points(run, began)

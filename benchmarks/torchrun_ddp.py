@@ -1,9 +1,11 @@
-"""Plain DDP training as the public tutorials write it, for torchrun: DataLoader, DistributedSampler, a checkpoint every 50 steps.
+"""Plain DDP training as the public tutorials write it, for torchrun: DataLoader,
+DistributedSampler, a checkpoint every 50 steps.
 
     torchrun --nproc-per-node 2 -m benchmarks.torchrun_ddp --data digits --epochs 5 --out steps.jsonl
 
-Rank 0 writes one JSON line a step: {"step", "at" (unix seconds), "loss" (its own share's mean)}. Only the model, the raw images
-and their augmentation come from train_fn, so that both sides train the same thing; everything else is written out here.
+Rank 0 writes one JSON line a step: {"step", "at" (unix seconds), "loss" (its own share's mean)}.
+Only the model, the raw images and their augmentation come from train_fn, so that both sides train
+the same thing; everything else is written out here.
 """
 
 from __future__ import annotations
@@ -60,13 +62,19 @@ def main() -> None:
                 step += 1
                 out.write(json.dumps({"step": step, "at": time.time(), "loss": loss.item()}) + "\n")
                 if step % workload["checkpoint"]["every_steps"] == 0 and rank == 0:
-                    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                    state = {
+                        "model": model.module.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step,
+                    }
                     torch.save(state, options.checkpoint_dir / "checkpoint.pt")
                 if step == options.steps:
                     break
             epoch += 1
     dist.barrier()
-    os._exit(0)  # Gloo's tear-down at the end of the interpreter aborts now and then, and torchrun would take that for a failure.
+    # Gloo's tear-down at the end of the interpreter aborts now and then, and torchrun would take
+    # that for a failure.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from train_fn.models.image_models import build_image_model
 
 
 def _workload(data: str) -> dict[str, Any]:
-    """MiniResNet on one data set, two ranks of 64 samples, without augmentation, which the plain scripts do not have."""
+    """MiniResNet on one data set, two ranks of 64 samples, without augmentation, which the plain
+    scripts do not have."""
     return {
         "name": f"bench-{data.replace('_', '-')}",
         "task": {
@@ -27,23 +28,40 @@ def _workload(data: str) -> dict[str, Any]:
             "data": {"name": data, "args": {"augment": False}},
         },
         "optimizer": {"name": "adamw", "lr": 3e-3},
-        "train": {"epochs": 1000, "global_batch_size": 128, "micro_batch_size": 64, "eval_every_epochs": 1000},
+        "train": {
+            "epochs": 1000,
+            "global_batch_size": 128,
+            "micro_batch_size": 64,
+            "eval_every_epochs": 1000,
+        },
         "scaling": {"min_workers": 2, "max_workers": 2},
         "checkpoint": {"every_steps": 50},
     }
 
 
 def _gpt() -> dict[str, Any]:
-    """The small GPT, byte by byte over text that every Debian has, two ranks of 8 sequences of 128 tokens."""
+    """The small GPT, byte by byte over text that every Debian has, two ranks of 8 sequences of 128
+    tokens."""
     return {
         "name": "bench-gpt",
         "task": {
             "name": "language_modeling",
-            "model": {"name": "gpt", "args": {"num_layers": 4, "num_heads": 4, "width": 128, "context_length": 128}},
-            "data": {"name": "text_files", "args": {"path": "/usr/share/common-licenses", "pattern": "*", "val_fraction": 0.0}},
+            "model": {
+                "name": "gpt",
+                "args": {"num_layers": 4, "num_heads": 4, "width": 128, "context_length": 128},
+            },
+            "data": {
+                "name": "text_files",
+                "args": {"path": "/usr/share/common-licenses", "pattern": "*", "val_fraction": 0.0},
+            },
         },
         "optimizer": {"name": "adamw", "lr": 2e-3},
-        "train": {"epochs": 1000, "global_batch_size": 16, "micro_batch_size": 8, "eval_every_epochs": 1000},
+        "train": {
+            "epochs": 1000,
+            "global_batch_size": 16,
+            "micro_batch_size": 8,
+            "eval_every_epochs": 1000,
+        },
         "scaling": {"min_workers": 2, "max_workers": 2},
         "checkpoint": {"every_steps": 50},
     }
@@ -53,18 +71,28 @@ WORKLOADS = {**{data: _workload(data) for data in ("digits", "fashion_mnist")}, 
 
 
 def build_model(workload: dict[str, Any]) -> nn.Module:
-    """The model itself, in the layout that torch gives it: what the loop does beyond that is its own."""
+    """The model itself, in the layout that torch gives it: what the loop does beyond that is its
+    own."""
     task = parse_spec(workload).task
     if isinstance(task, LanguageModelingSpec):
-        return Gpt(task.model.args, load_text_files(task.data.args, task.model.args.context_length).vocabulary)
+        return Gpt(
+            task.model.args,
+            load_text_files(task.data.args, task.model.args.context_length).vocabulary,
+        )
     data = build_image_data(task.data)
-    return build_image_model(task.model, in_channels=data.channels, num_classes=data.num_classes, image_size=data.image_size)
+    return build_image_model(
+        task.model,
+        in_channels=data.channels,
+        num_classes=data.num_classes,
+        image_size=data.image_size,
+    )
 
 
 def build_train_set(workload: dict[str, Any]) -> TensorDataset:
     """Inputs and targets as two tensors, as a tutorial would hold them.
 
-    Normalised float32 images [n, c, h, w] and int64 labels [n]; or int64 tokens [n, length] and those that follow [n, length].
+    Normalised float32 images [n, c, h, w] and int64 labels [n]; or int64 tokens [n, length] and
+    those that follow [n, length].
     """
     task = parse_spec(workload).task
     if isinstance(task, LanguageModelingSpec):

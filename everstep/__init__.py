@@ -1,4 +1,5 @@
-"""Everstep: fault-tolerant distributed PyTorch training. Submit a run, wait for it, fetch its checkpoint:
+"""Everstep: fault-tolerant distributed PyTorch training. Submit a run, wait for it, fetch its
+checkpoint:
 
 >>> from everstep import Client                                   # doctest: +SKIP
 >>> run = Client().runs.create({"name": "digits", "task": ...})   # doctest: +SKIP

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FieldError:
-    """One fault of a request: ``loc`` is the path of keys and indices, ``msg`` says what is wrong and the way out."""
+    """One fault of a request: ``loc`` is the path of keys and indices, ``msg`` says what is wrong
+    and the way out."""
 
     loc: tuple[str | int, ...]
     msg: str
@@ -52,7 +53,9 @@ class EverstepError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
-def _rebuild(cls: type[EverstepError], args: tuple[Any, ...], state: dict[str, Any]) -> EverstepError:
+def _rebuild(
+    cls: type[EverstepError], args: tuple[Any, ...], state: dict[str, Any]
+) -> EverstepError:
     """Unpickle without calling subclasses' constructors, whose arguments differ."""
     error = cls.__new__(cls)
     Exception.__init__(error, *args)
@@ -105,7 +108,8 @@ class UsageError(EverstepError):
 
 
 class RunFailed(EverstepError):
-    """A run ended FAILED or CANCELLED; ``failure`` is its last recorded failure, where there is one."""
+    """A run ended FAILED or CANCELLED; ``failure`` is its last recorded failure, where there is
+    one."""
 
     code = "run_failed"
 
@@ -139,7 +143,8 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
         "storage_unavailable": (503, Unavailable),
     }
 )
-"""The one table of a problem's ``code``: the status that it is answered with, and the error that the SDK raises for it."""
+"""The one table of a problem's ``code``: the status that it is answered with, and the error that
+the SDK raises for it."""
 
 ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
     {
@@ -154,10 +159,13 @@ ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
         504: Unavailable,
     }
 )
-"""Which error an answer becomes whose code is not in the table: a newer service's, or one that a proxy gave."""
+"""Which error an answer becomes whose code is not in the table: a newer service's, or one that a
+proxy gave."""
 
 
-def error_from_answer(status: int, code: str | None, message: str, errors: Iterable[FieldError] = ()) -> EverstepError:
+def error_from_answer(
+    status: int, code: str | None, message: str, errors: Iterable[FieldError] = ()
+) -> EverstepError:
     """The error that an answer of the service means, by its code, else by its status."""
     _, kind = CODES.get(code or "", (status, ERROR_BY_STATUS.get(status, ServiceError)))
     if issubclass(kind, InvalidSpec):

@@ -1,8 +1,10 @@
-"""Ten runs over learning rates and widths, and the best of them. Start the service first: everstep serve
+"""Ten runs over learning rates and widths, and the best of them. Start the service first: everstep
+serve
 
 python examples/sweep.py          submits what is missing, waits, prints a table and the best run
 
-Started again, also after it was interrupted, it finds its runs by their idempotency keys and goes on waiting.
+Started again, also after it was interrupted, it finds its runs by their idempotency keys and goes
+on waiting.
 """
 
 import itertools
@@ -35,14 +37,19 @@ def spec_of(lr: float, width: int) -> dict[str, object]:
 
 def main() -> None:
     with Client() as client:
-        # The service starts as many at a time as the cluster has room for; the rest wait in its queue.
-        runs = [client.runs.create(spec_of(lr, width), idempotency_key=f"{SWEEP}-{lr:g}-{width}") for lr, width in GRID]
+        # The service starts as many at a time as the cluster has room for; the rest wait in its
+        # queue.
+        runs = [
+            client.runs.create(spec_of(lr, width), idempotency_key=f"{SWEEP}-{lr:g}-{width}")
+            for lr, width in GRID
+        ]
         scores = {}
         for run in runs:
             try:
                 run.wait()
             except RunFailed as exc:
-                print(f"{run.name}: {exc}", file=sys.stderr)  # one failed run does not end the sweep
+                # one failed run does not end the sweep
+                print(f"{run.name}: {exc}", file=sys.stderr)
                 continue
             best = run.run.best
             scores[run.id] = best.value if best is not None else float("-inf")
@@ -51,7 +58,10 @@ def main() -> None:
             sys.exit("every run failed; `everstep why RUN_ID` tells what happened")
         winner = max(runs, key=lambda run: scores.get(run.id, float("-inf")))
         directory = winner.download_checkpoint("best", Path("out") / SWEEP)
-        print(f"best: {winner.name} with {METRIC} {scores[winner.id]:.4f}; its weights are in {directory}")
+        print(
+            f"best: {winner.name} with {METRIC} {scores[winner.id]:.4f}; its weights are in "
+            f"{directory}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Draw docs/images/house.svg: the rooms of each house and which imports which, read from the code.
 
-`python scripts/draw_house.py` writes the picture. With `--check` it compares instead, and fails where the picture is out of date.
-Rooms are packages and modules directly below a house. A room stands below every room that it imports nothing from and that imports
-it. An arrow that follows from others (A to B to C stands for A to C) is left out.
+`python scripts/draw_house.py` writes the picture. With `--check` it compares instead, and fails
+where the picture is out of date. Rooms are packages and modules directly below a house. A room
+stands below every room that it imports nothing from and that imports it. An arrow that follows from
+others (A to B to C stands for A to C) is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "house.svg"
 FACTORIES = {("filesystem", "run_dir"), ("run_dir", "checkpoints")}
-"""Imports within a method that makes something of a room above: `Storage.run_dir()`, and `RunDir.checkpoints`."""
+"""Imports within a method that makes something of a room above: `Storage.run_dir()`, and
+`RunDir.checkpoints`."""
 COLUMNS = (("service", "storage"), ("train_fn", "everstep"))
 ROOM_HEIGHT, ROW_GAP, ROOM_GAP, MARGIN, LETTER = 26, 34, 12, 20, 7.2
 HOUSE_WIDTH = 580
@@ -42,7 +44,8 @@ class Place(NamedTuple):
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Yield the full names that a file imports, now or in a function; not those for type checkers."""
+    """Yield the full names that a file imports, now or in a function; not those for type
+    checkers."""
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
@@ -71,7 +74,8 @@ def rooms_of(house: str) -> Edges:
 
 
 def circle_in(edges: Edges) -> list[str]:
-    """Return the rooms that a circle of imports keeps from being put in order, empty where there is none."""
+    """Return the rooms that a circle of imports keeps from being put in order, empty where there is
+    none."""
     try:
         graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as exc:
@@ -102,7 +106,10 @@ def reduced(edges: Edges) -> Edges:
     def follows(target: str, targets: set[str]) -> bool:
         return any(target in reachable(other) for other in targets - {target})
 
-    return {room: {target for target in targets if not follows(target, targets)} for room, targets in edges.items()}
+    return {
+        room: {target for target in targets if not follows(target, targets)}
+        for room, targets in edges.items()
+    }
 
 
 def places_of(edges: Edges, left: float, top: float) -> tuple[dict[str, Place], float]:
@@ -131,7 +138,11 @@ def draw_house(house: str, left: float, top: float) -> tuple[list[str], float]:
     places, end = places_of(edges, left, top + 40)
     end += MARGIN
     drawn = [
-        f'<rect class="house" x="{left}" y="{top}" width="{HOUSE_WIDTH}" height="{end - top:g}" rx="8"/>',
+        (
+            f'<rect class="house" x="{left}" y="{top}" width="{HOUSE_WIDTH}" '
+            f'height="{end - top:g}" '
+            'rx="8"/>'
+        ),
         f'<text class="name" x="{left + 16}" y="{top + 24}">{house}/</text>',
     ]
     for room, targets in sorted(reduced(edges).items()):
@@ -143,7 +154,8 @@ def draw_house(house: str, left: float, top: float) -> tuple[list[str], float]:
     for room, place in sorted(places.items()):
         kind = "room" if room in packages else "file"
         drawn.append(
-            f'<rect class="{kind}" x="{place.x:g}" y="{place.y:g}" width="{place.width:g}" height="{ROOM_HEIGHT}" rx="4"/>'
+            f'<rect class="{kind}" x="{place.x:g}" y="{place.y:g}" width="{place.width:g}" '
+            f'height="{ROOM_HEIGHT}" rx="4"/>'
         )
         drawn.append(f'<text x="{place.x + 9:g}" y="{place.y + 17:g}">{room}</text>')
     return drawn, end
@@ -183,7 +195,10 @@ def main() -> None:
     if "--check" not in sys.argv:
         PICTURE.write_text(drawn)
     elif not PICTURE.exists() or PICTURE.read_text() != drawn:
-        raise SystemExit(f"{PICTURE.relative_to(ROOT)} is not what the imports say; run `python scripts/draw_house.py`")
+        raise SystemExit(
+            f"{PICTURE.relative_to(ROOT)} is not what the imports say; run `python "
+            "scripts/draw_house.py`"
+        )
 
 
 if __name__ == "__main__":

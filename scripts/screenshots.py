@@ -1,7 +1,9 @@
-"""Make the screenshots of the README: ``python -m scripts.screenshots [DIRECTORY]`` (default ``docs/images``).
+"""Make the screenshots of the README: ``python -m scripts.screenshots [DIRECTORY]`` (default
+``docs/images``).
 
-Needs Chromium and the ``dev`` extra. The service is real, the history told by tests/browser/story.py, so that the pictures are
-the same each time; ``--all`` takes every page in both themes.
+Needs Chromium and the ``dev`` extra. The service is real, the history told by
+tests/browser/story.py, so that the pictures are the same each time; ``--all`` takes every page in
+both themes.
 """
 
 from __future__ import annotations
@@ -47,9 +49,13 @@ async def take(directory: Path, *, every: bool) -> None:
     with tempfile.TemporaryDirectory() as home:
         async with ApiService(Path(home)) as api, async_playwright() as playwright:
             story = await tell(api)
-            browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+            browser = await playwright.chromium.launch(
+                executable_path=chromium_path(), args=["--no-sandbox"]
+            )
             for theme in ("light", "dark"):
-                context = await browser.new_context(base_url=api.url, viewport={"width": 1280, "height": 800}, color_scheme=theme)
+                context = await browser.new_context(
+                    base_url=api.url, viewport={"width": 1280, "height": 800}, color_scheme=theme
+                )
                 await context.add_cookies([await session_cookie(api.url, story_token(api))])
                 page = await context.new_page()
                 for name, address in pages(story).items():
@@ -71,7 +77,10 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every page, light and dark")
     args = parser.parse_args()
     if chromium_path() is None:
-        parser.error("no Chromium was found; install it (apt-get install chromium) or name it with EVERSTEP_CHROMIUM")
+        parser.error(
+            "no Chromium was found; install it (apt-get install chromium) or name it with "
+            "EVERSTEP_CHROMIUM"
+        )
     args.directory.mkdir(parents=True, exist_ok=True)
     asyncio.run(take(args.directory, every=args.all))
 

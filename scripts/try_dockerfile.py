@@ -1,8 +1,10 @@
-"""Execute a Dockerfile's instructions without a container engine: each RUN in a Debian root made by debootstrap, stage by stage.
+"""Execute a Dockerfile's instructions without a container engine: each RUN in a Debian root made by
+debootstrap, stage by stage.
 
-``python -m scripts.try_dockerfile --target cpu`` needs root. Debian's own Python stands in for the base image's. At the end the
-programs of the image are asked for their versions as its user. ``--bind PATH`` shows a path of this machine to the instructions,
-for example a package index; ``--build-arg NAME=VALUE`` is as for ``docker build``.
+``python -m scripts.try_dockerfile --target cpu`` needs root. Debian's own Python stands in for the
+base image's. At the end the programs of the image are asked for their versions as its user.
+``--bind PATH`` shows a path of this machine to the instructions, for example a package index;
+``--build-arg NAME=VALUE`` is as for ``docker build``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ CHECKS = (
     "ray --version",
     "python -c 'import train_fn.loop.attempt, service.process.serve, storage.make_bucket, torch; "
     'print("torch", torch.__version__)\'',
-    "touch /var/lib/everstep/storage/x /var/lib/everstep/home/x /var/lib/everstep/gcs/x && ! touch /opt/everstep/x 2>/dev/null",
+    (
+        "touch /var/lib/everstep/storage/x /var/lib/everstep/home/x /var/lib/everstep/gcs/x && ! "
+        "touch /opt/everstep/x 2>/dev/null"
+    ),
 )
 
 
@@ -41,7 +46,8 @@ class Stage:
 
 
 def read_stages(text: str, arguments: dict[str, str]) -> dict[str, Stage]:
-    """The stages by name; ARG values are filled in, of ``arguments`` first. Raises ValueError for what is not known here."""
+    """The stages by name; ARG values are filled in, of ``arguments`` first. Raises ValueError for
+    what is not known here."""
     values, stages = dict(arguments), dict[str, Stage]()
     stage: Stage | None = None
     joined = re.sub(r"\\\n\s*", " ", text)
@@ -61,7 +67,9 @@ def read_stages(text: str, arguments: dict[str, str]) -> dict[str, Stage]:
         elif stage is not None and word in ("RUN", "COPY", "ENV", "WORKDIR", "USER"):
             stage.instructions.append((word, rest))
         else:
-            raise ValueError(f"{line!r}: only FROM, ARG, RUN, COPY, ENV, WORKDIR and USER are known here")
+            raise ValueError(
+                f"{line!r}: only FROM, ARG, RUN, COPY, ENV, WORKDIR and USER are known here"
+            )
     return stages
 
 
@@ -82,17 +90,25 @@ class Build:
         root = self._place / "base"
         if not (root / "usr/local/bin/python").is_symlink():
             shutil.rmtree(root, ignore_errors=True)
-            subprocess.run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", root], check=True)
+            subprocess.run(
+                ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", root],
+                check=True,
+            )
             (root / "usr/local/bin/python").symlink_to("/usr/bin/python3")
         return root
 
     def build(self, name: str) -> Path:
-        """The mounted root of a stage after its instructions. Raises CalledProcessError where one fails."""
+        """The mounted root of a stage after its instructions. Raises CalledProcessError where one
+        fails."""
         if name in self._roots:
             return self._roots[name]
         stage = self._stages[name]
         below = self.build(stage.base) if stage.base in self._stages else self.base()
-        env = dict(self._env.get(stage.base, {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"}))
+        env = dict(
+            self._env.get(
+                stage.base, {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"}
+            )
+        )
         root = self._layer(name, below)
         directory, user = self._state.get(stage.base, ("/", "root"))
         for word, rest in stage.instructions:
@@ -123,7 +139,9 @@ class Build:
         """One command inside. Raises CalledProcessError."""
         pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         subprocess.run(
-            ["chroot", f"--userspec={user}", root, "sh", "-c", f"cd {directory} && {command}"], env={**pip, **env}, check=True
+            ["chroot", f"--userspec={user}", root, "sh", "-c", f"cd {directory} && {command}"],
+            env={**pip, **env},
+            check=True,
         )
 
     def _layer(self, name: str, below: Path) -> Path:
@@ -155,37 +173,69 @@ class Build:
         for source in sources:
             path = source_root / source.lstrip("/")
             if path.is_dir():
-                shutil.copytree(path, into, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    path,
+                    into,
+                    symlinks=True,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                )
             else:
                 shutil.copy2(path, into / path.name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--bind", action="append", default=[], metavar="PATH")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--keep-base", type=Path, metavar="DIR", help="where the Debian root is kept for the next time")
+    parser.add_argument(
+        "--keep-base",
+        type=Path,
+        metavar="DIR",
+        help="where the Debian root is kept for the next time",
+    )
     arguments = parser.parse_args(argv)
     if os.environ.get("EVERSTEP_OWN_MOUNTS") != "1":
-        command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "scripts.try_dockerfile", *sys.argv[1:]]
-        return subprocess.run(command, env={**os.environ, "EVERSTEP_OWN_MOUNTS": "1"}, cwd=REPOSITORY, check=False).returncode
-    with tempfile.TemporaryDirectory(prefix="everstep-image-", ignore_cleanup_errors=True) as temporary:
+        command = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            sys.executable,
+            "-m",
+            "scripts.try_dockerfile",
+            *sys.argv[1:],
+        ]
+        return subprocess.run(
+            command, env={**os.environ, "EVERSTEP_OWN_MOUNTS": "1"}, cwd=REPOSITORY, check=False
+        ).returncode
+    with tempfile.TemporaryDirectory(
+        prefix="everstep-image-", ignore_cleanup_errors=True
+    ) as temporary:
         place = arguments.keep_base or Path(temporary)
         shutil.rmtree(place / "stages", ignore_errors=True)
         place.mkdir(parents=True, exist_ok=True)
         given = dict(pair.split("=", 1) for pair in arguments.build_arg)
-        build = Build(place, read_stages((REPOSITORY / "Dockerfile").read_text(), given), arguments.bind)
+        build = Build(
+            place, read_stages((REPOSITORY / "Dockerfile").read_text(), given), arguments.bind
+        )
         try:
             root = build.build(arguments.target)
             for check in CHECKS:
                 print(f"==> {check}", flush=True)
-                build.run(root, check, build.environment(arguments.target), "/home/everstep", "everstep")
+                build.run(
+                    root, check, build.environment(arguments.target), "/home/everstep", "everstep"
+                )
         except subprocess.CalledProcessError as exc:
             print(f"failed: {exc}", file=sys.stderr)
             return 1
         finally:
-            subprocess.run(f"umount --recursive --lazy {place}/stages/*/root", shell=True, check=False)
+            subprocess.run(
+                f"umount --recursive --lazy {place}/stages/*/root", shell=True, check=False
+            )
             shutil.rmtree(place / "stages", ignore_errors=True)
     print("the image's instructions all work")
     return 0

@@ -1,8 +1,10 @@
-"""``python -m service.backup create|restore DIRECTORY``: one directory that holds a service's database and storage.
+"""``python -m service.backup create|restore DIRECTORY``: one directory that holds a service's
+database and storage.
 
-The database is copied first and the storage afterwards, while the service runs and runs train: rows then never speak of more than
-the journals hold, and what the journals hold beyond the rows is read again after a restore. Checkpoints are never overwritten, so
-that a row may only name one that retention took away in between, which its run's journal tells, too.
+The database is copied first and the storage afterwards, while the service runs and runs train: rows
+then never speak of more than the journals hold, and what the journals hold beyond the rows is read
+again after a restore. Checkpoints are never overwritten, so that a row may only name one that
+retention took away in between, which its run's journal tells, too.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Summary:
     """The first of them, each with the reason."""
 
 
-def create(settings: Settings, directory: Path, *, with_storage: bool = True, follow: Collection[str] = ()) -> Summary:
+def create(
+    settings: Settings, directory: Path, *, with_storage: bool = True, follow: Collection[str] = ()
+) -> Summary:
     """Copy database and storage of a service, which may run meanwhile, to a new directory.
 
     The directory appears under its name once the copy is whole. ``follow``: as for ``copy_tree``.
@@ -74,7 +78,8 @@ def create(settings: Settings, directory: Path, *, with_storage: bool = True, fo
     storage = open_storage(settings.storage_uri)
     if with_storage and not storage.is_local:
         raise BackupError(
-            f"the storage {storage.uri} is an object store: turn on its bucket's versioning or replication, and copy the database "
+            f"the storage {storage.uri} is an object store: turn on its bucket's versioning or "
+            "replication, and copy the database "
             "with --database-only"
         )
     url = checked_url(settings.database_url)
@@ -98,11 +103,16 @@ def create(settings: Settings, directory: Path, *, with_storage: bool = True, fo
     for path in (draft / name, draft / MANIFEST, draft):
         sync(path)
     draft.rename(directory)
-    return replace(_summary(settings, storage, directory), num_skipped=skipped.num, skipped=tuple(skipped.first))
+    return replace(
+        _summary(settings, storage, directory),
+        num_skipped=skipped.num,
+        skipped=tuple(skipped.first),
+    )
 
 
 def restore(settings: Settings, directory: Path) -> Summary:
-    """Put a copy where ``settings`` say that database and storage lie; both must be empty, and no service may run there.
+    """Put a copy where ``settings`` say that database and storage lie; both must be empty, and no
+    service may run there.
 
     Raises BackupError, HomeError, StorageError, DatabaseError.
     """
@@ -115,7 +125,8 @@ def restore(settings: Settings, directory: Path) -> Summary:
         if manifest["with_storage"]:
             if not storage.is_local:
                 raise BackupError(
-                    f"the copy's storage is a directory, and {storage.uri} is not; upload it, then restore with its URI"
+                    f"the copy's storage is a directory, and {storage.uri} is not; upload it, "
+                    "then restore with its URI"
                 )
             _refuse_filled(Path(storage.uri))
             copy_tree(directory / _STORAGE, Path(storage.uri))
@@ -124,7 +135,8 @@ def restore(settings: Settings, directory: Path) -> Summary:
         try:
             database.migrate()  # a copy that an older Everstep made
             if manifest["with_storage"]:
-                # The database was copied first: the storage's copy may hold submissions that were begun in between.
+                # The database was copied first: the storage's copy may hold submissions that were
+                # begun in between.
                 runs = RunStore(database)
                 adopt_storage(storage, runs, StorageGate(storage, runs.storage))
         finally:
@@ -136,26 +148,44 @@ def _copy_database(url: URL, directory: Path) -> str:
     """The file's name."""
     if url.get_backend_name() == "sqlite":
         if not url.database or not Path(url.database).is_file():
-            raise BackupError(f"there is no database {url.database}; EVERSTEP_HOME or --database names it")
+            raise BackupError(
+                f"there is no database {url.database}; EVERSTEP_HOME or --database names it"
+            )
         _copy_sqlite(Path(url.database), directory / _SQLITE_FILE)
         return _SQLITE_FILE
-    _run_postgresql(["pg_dump", "--format=custom", "--no-owner", f"--file={directory / _POSTGRESQL_FILE}"], url)
+    _run_postgresql(
+        ["pg_dump", "--format=custom", "--no-owner", f"--file={directory / _POSTGRESQL_FILE}"], url
+    )
     return _POSTGRESQL_FILE
 
 
 def _put_database(url: URL, source: Path) -> None:
     if url.get_backend_name() == "sqlite":
         if source.name != _SQLITE_FILE:
-            raise BackupError("the copy is of a PostgreSQL database; give --database postgresql+psycopg://…")
+            raise BackupError(
+                "the copy is of a PostgreSQL database; give --database postgresql+psycopg://…"
+            )
         target = Path(str(url.database))
         if target.exists():
-            raise BackupError(f"{target} exists; move it away first, with everything beside it that begins with its name")
+            raise BackupError(
+                f"{target} exists; move it away first, with everything beside it that begins with "
+                "its name"
+            )
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _copy_sqlite(source, target)
         return
     if source.name != _POSTGRESQL_FILE:
-        raise BackupError("the copy is of a SQLite database; leave --database away, or give sqlite:///…")
-    command = ["pg_restore", "--no-owner", "--exit-on-error", "--single-transaction", f"--dbname={url.database}", str(source)]
+        raise BackupError(
+            "the copy is of a SQLite database; leave --database away, or give sqlite:///…"
+        )
+    command = [
+        "pg_restore",
+        "--no-owner",
+        "--exit-on-error",
+        "--single-transaction",
+        f"--dbname={url.database}",
+        str(source),
+    ]
     _run_postgresql(command, url)
 
 
@@ -183,20 +213,43 @@ def _copy_sqlite(source: Path, target: Path) -> None:
 
 
 def _run_postgresql(command: Sequence[str], url: URL) -> None:
-    """One of PostgreSQL's own programs. It learns of the server by its environment, which no list of processes shows."""
-    given = {"PGHOST": url.host, "PGPORT": url.port, "PGUSER": url.username, "PGPASSWORD": url.password, "PGDATABASE": url.database}
-    environ = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
+    """One of PostgreSQL's own programs. It learns of the server by its environment, which no list
+    of processes shows."""
+    given = {
+        "PGHOST": url.host,
+        "PGPORT": url.port,
+        "PGUSER": url.username,
+        "PGPASSWORD": url.password,
+        "PGDATABASE": url.database,
+    }
+    environ = {
+        **os.environ,
+        **{name: str(value) for name, value in given.items() if value is not None},
+    }
     try:
-        ended = subprocess.run(list(command), env=environ, capture_output=True, text=True, timeout=_PROGRAM_S, check=False)
+        ended = subprocess.run(
+            list(command),
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_PROGRAM_S,
+            check=False,
+        )
     except FileNotFoundError as exc:
-        raise BackupError(f"{command[0]} is not installed here; install PostgreSQL's client programs") from exc
+        raise BackupError(
+            f"{command[0]} is not installed here; install PostgreSQL's client programs"
+        ) from exc
     if ended.returncode != 0:
-        raise BackupError(f"{command[0]} ended with {ended.returncode}: {ended.stderr.strip()[-500:]}")
+        raise BackupError(
+            f"{command[0]} ended with {ended.returncode}: {ended.stderr.strip()[-500:]}"
+        )
 
 
 def _refuse_filled(root: Path) -> None:
     if root.exists() and any(root.iterdir()):
-        raise BackupError(f"the storage {root} is not empty; move it away first, or give another --storage")
+        raise BackupError(
+            f"the storage {root} is not empty; move it away first, or give another --storage"
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -214,7 +267,8 @@ def _manifest(directory: Path) -> dict[str, Any]:
         raise BackupError(f"{directory} is no copy: {MANIFEST} is missing or unreadable") from exc
     if manifest.get("format") != FORMAT:
         raise BackupError(
-            f"{directory} has format {manifest.get('format')}, and this Everstep reads {FORMAT}; use the one that made it"
+            f"{directory} has format {manifest.get('format')}, and this Everstep reads {FORMAT}; "
+            "use the one that made it"
         )
     return manifest
 
@@ -228,7 +282,10 @@ def _summary(settings: Settings, storage: Storage, directory: Path) -> Summary:
     finally:
         database.close()
     copied = open_storage(str(directory / _STORAGE)) if (directory / _STORAGE).is_dir() else storage
-    paths = [(f"{each.run_id}/{each.name}", f"runs/{each.run_id}/checkpoints/{each.name}/manifest.json") for each in kept]
+    paths = [
+        (f"{each.run_id}/{each.name}", f"runs/{each.run_id}/checkpoints/{each.name}/manifest.json")
+        for each in kept
+    ]
     missing = tuple(name for name, path in paths if not copied.files.exists(path))
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Summary(directory, num_runs, len(kept), missing, size)
@@ -237,33 +294,60 @@ def _summary(settings: Settings, storage: Storage, directory: Path) -> Summary:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 not."""
     parser = argparse.ArgumentParser(
-        prog="everstep backup|restore", description="Copy a service's database and storage, and put them back."
+        prog="everstep backup|restore",
+        description="Copy a service's database and storage, and put them back.",
     )
     parser.add_argument("what", choices=("create", "restore"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--database", default="", metavar="URL")
     parser.add_argument("--storage", default="", metavar="URI")
-    parser.add_argument("--database-only", action="store_true", help="create: leave the storage out")
     parser.add_argument(
-        "--follow", action="append", default=[], metavar="NAME", help="create: a directory of the storage that is your own link"
+        "--database-only", action="store_true", help="create: leave the storage out"
+    )
+    parser.add_argument(
+        "--follow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="create: a directory of the storage that is your own link",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of words")
     given = parser.parse_args(argv)
     try:
-        settings = Settings(home=home_directory(), database_url=given.database or database_url(), storage_uri=given.storage)
+        settings = Settings(
+            home=home_directory(),
+            database_url=given.database or database_url(),
+            storage_uri=given.storage,
+        )
         directory = given.directory.absolute()
         if given.what == "create":
-            done = create(settings, directory, with_storage=not given.database_only, follow=given.follow)
+            done = create(
+                settings, directory, with_storage=not given.database_only, follow=given.follow
+            )
         else:
             done = restore(settings, directory)
-    except (BackupError, LinkedRoot, SettingsError, HomeError, StorageError, DatabaseError, OSError) as exc:
+    except (
+        BackupError,
+        LinkedRoot,
+        SettingsError,
+        HomeError,
+        StorageError,
+        DatabaseError,
+        OSError,
+    ) as exc:
         words = f"everstep {'backup' if given.what == 'create' else 'restore'}: {exc}"
-        print(json.dumps({"error": {"message": str(exc)}}) if given.json else printable_lines(words), file=sys.stderr)
+        print(
+            json.dumps({"error": {"message": str(exc)}}) if given.json else printable_lines(words),
+            file=sys.stderr,
+        )
         return 1
     if given.json:
         print(json.dumps({**asdict(done), "directory": str(done.directory)}))
         return 0
-    print(f"{done.directory}: {done.num_runs} runs, {done.num_checkpoints} checkpoints, {done.size_bytes / 1e6:.1f} MB")
+    print(
+        f"{done.directory}: {done.num_runs} runs, {done.num_checkpoints} checkpoints, "
+        f"{done.size_bytes / 1e6:.1f} MB"
+    )
     for name in done.missing:
         print(f"  not there: {printable(name)}, which retention took away meanwhile")
     if done.num_skipped:

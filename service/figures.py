@@ -1,4 +1,5 @@
-"""What this service saw happen to runs, counted for Prometheus: it begins at zero with every process, as counters may."""
+"""What this service saw happen to runs, counted for Prometheus: it begins at zero with every
+process, as counters may."""
 
 from __future__ import annotations
 
@@ -40,9 +41,14 @@ class RunFigures:
             buckets=_QUEUE_S,
             registry=registry,
         )
-        self.failures = Counter("everstep_failures", "Failures of attempts.", ("project", "verdict"), registry=registry)
+        self.failures = Counter(
+            "everstep_failures", "Failures of attempts.", ("project", "verdict"), registry=registry
+        )
         self.restarts = Counter(
-            "everstep_restarts", "Failures after which the run went on.", ("project", "verdict"), registry=registry
+            "everstep_restarts",
+            "Failures after which the run went on.",
+            ("project", "verdict"),
+            registry=registry,
         )
         self.recovery_s = Histogram(
             "everstep_recovery_seconds",
@@ -58,8 +64,18 @@ class RunFigures:
             buckets=_RECOVERY_S,
             registry=registry,
         )
-        self.steps_lost = Counter("everstep_steps_lost", "Steps that had to be done again.", ("project",), registry=registry)
-        self.steps = Counter("everstep_steps", "Steps that were reported, repeated ones too.", ("project",), registry=registry)
+        self.steps_lost = Counter(
+            "everstep_steps_lost",
+            "Steps that had to be done again.",
+            ("project",),
+            registry=registry,
+        )
+        self.steps = Counter(
+            "everstep_steps",
+            "Steps that were reported, repeated ones too.",
+            ("project",),
+            registry=registry,
+        )
         self.stall_s = Histogram(
             "everstep_checkpoint_stall_seconds",
             "Seconds that training stood still for a checkpoint.",
@@ -75,11 +91,19 @@ class RunFigures:
             registry=registry,
         )
         self.checkpoint_bytes = Counter(
-            "everstep_checkpoint_bytes", "Bytes of committed checkpoints.", ("project",), registry=registry
+            "everstep_checkpoint_bytes",
+            "Bytes of committed checkpoints.",
+            ("project",),
+            registry=registry,
         )
-        self.checkpoints = Counter("everstep_checkpoints", "Saves by result.", ("project", "result"), registry=registry)
+        self.checkpoints = Counter(
+            "everstep_checkpoints", "Saves by result.", ("project", "result"), registry=registry
+        )
         self.stragglers = Counter(
-            "everstep_stragglers", "Ranks that began to hold their peers up.", ("project",), registry=registry
+            "everstep_stragglers",
+            "Ranks that began to hold their peers up.",
+            ("project",),
+            registry=registry,
         )
         self.event_lag_s = Histogram(
             "everstep_event_lag_seconds",
@@ -101,12 +125,18 @@ class RunFigures:
             try:
                 self._count(run, event)
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
-                log.warning("an event was not counted", run_id=run.id, kind=str(event.kind), problem=repr(exc))
+                log.warning(
+                    "an event was not counted",
+                    run_id=run.id,
+                    kind=str(event.kind),
+                    problem=repr(exc),
+                )
         for at in {round(event.at, 1): event.at for event in events}.values():
             self.event_lag_s.observe(max(0.0, now - at))
 
     def _begin(self, project: str) -> None:
-        """Show all that is counted of a project at zero: Prometheus sees no increase in what is born with its first count."""
+        """Show all that is counted of a project at zero: Prometheus sees no increase in what is
+        born with its first count."""
         if project in self._projects:
             return
         self._projects.add(project)

@@ -1,4 +1,5 @@
-"""Copy a storage's directory for a backup: regular files alone, through no link, and nothing that its writers plant stops it."""
+"""Copy a storage's directory for a backup: regular files alone, through no link, and nothing that
+its writers plant stops it."""
 
 from __future__ import annotations
 
@@ -36,13 +37,14 @@ class Skipped:
 
 
 def copy_tree(source: Path, target: Path, follow: Collection[str] = ()) -> Skipped:
-    """Copy every file as it is when its turn comes, without those that vanish meanwhile and drafts of atomic writes.
+    """Copy every file as it is when its turn comes, without those that vanish meanwhile and drafts
+    of atomic writes.
 
     Args:
         source: The storage's root.
         target: A new directory, or an empty one.
-        follow: Names at the root that are links of the operator's, to another disk for instance. No other link is followed:
-            whoever runs code beside the storage may have planted it.
+        follow: Names at the root that are links of the operator's, to another disk for instance. No
+            other link is followed: whoever runs code beside the storage may have planted it.
 
     Raises LinkedRoot, OSError.
     """
@@ -53,7 +55,9 @@ def copy_tree(source: Path, target: Path, follow: Collection[str] = ()) -> Skipp
         if linked and top.name not in follow:
             if top.name in _OWN_DIRECTORIES:
                 words = f"if it is yours, give --follow {top.name}; else remove it"
-                raise LinkedRoot(f"{top} is a link to {top.readlink()}, which may lead anywhere; {words}")
+                raise LinkedRoot(
+                    f"{top} is a link to {top.readlink()}, which may lead anywhere; {words}"
+                )
             skipped.add(top, "a link")
         elif top.is_dir():
             _copy_directory(top.resolve() if linked else top, target / top.name, skipped)
@@ -74,7 +78,9 @@ def _copy_directory(root: Path, target: Path, skipped: Skipped) -> None:
             skipped.add(Path(str(exc.filename)), "not readable")
 
     # By descriptors: a directory that is exchanged for a link meanwhile leads nowhere.
-    for place, directories, names, descriptor in os.fwalk(root, onerror=unreadable, follow_symlinks=False):
+    for place, directories, names, descriptor in os.fwalk(
+        root, onerror=unreadable, follow_symlinks=False
+    ):
         here = Path(place)
         for name in [name for name in directories if (here / name).is_symlink()]:
             directories.remove(name)
@@ -103,7 +109,9 @@ def _copy_file(directory: int, source: Path, target: Path, skipped: Skipped) -> 
         return
     try:
         found = os.fstat(reader)
-        writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, found.st_mode & 0o777)
+        writer = os.open(
+            target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, found.st_mode & 0o777
+        )
         try:
             _copy_data(reader, writer, found.st_size)
             os.utime(writer, ns=(found.st_atime_ns, found.st_mtime_ns))
@@ -115,7 +123,8 @@ def _copy_file(directory: int, source: Path, target: Path, skipped: Skipped) -> 
 
 
 def _copy_data(reader: int, writer: int, size_bytes: int) -> None:
-    """Copy what a file holds, and not its holes: a sparse file costs its writer nothing, and its copy could fill the disk."""
+    """Copy what a file holds, and not its holes: a sparse file costs its writer nothing, and its
+    copy could fill the disk."""
     offset = 0
     while offset < size_bytes:
         try:
@@ -125,7 +134,9 @@ def _copy_data(reader: int, writer: int, size_bytes: int) -> None:
                 break
             raise
         offset = min(os.lseek(reader, begin, os.SEEK_HOLE), size_bytes)
-        while begin < offset and (block := os.pread(reader, min(_BLOCK_BYTES, offset - begin), begin)):
+        while begin < offset and (
+            block := os.pread(reader, min(_BLOCK_BYTES, offset - begin), begin)
+        ):
             written = os.pwrite(writer, block, begin)
             begin += written
         if begin < offset:

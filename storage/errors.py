@@ -30,7 +30,12 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-_DENIED_CODES = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "SIGNATURE_DOES_NOT_MATCH")
+_DENIED_CODES = (
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+)
 _NO_TOKEN = "Could not create a OAuth2 access token"
 """Google's client, where it finds no credentials."""
 
@@ -100,7 +105,10 @@ class LinkedFile(NotRegularFile, StorageDenied):
 
 class FileTooLarge(CorruptFile):
     def __init__(self, path: str, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(f"{path} has {size_bytes} bytes or more, over the limit of {limit_bytes}; remove what was put there")
+        super().__init__(
+            f"{path} has {size_bytes} bytes or more, over the limit of {limit_bytes}; remove what "
+            "was put there"
+        )
 
 
 class AlreadyClaimed(StorageError):
@@ -108,10 +116,13 @@ class AlreadyClaimed(StorageError):
 
 
 class CheckpointExists(StorageError):
-    """``name`` is committed and verifies. Who wrote it its manifest tells; only that process may take it for its own save."""
+    """``name`` is committed and verifies. Who wrote it its manifest tells; only that process may
+    take it for its own save."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"checkpoint {name} is committed already; committed checkpoints are never overwritten")
+        super().__init__(
+            f"checkpoint {name} is committed already; committed checkpoints are never overwritten"
+        )
         self.name = name
 
 
@@ -124,7 +135,8 @@ class CheckpointReplaced(StorageError):
 
 
 class CorruptCheckpoint(StorageError):
-    """``path`` in checkpoint ``name`` is not what its manifest says: ``expected`` against ``found``."""
+    """``path`` in checkpoint ``name`` is not what its manifest says: ``expected`` against
+    ``found``."""
 
     def __init__(self, name: str, path: str, expected: str, found: str) -> None:
         super().__init__(f"checkpoint {name}: {path}: expected {expected}, found {found}")
@@ -135,7 +147,8 @@ class CorruptCheckpoint(StorageError):
 
 
 def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | None:
-    """Ours for an error of the OS or of pyarrow; None for anything else, which is a bug and stays what it is."""
+    """Ours for an error of the OS or of pyarrow; None for anything else, which is a bug and stays
+    what it is."""
     if not isinstance(exc, OSError) and not type(exc).__module__.startswith("pyarrow"):
         return None
     number = getattr(exc, "errno", None)
@@ -145,10 +158,13 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
     if "NO_SUCH_BUCKET" in str(exc):
         return StorageNotFound(f"{text}; create the bucket, or name another in the storage URI")
     if number in _DENIED or any(code in str(exc) for code in _DENIED_CODES):
-        return StorageDenied(f"{text}; give this user (or the credentials in its environment) read and write access")
+        return StorageDenied(
+            f"{text}; give this user (or the credentials in its environment) read and write access"
+        )
     if _NO_TOKEN in str(exc):
         return StorageDenied(
-            f"cannot {action} {path}: there are no Google credentials here; set GOOGLE_APPLICATION_CREDENTIALS to a service "
+            f"cannot {action} {path}: there are no Google credentials here; set "
+            "GOOGLE_APPLICATION_CREDENTIALS to a service "
             f"account's key file on every node, or give the machines a role ({str(exc)[-200:]})"
         )
     if number in _FULL:
@@ -159,9 +175,11 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
 
 
 class mapped:
-    """Raise errors of the OS and of pyarrow as ours; ``action`` and ``path`` complete "cannot ACTION PATH".
+    """Raise errors of the OS and of pyarrow as ours; ``action`` and ``path`` complete "cannot
+    ACTION PATH".
 
-    A class, since a generator in its place costs several times as much, and a save enters it forty times.
+    A class, since a generator in its place costs several times as much, and a save enters it forty
+    times.
     """
 
     __slots__ = ("_action", "_path")
@@ -172,7 +190,12 @@ class mapped:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(exc, Exception) and not isinstance(exc, StorageError):
             error = from_foreign(exc, self._action, self._path)
             if error is not None:

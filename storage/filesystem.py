@@ -21,13 +21,15 @@ _OBJECT_SCHEMES = ("s3", "gs")
 
 @dataclass(frozen=True)
 class Storage:
-    """The root of all runs. Picklable: the other side opens the URI again, with the credentials of its own environment."""
+    """The root of all runs. Picklable: the other side opens the URI again, with the credentials of
+    its own environment."""
 
     uri: str
 
     @cached_property
     def files(self) -> Files:
-        """The filesystem below the root; pyarrow is imported only when an object store is first used."""
+        """The filesystem below the root; pyarrow is imported only when an object store is first
+        used."""
         if self.is_local:
             return LocalFiles(Path(self.uri))
         from storage.files.object_store import open_object_files
@@ -45,7 +47,8 @@ class Storage:
 
     @property
     def batch_s(self) -> float:
-        """How long a log's writer should gather lines, in seconds: on an object store every append is an object of its own."""
+        """How long a log's writer should gather lines, in seconds: on an object store every append
+        is an object of its own."""
         return 0.25 if self.can_append else 2.0
 
     def run_dir(self, run_id: str) -> RunDir:
@@ -72,14 +75,18 @@ class Storage:
         except StorageError as exc:
             raise type(exc)(f"storage {self.uri} cannot be used: {exc}") from exc
         if found != data:
-            raise StorageUnavailable(f"storage {self.uri} gave back other bytes than were written; choose another storage URI")
+            raise StorageUnavailable(
+                f"storage {self.uri} gave back other bytes than were written; choose another "
+                "storage URI"
+            )
 
     def __reduce__(self) -> tuple[object, ...]:
         return open_storage, (self.uri,)
 
 
 def require_exclusive_creates(files: Files, directory: str) -> None:
-    """Raise InvalidStorage where the storage creates a file that is there already: two processes would overwrite each other's."""
+    """Raise InvalidStorage where the storage creates a file that is there already: two processes
+    would overwrite each other's."""
     relpath = f"{directory}/.create-{secrets.token_hex(6)}".lstrip("/")
     try:
         honoured = files.create_new(relpath, b"1") and not files.create_new(relpath, b"2")
@@ -87,28 +94,37 @@ def require_exclusive_creates(files: Files, directory: str) -> None:
         files.delete_file(relpath)
     if not honoured:
         raise InvalidStorage(
-            f"{files.path(directory)} creates a file although there is one: an object store that ignores If-None-Match: * on "
-            "a put, by which processes would overwrite each other's journals; use a store that honours it, or a filesystem"
+            f"{files.path(directory)} creates a file although there is one: an object store that "
+            "ignores If-None-Match: * on "
+            "a put, by which processes would overwrite each other's journals; use a store that "
+            "honours it, or a filesystem"
         )
 
 
 def open_storage(uri: str) -> Storage:
-    """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``. Nothing is touched yet.
+    """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``.
+    Nothing is touched yet.
 
     Raises InvalidStorage for a URI that cannot work.
     """
     scheme, separator, _ = uri.partition("://")
     if not separator:
         if not uri:
-            raise InvalidStorage("the storage URI is empty; write a directory or s3://bucket/prefix")
+            raise InvalidStorage(
+                "the storage URI is empty; write a directory or s3://bucket/prefix"
+            )
         return Storage(str(Path(uri).expanduser().absolute()))
     if scheme == "file":
         parts = urlsplit(uri)
         if parts.netloc not in ("", "localhost") or not parts.path:
-            raise InvalidStorage(f"the storage URI {uri} is not a path of this machine; write file:///absolute/path")
+            raise InvalidStorage(
+                f"the storage URI {uri} is not a path of this machine; write file:///absolute/path"
+            )
         return Storage(str(Path(unquote(parts.path)).absolute()))
     if scheme not in _OBJECT_SCHEMES:
-        raise InvalidStorage(f"storage scheme {scheme!r} is not known; use a path, file://, s3:// or gs://")
+        raise InvalidStorage(
+            f"storage scheme {scheme!r} is not known; use a path, file://, s3:// or gs://"
+        )
     from storage.files.object_store import check_object_uri
 
     check_object_uri(urlsplit(uri))

@@ -1,4 +1,5 @@
-"""``python -m storage.make_bucket URI``: make the bucket of an object store's URI, where it is not there yet.
+"""``python -m storage.make_bucket URI``: make the bucket of an object store's URI, where it is not
+there yet.
 
 Exit code 0 when it is there, 1 when the store does not answer or refuses, with the reason.
 """
@@ -14,7 +15,8 @@ from storage.filesystem import open_storage
 
 
 def make_bucket(uri: str) -> None:
-    """Make it, unless it is there. Raises StorageError; a path, or a store that is not S3, is refused."""
+    """Make it, unless it is there. Raises StorageError; a path, or a store that is not S3, is
+    refused."""
     from storage.errors import InvalidStorage
     from storage.files.object_store import make_s3_bucket
 
@@ -28,7 +30,10 @@ def make_bucket(uri: str) -> None:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
     if len(argv) != 1:
-        print("usage: python -m storage.make_bucket s3://BUCKET/PREFIX?endpoint_override=…", file=sys.stderr)
+        print(
+            "usage: python -m storage.make_bucket s3://BUCKET/PREFIX?endpoint_override=…",
+            file=sys.stderr,
+        )
         return 2
     try:
         make_bucket(argv[0])

@@ -1,4 +1,5 @@
-"""A name that no other process ever has: by it a process knows what it wrote itself from what another wrote under the same name."""
+"""A name that no other process ever has: by it a process knows what it wrote itself from what
+another wrote under the same name."""
 
 from __future__ import annotations
 

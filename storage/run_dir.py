@@ -1,4 +1,5 @@
-"""A run's directory: the only place that knows where its files lie (contract, "Files in a run directory")."""
+"""A run's directory: the only place that knows where its files lie (contract, "Files in a run
+directory")."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 @dataclass(frozen=True, order=True)
 class RankLog:
-    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0. A long log has several parts, from 1."""
+    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0. A long log
+    has several parts, from 1."""
 
     submission: int
     attempt: int
@@ -59,12 +61,14 @@ class RankLog:
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """``step-000000150.s002.a003``: what a directory's name says, whether or not there is a checkpoint in it. Ordered by step."""
+    """``step-000000150.s002.a003``: what a directory's name says, whether or not there is a
+    checkpoint in it. Ordered by step."""
 
     step: int
     submission: int
     attempt: int = 0
-    """Who writes it; 0 in the names of older versions (``step-000000150.s002``), which say only the submission."""
+    """Who writes it; 0 in the names of older versions (``step-000000150.s002``), which say only the
+    submission."""
 
     def __str__(self) -> str:
         attempt = f".a{self.attempt:03d}" if self.attempt else ""
@@ -116,7 +120,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory below ``STORAGE/runs/``. Picklable. It is also Ray Train's experiment directory."""
+    """One run's directory below ``STORAGE/runs/``. Picklable. It is also Ray Train's experiment
+    directory."""
 
     storage: Storage
     run_id: str
@@ -139,7 +144,8 @@ class RunDir:
 
     @property
     def parent_uri(self) -> str:
-        """URI of the directory of all runs: Ray Train's ``storage_path``, where ``run_id`` is its ``name``."""
+        """URI of the directory of all runs: Ray Train's ``storage_path``, where ``run_id`` is its
+        ``name``."""
         return self.storage.child_uri("runs")
 
     @property
@@ -178,11 +184,14 @@ class RunDir:
 
     def submissions(self) -> list[int]:
         """Submissions that have a journal, oldest first."""
-        matches = (_SUBMISSION.fullmatch(entry.name) for entry in self.files.list(self._path("events")))
+        matches = (
+            _SUBMISSION.fullmatch(entry.name) for entry in self.files.list(self._path("events"))
+        )
         return sorted({int(match[1]) for match in matches if match})
 
     def request_stop(self, submission: int, stop: Stop) -> None:
-        """Ask a submission's driver to stop. A pause may become a cancel, never the other way round."""
+        """Ask a submission's driver to stop. A pause may become a cancel, never the other way
+        round."""
         if stop == "pause" and self.stop_requested(submission) == "cancel":
             return
         self._write_control(_stop_file(submission), {"stop": stop})
@@ -203,10 +212,16 @@ class RunDir:
         self._write_control(_drill_file(submission), asdict(order))
 
     def drill_ordered(self, submission: int) -> DrillOrder | None:
-        """The newest drill that was left for a submission's driver, also one that it has carried out. Raises CorruptFile."""
+        """The newest drill that was left for a submission's driver, also one that it has carried
+        out. Raises CorruptFile."""
 
         def read(found: Any) -> DrillOrder:
-            return DrillOrder(str(found["id"]), DrillKind(found["kind"]), int(found["rank"]), int(found["attempt"]))
+            return DrillOrder(
+                str(found["id"]),
+                DrillKind(found["kind"]),
+                int(found["rank"]),
+                int(found["attempt"]),
+            )
 
         return self._read_control(_drill_file(submission), read, "is not a drill")
 
@@ -215,10 +230,13 @@ class RunDir:
         self._write_control(_profile_file(submission), asdict(order))
 
     def profile_ordered(self, submission: int) -> ProfileOrder | None:
-        """The newest profile that was left for a submission's driver, also one that is done. Raises CorruptFile."""
+        """The newest profile that was left for a submission's driver, also one that is done. Raises
+        CorruptFile."""
 
         def read(found: Any) -> ProfileOrder:
-            return ProfileOrder(str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"]))
+            return ProfileOrder(
+                str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"])
+            )
 
         return self._read_control(_profile_file(submission), read, "is not an order for a profile")
 
@@ -229,15 +247,20 @@ class RunDir:
         return self._path(f"profiles/{profile_id}.json.gz")
 
     def write_deadline(self, at: float) -> None:
-        """Keep when the run has to have ended, in unix seconds: its driver holds to it also while the service is away."""
+        """Keep when the run has to have ended, in unix seconds: its driver holds to it also while
+        the service is away."""
         self._write_control(_DEADLINE, {"at": at})
 
     def deadline(self) -> float | None:
-        """When the run has to have ended, in unix seconds; None for a run without such. Raises CorruptFile."""
-        return self._read_control(_DEADLINE, lambda found: float(found["at"]), "does not hold a deadline")
+        """When the run has to have ended, in unix seconds; None for a run without such. Raises
+        CorruptFile."""
+        return self._read_control(
+            _DEADLINE, lambda found: float(found["at"]), "does not hold a deadline"
+        )
 
     def keep_steps(self, steps: Collection[int], corrupt: Collection[str] = ()) -> None:
-        """Have retention leave the checkpoints of these steps alone, and of no others: other runs are to begin from them.
+        """Have retention leave the checkpoints of these steps alone, and of no others: other runs
+        are to begin from them.
 
         Args:
             corrupt: names of checkpoints that retention must not count as sound.
@@ -258,19 +281,23 @@ class RunDir:
         return self.kept().steps
 
     def write_probe(self, submission: int, name: str) -> None:
-        """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a node's id or DRIVER_PROBE."""
+        """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a
+        node's id or DRIVER_PROBE."""
         self.files.write(self._probe_path(submission, name), probe_bytes(self, submission, name))
 
     def read_probe(self, submission: int, name: str) -> bytes:
-        """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not see it."""
+        """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not
+        see it."""
         return self.files.read(self._probe_path(submission, name), _PROBE_BYTES)
 
     def write_workers_limit(self, limit: int | None) -> None:
-        """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is no limit."""
+        """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is
+        no limit."""
         self._write_control(_WORKERS, {"limit": limit})
 
     def workers_limit(self) -> int | None:
-        """How many ranks the run may use; None for as many as its spec asks for. Raises CorruptFile."""
+        """How many ranks the run may use; None for as many as its spec asks for. Raises
+        CorruptFile."""
 
         def read(found: Any) -> int | None:
             return None if found["limit"] is None else int(found["limit"])
@@ -299,10 +326,16 @@ class RunDir:
         return sorted(found)
 
     def rank_logs_of(self, submission: int, attempt: int) -> list[RankLog]:
-        """Every part of every rank's log of one attempt, by rank and part; of the driver's for attempt 0."""
+        """Every part of every rank's log of one attempt, by rank and part; of the driver's for
+        attempt 0."""
         entries = self.files.list(self._path(f"logs/s{submission:03d}-a{attempt:03d}"))
         matches = {match for entry in entries if (match := _RANK_LOG.fullmatch(entry.name))}
-        return sorted({RankLog(submission, attempt, int(match[1]) if match[1] else -1, int(match[2] or 1)) for match in matches})
+        return sorted(
+            {
+                RankLog(submission, attempt, int(match[1]) if match[1] else -1, int(match[2] or 1))
+                for match in matches
+            }
+        )
 
     def checkpoints_path(self, name: str = "") -> str:
         return self._path(f"checkpoints/{name}" if name else "checkpoints")
@@ -313,7 +346,8 @@ class RunDir:
     def _read_control(self, name: str, read: Callable[[Any], T], problem: str) -> T | None:
         """What a small JSON file says, made of its content by ``read``; None where there is none.
 
-        Raises CorruptFile, which tells ``problem``, where ``read`` cannot: it raises ValueError, KeyError or TypeError.
+        Raises CorruptFile, which tells ``problem``, where ``read`` cannot: it raises ValueError,
+        KeyError or TypeError.
         """
         path = self._path(f"control/{name}")
         try:
@@ -329,7 +363,9 @@ class RunDir:
     def claim_path(self, origin: Origin) -> str:
         """Of the claim of an attempt, or with attempt 0 of a submission."""
         submission, attempt = origin
-        return self._path(f"control/claims/s{submission:03d}" + (f".a{attempt:03d}" if attempt else "") + ".json")
+        return self._path(
+            f"control/claims/s{submission:03d}" + (f".a{attempt:03d}" if attempt else "") + ".json"
+        )
 
     def _probe_path(self, submission: int, name: str) -> str:
         if not _NAME.fullmatch(name):

@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of OpenMP do not survive a fork
+# before torch is imported: threads of OpenMP do not survive a fork
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.own_process import pytest_runtest_protocol
 

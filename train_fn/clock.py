@@ -1,7 +1,9 @@
-"""The time of day by the clock of the run's head, on every host: a host whose clock is wrong tells of things when they happened.
+"""The time of day by the clock of the run's head, on every host: a host whose clock is wrong tells
+of things when they happened.
 
-The journal says with every reply what its clock shows. Where that differs from this host's by more than a quick reply, and clocks
-that NTP keeps, explain, this process tells times by the journal's clock.
+The journal says with every reply what its clock shows. Where that differs from this host's by more
+than a quick reply, and clocks that NTP keeps, explain, this process tells times by the journal's
+clock.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _ahead_s = 0.0
 
 
 def learn(asked_at: float, head_at: float, answered_at: float) -> None:
-    """Take what the head's clock showed (``head_at``) between two moments of this host's own; all in unix seconds."""
+    """Take what the head's clock showed (``head_at``) between two moments of this host's own; all
+    in unix seconds."""
     global _ahead_s
     if 0.0 <= answered_at - asked_at <= QUICK_S:
         ahead_s = (asked_at + answered_at) / 2 - head_at

@@ -1,4 +1,5 @@
-"""What a rank knows about its place in a run; built by worker.py under Ray, by tests and standalone runs by hand."""
+"""What a rank knows about its place in a run; built by worker.py under Ray, by tests and standalone
+runs by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class JournalClient(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One rank's place in an attempt. The process group exists (also at world size 1) and belongs to this attempt."""
+    """One rank's place in an attempt. The process group exists (also at world size 1) and belongs
+    to this attempt."""
 
     spec: RunSpec
     run_dir: RunDir
@@ -47,14 +49,17 @@ class WorkerContext:
     device: torch.device
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]
-    """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and metrics; all ranks at one step."""
+    """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and
+    metrics; all ranks at one step."""
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
     """The newest profile that was asked for, as far as this rank has heard; never blocks."""
 
     hears_journal: Callable[[float], bool] = lambda timeout_s: True
-    """Whether the journal has said lately that no newer attempt has begun; it is asked for so long where it has not."""
+    """Whether the journal has said lately that no newer attempt has begun; it is asked for so long
+    where it has not."""
     on_replaced: Callable[[str], None] = lambda why: None
-    """What follows once the storage says that a newer attempt, or submission, has begun; under a driver the process ends."""
+    """What follows once the storage says that a newer attempt, or submission, has begun; under a
+    driver the process ends."""
 
     def checkpoint_name(self, step: int) -> CheckpointName:
         """Of the checkpoint of a step that this attempt writes."""

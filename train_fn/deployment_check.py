@@ -1,7 +1,9 @@
-"""A check of the whole deployment, as a Ray job: ``python -m train_fn.deployment_check --storage URI --check-id ID``.
+"""A check of the whole deployment, as a Ray job: ``python -m train_fn.deployment_check --storage
+URI --check-id ID``.
 
-A process on every live node looks at itself; together they try storage, ports, clocks and a sum. What was found goes to the storage
-as a report, also where much is wrong: only a cluster or a storage that the head itself cannot use leaves none.
+A process on every live node looks at itself; together they try storage, ports, clocks and a sum.
+What was found goes to the storage as a report, also where much is wrong: only a cluster or a
+storage that the head itself cannot use leaves none.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ CLOCK_QUESTIONS = 5
 
 
 class ClusterCheck:
-    """One process on each node, and what they say. A node that fails at one question is asked nothing more."""
+    """One process on each node, and what they say. A node that fails at one question is asked
+    nothing more."""
 
     def __init__(self, storage_uri: str, check_id: str, all_reduce_s: float) -> None:
         self._uri = storage_uri
@@ -40,7 +43,9 @@ class ClusterCheck:
         heads = head_node_ids()
         self._nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         free = cluster_state.available_resources_per_node()
-        self._with_gpu = {node_id for node_id in self._nodes if free.get(node_id, {}).get("GPU", 0) >= 1}
+        self._with_gpu = {
+            node_id for node_id in self._nodes if free.get(node_id, {}).get("GPU", 0) >= 1
+        }
         self._facts: dict[str, dict[str, Any]] = {
             node_id: {
                 "id": node_id,
@@ -55,7 +60,10 @@ class ClusterCheck:
 
     def report(self) -> DeploymentReport:
         """Ask everything."""
-        calls = {node_id: probe.facts.remote(node_id in self._with_gpu) for node_id, probe in self._probes.items()}
+        calls = {
+            node_id: probe.facts.remote(node_id in self._with_gpu)
+            for node_id, probe in self._probes.items()
+        }
         for node_id, found in self._answers(calls, START_S).items():
             self._facts[node_id] |= found
         for node_id, probe in list(self._probes.items()):
@@ -67,13 +75,18 @@ class ClusterCheck:
         return DeploymentReport(at=datetime.now(UTC), nodes=nodes, all_reduce=summed)
 
     def _probe(self, node_id: str) -> Any:
-        options = {"num_cpus": 0, "num_gpus": 1 if node_id in self._with_gpu else 0, "max_restarts": 0}
+        options = {
+            "num_cpus": 0,
+            "num_gpus": 1 if node_id in self._with_gpu else 0,
+            "max_restarts": 0,
+        }
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         actor = ray.remote(**options)(NodeProbe).options(scheduling_strategy=where)
         return actor.remote(node_id, self._facts[node_id]["ip"])
 
     def _answers(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Answers by node; whoever gives none in time, or fails, is told as a problem and not asked again."""
+        """Answers by node; whoever gives none in time, or fails, is told as a problem and not asked
+        again."""
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else None
         answers = {}
         for node_id, ref in calls.items():
@@ -97,22 +110,43 @@ class ClusterCheck:
             if best is None or error < best[1]:
                 best = (answer - (asked + answered) / 2, error)
         assert best is not None
-        self._facts[node_id] |= {"clock_offset_s": round(best[0], 4), "clock_error_s": round(best[1], 4)}
+        self._facts[node_id] |= {
+            "clock_offset_s": round(best[0], 4),
+            "clock_error_s": round(best[1], 4),
+        }
 
     def _try_ports(self) -> None:
-        """Each node to each other one: a port that the other chose, as ranks do, and the other's raylet."""
-        ports = self._answers({node_id: probe.listen.remote() for node_id, probe in self._probes.items()}, ANSWER_S)
+        """Each node to each other one: a port that the other chose, as ranks do, and the other's
+        raylet."""
+        ports = self._answers(
+            {node_id: probe.listen.remote() for node_id, probe in self._probes.items()}, ANSWER_S
+        )
         own = [(node_id, (self._facts[node_id]["ip"], port)) for node_id, port in ports.items()]
-        raylets = [(node_id, (node["NodeManagerAddress"], node["NodeManagerPort"])) for node_id, node in self._nodes.items()]
+        raylets = [
+            (node_id, (node["NodeManagerAddress"], node["NodeManagerPort"]))
+            for node_id, node in self._nodes.items()
+        ]
         for field, targets in (("unreachable", own), ("raylets_unreachable", raylets)):
             addresses = [address for _, address in targets]
-            found = self._answers({node_id: probe.connect.remote(addresses) for node_id, probe in self._probes.items()}, ANSWER_S)
+            found = self._answers(
+                {
+                    node_id: probe.connect.remote(addresses)
+                    for node_id, probe in self._probes.items()
+                },
+                ANSWER_S,
+            )
             for node_id, accepted in found.items():
-                self._facts[node_id][field] = tuple(name for (name, _), up in zip(targets, accepted, strict=True) if not up)
+                self._facts[node_id][field] = tuple(
+                    name for (name, _), up in zip(targets, accepted, strict=True) if not up
+                )
 
     def _try_storage(self) -> None:
-        """All write, then all read: a directory of a node's own looks well until another one looks."""
-        calls = {node_id: probe.write_storage.remote(self._uri, self._check_id) for node_id, probe in self._probes.items()}
+        """All write, then all read: a directory of a node's own looks well until another one
+        looks."""
+        calls = {
+            node_id: probe.write_storage.remote(self._uri, self._check_id)
+            for node_id, probe in self._probes.items()
+        }
         written: dict[str, StorageFacts] = self._answers(calls, ANSWER_S)
         writers = [node_id for node_id, facts in written.items() if facts.problem is None]
         calls = {
@@ -123,10 +157,16 @@ class ClusterCheck:
         seen: dict[str, StorageFacts] = self._answers(calls, ANSWER_S)
         for node_id, facts in written.items():
             rate = {"write_mb_per_s": facts.write_mb_per_s}
-            self._facts[node_id]["storage"] = seen[node_id].model_copy(update=rate) if node_id in seen else facts
+            self._facts[node_id]["storage"] = (
+                seen[node_id].model_copy(update=rate) if node_id in seen else facts
+            )
 
     def _try_all_reduce(self) -> AllReduceFacts | None:
-        trainers = [node_id for node_id in self._probes if self._nodes[node_id]["Resources"].keys() & {"CPU", "GPU"}]
+        trainers = [
+            node_id
+            for node_id in self._probes
+            if self._nodes[node_id]["Resources"].keys() & {"CPU", "GPU"}
+        ]
         if len(trainers) < 2:
             return None
         on_gpus = all(self._facts[node_id].get("cuda") for node_id in trainers)
@@ -137,7 +177,9 @@ class ClusterCheck:
             meeting = (self._facts[trainers[0]]["ip"], port)
             limit_s = self._all_reduce_s + 3 * JOIN_S
             sums = [
-                self._probes[node_id].all_reduce.remote(backend, rank, meeting, len(trainers), self._all_reduce_s)
+                self._probes[node_id].all_reduce.remote(
+                    backend, rank, meeting, len(trainers), self._all_reduce_s
+                )
                 for rank, node_id in enumerate(trainers)
             ]
             rounds, round_s = ray.get(sums, timeout=limit_s)[0]
@@ -156,14 +198,20 @@ def _words(exc: RayError, timeout_s: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train_fn.deployment_check", description="Check an Everstep deployment.")
-    parser.add_argument("--storage", required=True, metavar="URI", help="storage root, as the service was given it")
+    parser = argparse.ArgumentParser(
+        prog="python -m train_fn.deployment_check", description="Check an Everstep deployment."
+    )
+    parser.add_argument(
+        "--storage", required=True, metavar="URI", help="storage root, as the service was given it"
+    )
     parser.add_argument("--check-id", required=True, metavar="ID")
     parser.add_argument("--all-reduce-s", type=float, default=5.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     ray.init(address="auto", log_to_driver=False, configure_logging=False)
     report = ClusterCheck(arguments.storage, arguments.check_id, arguments.all_reduce_s).report()
-    deployment_checks.write_report(open_storage(arguments.storage), arguments.check_id, report.model_dump_json().encode())
+    deployment_checks.write_report(
+        open_storage(arguments.storage), arguments.check_id, report.model_dump_json().encode()
+    )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""The driver of one submission: a Ray Job's entrypoint, ``python -m train_fn.driver --storage URI --run-id ID --submission N``.
+"""The driver of one submission: a Ray Job's entrypoint, ``python -m train_fn.driver --storage URI
+--run-id ID --submission N``.
 
-Exit codes: 0 when the journal's ``finished`` event is written, whatever the outcome; 3 when a newer submission has taken over;
-anything else means that the run is to be submitted again. 4 says that the storage cannot be used, or is not the one that is known.
+Exit codes: 0 when the journal's ``finished`` event is written, whatever the outcome; 3 when a newer
+submission has taken over; anything else means that the run is to be submitted again. 4 says that
+the storage cannot be used, or is not the one that is known.
 """
 
 from __future__ import annotations
@@ -64,13 +66,14 @@ BEAT_S = 5.0
 SETTLE_S = 5.0
 """How long a network filesystem may take to show what the service knows to be there."""
 FINAL_FLUSH_S = 120.0
-"""Longest wait for the last events to become durable; past it the driver fails, and its run is submitted again."""
+"""Longest wait for the last events to become durable; past it the driver fails, and its run is
+submitted again."""
 
 SWEEP_S = 5.0
 """Longest wait for nodes to remove what the run left in their memory, once its end is told."""
 LAST_POINTS_S = 15.0
-"""Longest wait for the last points in the run's TensorBoard files, and in MLflow. The run's end is told by then, and the service
-lets a driver end by itself for 20 s."""
+"""Longest wait for the last points in the run's TensorBoard files, and in MLflow. The run's end is
+told by then, and the service lets a driver end by itself for 20 s."""
 
 MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 """Variable of a node's environment that names a tracking server to keep up to date."""
@@ -93,7 +96,9 @@ class _Loss:
 class Driver:
     """One submission, from its first event to its last."""
 
-    def __init__(self, run_dir: RunDir, submission: int, settings: RecoverySettings, *, train: str = TRAIN) -> None:
+    def __init__(
+        self, run_dir: RunDir, submission: int, settings: RecoverySettings, *, train: str = TRAIN
+    ) -> None:
         self._run_dir = run_dir
         self._submission = submission
         self._settings = settings
@@ -104,7 +109,8 @@ class Driver:
         self._followers: list[JournalFollower] = []
 
     def run(self) -> None:
-        """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is durable on return.
+        """Train to the end, the user's stop, or a failure that stops the run; ``finished`` is
+        durable on return.
 
         Raises Replaced when a newer submission has taken over.
         """
@@ -123,9 +129,16 @@ class Driver:
         succeed_submission(self._run_dir, self._submission)
         history = read_history(self._run_dir)
         self._stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
-        actor = start_journal(self._run_dir, self._submission, DriverProcess.own(), ray.get_runtime_context().get_node_id())
+        actor = start_journal(
+            self._run_dir,
+            self._submission,
+            DriverProcess.own(),
+            ray.get_runtime_context().get_node_id(),
+        )
         interval_s = max(0.1, self._run_dir.storage.batch_s)
-        self._journal = ActorJournalClient(deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S)
+        self._journal = ActorJournalClient(
+            deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S
+        )
         self._journal.emit(EventKind.SUBMISSION_STARTED, _facts())
         for damage in history.damage:
             logger.error("a journal is damaged, and an event of it is lost: %s", damage)
@@ -152,7 +165,9 @@ class Driver:
             "ranks on GPUs" if job.use_gpu else "ranks on CPUs",
         )
         if self._settings.warm_pool:
-            threading.Thread(target=self._warm_first_group, args=(job,), name="warm-up", daemon=True).start()
+            threading.Thread(
+                target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
+            ).start()
         outcome = self._fit_until_decided(job, history)
         saved, left = self._save_newest(spec, outcome)
         self._finish(outcome, saved)
@@ -180,19 +195,23 @@ class Driver:
             logger.warning("the first ranks' processes were not started ahead: %s", exc)
 
     def _fit_until_decided(self, job: RankJob, history: History) -> Outcome:
-        """Ray's ``fit``, again when the controller itself was lost or broke down: Ray retries neither."""
+        """Ray's ``fit``, again when the controller itself was lost or broke down: Ray retries
+        neither."""
         from train_fn.ray_train.checkpoint_list import repair_snapshot_file
         from train_fn.ray_train.stale_placement_groups import remove_placement_groups
         from train_fn.ray_train.trainer import EverstepTrainer
 
         recovery: RecoveryNote | None = None
         if not history.finished:
-            loss = self._weigh_loss(job.spec, history, "the driver of the submission before this one was lost")
+            loss = self._weigh_loss(
+                job.spec, history, "the driver of the submission before this one was lost"
+            )
             if loss.given_up is not None:
                 return loss.given_up
             history, recovery = loss.history, loss.recovery
         while True:
-            self._check_newest()  # a driver that slept must not clear away what its successor has set up
+            # a driver that slept must not clear away what its successor has set up
+            self._check_newest()
             repair_snapshot_file(self._run_dir)
             remove_placement_groups(job.run_dir.run_id)
             engine = Engine(
@@ -213,7 +232,8 @@ class Driver:
             outcome = trainer.outcome
             if outcome is not None and outcome.replaced:
                 raise Replaced(
-                    f"a newer submission of run {self._run_dir.run_id} has taken over from submission {self._submission}"
+                    f"a newer submission of run {self._run_dir.run_id} has taken over from "
+                    f"submission {self._submission}"
                 )
             if outcome is not None and outcome.decided:
                 return outcome
@@ -223,10 +243,13 @@ class Driver:
             history, recovery = loss.history, loss.recovery
 
     def _weigh_loss(self, spec: RunSpec, history: History, what: str) -> _Loss:
-        """A driver or controller was lost: by the same rules as a rank, with verdict, event, budget and back-off."""
+        """A driver or controller was lost: by the same rules as a rank, with verdict, event, budget
+        and back-off."""
         logger.error("the control of the run was lost: %s", what)
         noticed_at = time.time()
-        evidence = Evidence(history.last_attempt, noticed_at, last_step=history.last_step, control_error=what)
+        evidence = Evidence(
+            history.last_attempt, noticed_at, last_step=history.last_step, control_error=what
+        )
         judgement = judge(evidence)
         decision = decide(
             judgement,
@@ -236,19 +259,34 @@ class Driver:
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=spec.checkpoint,
         )
-        since = history.last_at if spec.runs_own_function or history.moved_at is None else history.moved_at
+        since = (
+            history.last_at
+            if spec.runs_own_function or history.moved_at is None
+            else history.moved_at
+        )
         detect_s = round(max(0.0, noticed_at - since), 3) if since is not None else None
-        data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size)
+        data = failure_data(
+            evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size
+        )
         self._client.emit(EventKind.FAILURE, data, attempt=history.last_attempt)
         if history.attempt_open:
             ended = {"cause": judgement.verdict.value, "last_step": history.last_step}
             self._client.emit(EventKind.ATTEMPT_ENDED, ended, attempt=history.last_attempt)
-        history = dataclasses.replace(history, failures=(*history.failures, past_failure(data)), attempt_open=False)
+        history = dataclasses.replace(
+            history, failures=(*history.failures, past_failure(data)), attempt_open=False
+        )
         if not decision.restart:
-            given_up = Outcome(False, failed=decision.reason, message=decision.message, last_step=history.last_step)
-            return _Loss(history, given_up=dataclasses.replace(given_up, attempts=history.last_attempt))
+            given_up = Outcome(
+                False, failed=decision.reason, message=decision.message, last_step=history.last_step
+            )
+            return _Loss(
+                history, given_up=dataclasses.replace(given_up, attempts=history.last_attempt)
+            )
         time.sleep(decision.backoff_s)
-        return _Loss(history, RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at))
+        return _Loss(
+            history,
+            RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at),
+        )
 
     def _history_so_far(self) -> History:
         self._client.flush(FINAL_FLUSH_S)
@@ -256,11 +294,15 @@ class Driver:
         last_attempt = newest_attempt(self._run_dir, self._submission, history.last_attempt)
         return dataclasses.replace(history, last_attempt=last_attempt)
 
-    def _save_newest(self, spec: RunSpec, outcome: Outcome) -> tuple[LastSave | None, LeftStates | None]:
-        """Commit the newest state where only nodes hold it. Changes nothing about the outcome, and raises nothing.
+    def _save_newest(
+        self, spec: RunSpec, outcome: Outcome
+    ) -> tuple[LastSave | None, LeftStates | None]:
+        """Commit the newest state where only nodes hold it. Changes nothing about the outcome, and
+        raises nothing.
 
-        Returns how that went, None where there was nothing to save, and what is to be removed from the nodes at the run's end, None
-        where that must stay: the run is paused, or its newest state is nowhere else.
+        Returns how that went, None where there was nothing to save, and what is to be removed from
+        the nodes at the run's end, None where that must stay: the run is paused, or its newest
+        state is nowhere else.
         """
         from train_fn.ray_train.left_states import LeftStates
         from train_fn.snapshots.last_save import newest_durable
@@ -272,29 +314,56 @@ class Driver:
         try:
             history = self._history_so_far()
             left = LeftStates(self._run_dir, self._submission, history.nodes)
-            steps = [history.last_step, outcome.last_step, *(failure.step for failure in history.failures)]
+            steps = [
+                history.last_step,
+                outcome.last_step,
+                *(failure.step for failure in history.failures),
+            ]
             furthest = max((step for step in steps if step is not None), default=0)
-            if outcome.failed is not None or (not succeeded and newest_durable(self._run_dir) < furthest):
+            if outcome.failed is not None or (
+                not succeeded and newest_durable(self._run_dir) < furthest
+            ):
                 saved = left.save_newest(spec, history.world_size)
             if saved is not None:
                 logger.info("the last save: %s", saved.summary)
             if saved is not None and saved.manifest is not None:
-                self._client.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(saved.manifest), attempt=history.last_attempt)
+                self._client.emit(
+                    EventKind.CHECKPOINT_COMMITTED,
+                    committed_data(saved.manifest),
+                    attempt=history.last_attempt,
+                )
         except Exception:
-            logger.exception("what the run left on its nodes could not be looked through, and stays there")
+            logger.exception(
+                "what the run left on its nodes could not be looked through, and stays there"
+            )
             return None, None
         is_over = succeeded or outcome.failed is not None or outcome.stopped == "cancel"
         return saved, left if is_over and (saved is None or saved.manifest is not None) else None
 
     def _finish(self, outcome: Outcome, saved: LastSave | None) -> None:
-        """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become durable."""
+        """Write ``finished``, the journal's last event. Raises RuntimeError when it did not become
+        durable."""
         self._done.set()
         kept = saved.summary if saved is not None else None
-        name, reason = ending(outcome, overdue=self._stopping.overdue, by_itself=self._stopping.asked is None, kept=kept)
-        self._client.emit(EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step})
-        logger.info("the run ended: %s%s", name, f", {reason['code']}: {reason['message']}" if reason else "")
+        name, reason = ending(
+            outcome,
+            overdue=self._stopping.overdue,
+            by_itself=self._stopping.asked is None,
+            kept=kept,
+        )
+        self._client.emit(
+            EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step}
+        )
+        logger.info(
+            "the run ended: %s%s",
+            name,
+            f", {reason['code']}: {reason['message']}" if reason else "",
+        )
         if not self._client.close(FINAL_FLUSH_S):
-            raise RuntimeError(f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the storage writable?")
+            raise RuntimeError(
+                f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the "
+                "storage writable?"
+            )
         deadline = time.monotonic() + LAST_POINTS_S
         for follower in self._followers:
             follower.close(max(0.1, deadline - time.monotonic()))
@@ -307,14 +376,17 @@ class Driver:
     def _check_newest(self) -> None:
         newest = max(self._run_dir.submissions(), default=0)
         if newest > self._submission:
-            raise Replaced(f"submission {newest} of run {self._run_dir.run_id} has taken over from submission {self._submission}")
+            raise Replaced(
+                f"submission {newest} of run {self._run_dir.run_id} has taken over from "
+                f"submission {self._submission}"
+            )
         why = successor(self._run_dir, (self._submission, 0))
         if why is not None:
             raise Replaced(why)
 
     def _watch(self) -> None:
-        """Hand the user's stop, or the deadline's, to the journal, whose replies tell every rank; end this driver once it is
-        replaced."""
+        """Hand the user's stop, or the deadline's, to the journal, whose replies tell every rank;
+        end this driver once it is replaced."""
         next_fence = time.monotonic() + FENCE_POLL_S
         while not self._done.wait(STOP_POLL_S):
             asked: Stop | None = None
@@ -333,14 +405,16 @@ class Driver:
                 self._client.announce_stop(stop)
 
     def _watch_orders(self) -> None:
-        """Carry out drills and pass on profiles, beside the watch for stops: drills take seconds."""
+        """Carry out drills and pass on profiles, beside the watch for stops: drills take
+        seconds."""
         profiles = ProfileOrders(self._run_dir, self._submission, self._client)
         drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
         while not self._done.wait(ORDER_POLL_S):
             for tick in (profiles.tick, drills.tick):
                 try:
                     tick()
-                except Exception as exc:  # an order that cannot be read must not take the driver along
+                except Exception as exc:
+                    # an order that cannot be read must not take the driver along
                     logger.warning("orders could not be looked for, trying again: %s", exc)
 
 
@@ -374,20 +448,32 @@ def _facts() -> dict[str, Any]:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Leave at once and without ``finished``: whoever asked is not the user, and the run is to be submitted again."""
+    """Leave at once and without ``finished``: whoever asked is not the user, and the run is to be
+    submitted again."""
     raise SystemExit(EXIT_TERMINATED)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m train_fn.driver", description="Drive one submission of a run.")
-    parser.add_argument("--storage", required=True, metavar="URI", help="storage that holds the run's directory")
+    parser = argparse.ArgumentParser(
+        prog="python -m train_fn.driver", description="Drive one submission of a run."
+    )
+    parser.add_argument(
+        "--storage", required=True, metavar="URI", help="storage that holds the run's directory"
+    )
     parser.add_argument("--run-id", required=True, metavar="ID", help="run to drive")
-    parser.add_argument("--submission", required=True, type=int, metavar="N", help="this submission's number, from 1")
+    parser.add_argument(
+        "--submission",
+        required=True,
+        type=int,
+        metavar="N",
+        help="this submission's number, from 1",
+    )
     return parser.parse_args(argv)
 
 
 def check_when_settled(run_dir: RunDir, known: Known) -> None:
-    """As ``check_known``; a network filesystem may take seconds to show what others have written. Raises StorageError."""
+    """As ``check_known``; a network filesystem may take seconds to show what others have written.
+    Raises StorageError."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -414,7 +500,8 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
     driver = Driver(run_dir, arguments.submission, settings, train=train)
     log = RankLog(run_dir, arguments.submission, 0, None)
     try:
-        # Before anything is written: what is there may be another storage, on this node alone or everywhere.
+        # Before anything is written: what is there may be another storage, on this node alone or
+        # everywhere.
         check_when_settled(run_dir, Known.parse(os.environ.get(KNOWN_VARIABLE)))
         driver._check_newest()
     except Replaced as exc:
@@ -424,7 +511,8 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         return _storage_unavailable(exc)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")  # for the Ray job's own log
+    # for the Ray job's own log
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     log.start()
     try:
         driver.run()
@@ -437,7 +525,9 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         log.close()
         os._exit(EXIT_TERMINATED)
     except StorageError as exc:
-        logger.exception("the driver cannot use the run's storage; its run is to be submitted again")
+        logger.exception(
+            "the driver cannot use the run's storage; its run is to be submitted again"
+        )
         return _storage_unavailable(exc)
     except Exception:
         logger.exception("the driver failed; its run is to be submitted again")

@@ -47,8 +47,9 @@ def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]
 
 
 class NonFiniteLoss(TrainError):
-    """``step`` counts the steps done before the one that was refused; ``rank`` is None where several ranks or none are to blame.
-    ``source`` says what computed the loss, ``what`` whether it is the loss itself, ``weights`` which were not finite before it."""
+    """``step`` counts the steps done before the one that was refused; ``rank`` is None where
+    several ranks or none are to blame. ``source`` says what computed the loss, ``what`` whether it
+    is the loss itself, ``weights`` which were not finite before it."""
 
     def __init__(
         self,
@@ -63,34 +64,52 @@ class NonFiniteLoss(TrainError):
         several = "on several ranks" if what == "loss" else "on all ranks"
         where = f"on rank {rank}" if rank is not None else several
         super().__init__(
-            f"the {what} of step {step + 1} is {value} {where}; the step was not taken. Lower optimizer.lr, "
-            f"set train.grad_clip_norm, or look for samples with non-finite values. It comes from {source}"
-            + (f". An earlier step's gradients were not finite: {_few(weights)} hold NaN or infinity since" if weights else "")
+            f"the {what} of step {step + 1} is {value} {where}; the step was not taken. Lower "
+            "optimizer.lr, "
+            "set train.grad_clip_norm, or look for samples with non-finite values. It comes from "
+            f"{source}"
+            + (
+                (
+                    f". An earlier step's gradients were not finite: {_few(weights)} hold NaN or "
+                    "infinity since"
+                )
+                if weights
+                else ""
+            )
         )
         self.step = step
         self.rank = rank
 
 
 class NonFiniteWeights(TrainError):
-    """An earlier step's gradients were NaN or infinite, though its loss was not. ``step`` counts the steps done."""
+    """An earlier step's gradients were NaN or infinite, though its loss was not. ``step`` counts
+    the steps done."""
 
     def __init__(self, step: int, names: Sequence[str]) -> None:
         super().__init__(
-            f"the weights after step {step} are not finite: {_few(names)}. They are saved nowhere; the run's last checkpoint is "
-            "from before. Set train.grad_clip_norm, which refuses such a step before it is taken, lower optimizer.lr, or look in "
+            f"the weights after step {step} are not finite: {_few(names)}. They are saved "
+            "nowhere; the run's last checkpoint is "
+            "from before. Set train.grad_clip_norm, which refuses such a step before it is taken, "
+            "lower optimizer.lr, or look in "
             "the loss for a division by zero, log or sqrt of zero"
         )
         self.step = step
 
 
 class NothingTrained(TrainError):
-    """Gradients of fp16 are not finite at any loss scale. ``step`` counts the steps done, left-out ones included."""
+    """Gradients of fp16 are not finite at any loss scale. ``step`` counts the steps done, left-out
+    ones included."""
 
-    def __init__(self, step: int, total: int, in_a_row: int, scale: float, names: Sequence[str]) -> None:
+    def __init__(
+        self, step: int, total: int, in_a_row: int, scale: float, names: Sequence[str]
+    ) -> None:
         super().__init__(
-            f"{in_a_row} steps in a row, {total} of {step} in all, were left out because gradients in fp16 are not finite; the "
-            f"loss scale is down to {scale:g}. The gradients of {_few(names) or 'no parameter at a scale of 0'} are not finite. "
-            "Use train.precision: bf16 or fp32, or keep the named layers' values within fp16's 65504"
+            f"{in_a_row} steps in a row, {total} of {step} in all, were left out because "
+            "gradients in fp16 are not finite; the "
+            f"loss scale is down to {scale:g}. The gradients of "
+            f"{_few(names) or 'no parameter at a scale of 0'} are not finite. "
+            "Use train.precision: bf16 or fp32, or keep the named layers' values within fp16's "
+            "65504"
         )
         self.step = step
 
@@ -104,7 +123,8 @@ class DataChanged(TrainError):
 
 
 class ForkRefused(TrainError):
-    """What ``resume_from`` names is not there, damaged, or does not fit the run; the message names every difference."""
+    """What ``resume_from`` names is not there, damaged, or does not fit the run; the message names
+    every difference."""
 
 
 class BadTask(TrainError):
@@ -116,20 +136,23 @@ class SecretMissing(TrainError):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(
-            f"secret {name!r} is not on this node: {problem}. The operator puts secrets on every node (EVERSTEP_SECRETS_DIR); "
+            f"secret {name!r} is not on this node: {problem}. The operator puts secrets on every "
+            "node (EVERSTEP_SECRETS_DIR); "
             "else take it out of the spec's secrets"
         )
         self.name = name
 
 
 class StepNotWhole(TrainError):
-    """A step that not all ranks took part in, or that lacks samples. ``step`` counts the steps done before it."""
+    """A step that not all ranks took part in, or that lacks samples. ``step`` counts the steps done
+    before it."""
 
     kind = ErrorKind.EXCHANGE
 
     def __init__(self, step: int, problem: str) -> None:
         super().__init__(
-            f"step {step + 1} is not whole and was not taken: {problem}. The run goes on from the last whole step; if this comes "
+            f"step {step + 1} is not whole and was not taken: {problem}. The run goes on from the "
+            "last whole step; if this comes "
             "back, report it with the run's events"
         )
         self.step = step
@@ -141,7 +164,9 @@ class StateNotWhole(TrainError):
     kind = ErrorKind.EXCHANGE
 
     def __init__(self, step: int, problem: str) -> None:
-        super().__init__(f"the state of step {step} is not one of whole steps, and is not used: {problem}")
+        super().__init__(
+            f"the state of step {step} is not one of whole steps, and is not used: {problem}"
+        )
         self.step = step
 
 
@@ -152,7 +177,8 @@ class PeersGone(TrainError):
 
 
 class Replaced(TrainError):
-    """This process belongs to a submission that a newer one has taken over from; it must change nothing more."""
+    """This process belongs to a submission that a newer one has taken over from; it must change
+    nothing more."""
 
     kind = ErrorKind.COLLECTIVE
 
@@ -164,16 +190,19 @@ class CheckpointFailed(TrainError):
 
 
 class StorageNotShared(TrainError):
-    """Nodes read other bytes under one path than others wrote there. Trying again changes nothing."""
+    """Nodes read other bytes under one path than others wrote there. Trying again changes
+    nothing."""
 
     kind = ErrorKind.STORAGE
 
 
 class StepFailed(TrainError):
-    """Stands for the exception that ended a rank's attempt, after the rank saved its state and let its peers go.
+    """Stands for the exception that ended a rank's attempt, after the rank saved its state and let
+    its peers go.
 
-    It is raised anew, and holds text instead of the traceback, because a traceback's frames would keep the broken process
-    group alive, and with it every peer that waits in a collective. ``rank_error.describe_error`` reads its attributes.
+    It is raised anew, and holds text instead of the traceback, because a traceback's frames would
+    keep the broken process group alive, and with it every peer that waits in a collective.
+    ``rank_error.describe_error`` reads its attributes.
     """
 
     def __init__(
@@ -210,7 +239,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 def forget_frames(exc: BaseException) -> None:
-    """Empty the frames of an exception and of those behind it: their variables hold the process group."""
+    """Empty the frames of an exception and of those behind it: their variables hold the process
+    group."""
     current: BaseException | None = exc
     while current is not None:
         traceback.clear_frames(current.__traceback__)
@@ -219,10 +249,13 @@ def forget_frames(exc: BaseException) -> None:
 
 
 def ended_program(what: str, exc: SystemExit) -> BadTask:
-    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what it ended."""
+    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what
+    it ended."""
     place = user_place("".join(traceback.format_exception(exc)))
     where = f" ({place})" if place else ""
     return BadTask(
-        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses arguments belongs "
-        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or code.config'
+        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses "
+        "arguments belongs "
+        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or '
+        "code.config"
     )

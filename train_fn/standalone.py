@@ -1,13 +1,16 @@
-"""The training loop without Ray and without the service: under torchrun, or as one process that a debugger can step through.
+"""The training loop without Ray and without the service: under torchrun, or as one process that a
+debugger can step through.
 
     torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --storage /mnt/shared/everstep --run-id digits
     torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --code . --task my_pkg.task:MyTask
     everstep run SPEC.yaml --local
 
-The loop, the data order, the checkpoints and the journal are those of a run under the service. The same command again goes on from
-where the run was: processes that torchrun itself restarts from the newest state on their nodes, others from the newest checkpoint.
+The loop, the data order, the checkpoints and the journal are those of a run under the service. The
+same command again goes on from where the run was: processes that torchrun itself restarts from the
+newest state on their nodes, others from the newest checkpoint.
 
-Exit codes: 0 when all steps are done, 1 when training failed, 2 for a wrong request, 75 when it was asked to stop and can go on.
+Exit codes: 0 when all steps are done, 1 when training failed, 2 for a wrong request, 75 when it was
+asked to stop and can go on.
 """
 
 from __future__ import annotations
@@ -65,8 +68,11 @@ from train_fn.user_code.modules import work_on
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
 CLOSE_S = 30.0
-MAY_CHANGE = frozenset({"name", "project", "priority", "tags", "scaling", "checkpoint", "recovery", "env"})
-"""Fields of a spec that another start of the same run may change: they have no say in what is computed."""
+MAY_CHANGE = frozenset(
+    {"name", "project", "priority", "tags", "scaling", "checkpoint", "recovery", "env"}
+)
+"""Fields of a spec that another start of the same run may change: they have no say in what is
+computed."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +91,8 @@ class Place:
     local_world_size: int
     node: str
     launch: str
-    """The same for processes of which one takes the other's place: those that one agent of torchrun started."""
+    """The same for processes of which one takes the other's place: those that one agent of torchrun
+    started."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +124,14 @@ def place_from_env(env: Mapping[str, str]) -> Place:
     if missing:
         raise UsageError(
             f"{', '.join(missing)} not set: start this by torchrun, "
-            "`torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml`, or alone, `everstep run SPEC.yaml --local`"
+            "`torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml`, or alone, `everstep "
+            "run SPEC.yaml --local`"
         )
     rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names[:4])
     agent = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid())
-    return Place(rank, world_size, local_rank, local_world_size, os.uname().nodename, _launch(agent))
+    return Place(
+        rank, world_size, local_rank, local_world_size, os.uname().nodename, _launch(agent)
+    )
 
 
 def _launch(process: psutil.Process) -> str:
@@ -129,7 +139,8 @@ def _launch(process: psutil.Process) -> str:
 
 
 def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> Start:
-    """Make the run's directory, or go on with what is there; rank 0 alone. Raises UsageError where another run lies there."""
+    """Make the run's directory, or go on with what is there; rank 0 alone. Raises UsageError where
+    another run lies there."""
     if fresh:
         run_dir.delete()
     try:
@@ -139,7 +150,8 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> St
     differing = _differences(kept, spec)
     if differing:
         raise UsageError(
-            f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose another --run-id, or begin anew "
+            f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose "
+            "another --run-id, or begin anew "
             "by --fresh, which deletes it"
         )
     run_dir.write_spec(spec)
@@ -153,7 +165,8 @@ def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> St
 
 
 def _claim_next(run_dir: RunDir, newest: int) -> int:
-    """The first submission behind ``newest`` that nobody has begun: two starts at the same time have one each."""
+    """The first submission behind ``newest`` that nobody has begun: two starts at the same time
+    have one each."""
     number = newest + 1
     while True:
         try:
@@ -168,9 +181,19 @@ def _claim_next(run_dir: RunDir, newest: int) -> int:
 def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:
     """Names of what differs between two specs, of that which decides what is computed."""
     before, after = kept.model_dump(), spec.model_dump()
-    names = [name for name in after if name not in MAY_CHANGE and name != "train" and before.get(name) != after[name]]
-    names += [f"train.{name}" for name in after["train"] if name != "loader" and before["train"].get(name) != after["train"][name]]
-    return names + (["the resolved micro_batch_size"] if kept.micro_batch_size != spec.micro_batch_size else [])
+    names = [
+        name
+        for name in after
+        if name not in MAY_CHANGE and name != "train" and before.get(name) != after[name]
+    ]
+    names += [
+        f"train.{name}"
+        for name in after["train"]
+        if name != "loader" and before["train"].get(name) != after["train"][name]
+    ]
+    return names + (
+        ["the resolved micro_batch_size"] if kept.micro_batch_size != spec.micro_batch_size else []
+    )
 
 
 def _launched_by(run_dir: RunDir, submission: int) -> str | None:
@@ -197,7 +220,8 @@ def run_rank(
 ) -> Ended:
     """Train one rank to its end. The process group exists.
 
-    With ``debug``, which is for one rank alone, an exception of the training reaches the caller with its frames.
+    With ``debug``, which is for one rank alone, an exception of the training reaches the caller
+    with its frames.
     """
     device = _device(spec, place)
     peers = Peers(place.rank, place.world_size, device)
@@ -211,8 +235,12 @@ def run_rank(
     if isinstance(start, Exception):
         raise start
     assert start is not None
-    nodes = peers.gather({"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()})
-    journal = open_local_journal(run_dir, start.submission, start.attempt, place.rank, stopping, say)
+    nodes = peers.gather(
+        {"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()}
+    )
+    journal = open_local_journal(
+        run_dir, start.submission, start.attempt, place.rank, stopping, say
+    )
     ctx = WorkerContext(
         spec=spec,
         run_dir=run_dir,
@@ -228,17 +256,30 @@ def run_rank(
         journal=journal,
         report_checkpoint=lambda name, metrics: None,
     )
-    journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": place.world_size, "workers": nodes, "launch": place.launch})
-    journal.flush(CLOSE_S)  # an attempt that leaves a state must be known: the next one takes a number after it
+    journal.emit(
+        EventKind.ATTEMPT_STARTED,
+        {"world_size": place.world_size, "workers": nodes, "launch": place.launch},
+    )
+    # an attempt that leaves a state must be known: the next one takes a number after it
+    journal.flush(CLOSE_S)
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = _train_in_the_open(ctx) if debug else train(ctx)
         _finish(journal, stop)
     except StepFailed as exc:
-        logger.error("rank %d stopped at step %s (%s): %s\n%s", place.rank, exc.step, exc.phase, exc, exc.traceback_text)
+        logger.error(
+            "rank %d stopped at step %s (%s): %s\n%s",
+            place.rank,
+            exc.step,
+            exc.phase,
+            exc,
+            exc.traceback_text,
+        )
         if place.rank == 0:
             _save_last(ctx, say)
-        return Ended(EXIT_FAILED, journal.step if exc.step is None else exc.step, journal.metrics, where)
+        return Ended(
+            EXIT_FAILED, journal.step if exc.step is None else exc.step, journal.metrics, where
+        )
     finally:
         journal.close(CLOSE_S)
     if place.rank == 0:
@@ -260,7 +301,8 @@ def _train_in_the_open(ctx: WorkerContext) -> Stop | None:
 
 
 def _save_last(ctx: WorkerContext, say: Say) -> None:
-    """Commit what rank 0 left on its node: whether torchrun starts these processes again is not known here."""
+    """Commit what rank 0 left on its node: whether torchrun starts these processes again is not
+    known here."""
     saved = save_own(ctx.run_dir, ctx.spec, snapshot_store(ctx), ctx.world_size)
     if saved is None:
         return
@@ -272,7 +314,10 @@ def _save_last(ctx: WorkerContext, say: Say) -> None:
 def _finish(journal: LocalJournal, stop: Stop | None) -> None:
     cause = "stopped" if stop else "finished"
     journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": journal.step})
-    journal.emit(EventKind.FINISHED, {"outcome": "stopped" if stop else "succeeded", "reason": None, "step": journal.step})
+    journal.emit(
+        EventKind.FINISHED,
+        {"outcome": "stopped" if stop else "succeeded", "reason": None, "step": journal.step},
+    )
 
 
 def _device(spec: RunSpec, place: Place) -> torch.device:
@@ -282,14 +327,16 @@ def _device(spec: RunSpec, place: Place) -> torch.device:
         return torch.device("cpu")
     if available < place.local_world_size:
         raise UsageError(
-            f"scaling.use_gpu is true, but {place.node} has {available} GPUs for {place.local_world_size} ranks; start fewer, "
+            f"scaling.use_gpu is true, but {place.node} has {available} GPUs for "
+            f"{place.local_world_size} ranks; start fewer, "
             "or set scaling.use_gpu to false"
         )
     return torch.device("cuda", place.local_rank)
 
 
 def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
-    """The process group, by the address that torchrun gave; of one process alone without any network."""
+    """The process group, by the address that torchrun gave; of one process alone without any
+    network."""
     device = _device(spec, place)
     problem = interface_problem(os.environ, nccl=device.type == "cuda")
     if problem is not None and place.world_size > 1:
@@ -314,21 +361,29 @@ class OwnCode:
 
 
 def bring_code(spec: RunSpec, storage: Storage, code: OwnCode | None) -> None:
-    """Make a spec's code importable in this process. Raises UsageError where it cannot run here, or is not given."""
+    """Make a spec's code importable in this process. Raises UsageError where it cannot run here, or
+    is not given."""
     if spec.code is None:
         return
     if spec.code.train_fn is not None:
-        raise UsageError("code.train_fn runs under Ray Train alone; `everstep submit` gives it to the service")
+        raise UsageError(
+            "code.train_fn runs under Ray Train alone; `everstep submit` gives it to the service"
+        )
     if code is None:
-        raise UsageError("the spec names code of its own by a digest; give --code DIRECTORY, the code itself")
+        raise UsageError(
+            "the spec names code of its own by a digest; give --code DIRECTORY, the code itself"
+        )
     if code.path.is_dir():
         work_on(code.archive, code.path)
     else:
         CodeStore(storage).put(code.archive)
 
 
-def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, code: OwnCode | None = None) -> Ended:
-    """Train in this process, alone: what raises, raises here. Loader processes are left out, so that breakpoints in data sets hold.
+def run_local(
+    spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, code: OwnCode | None = None
+) -> Ended:
+    """Train in this process, alone: what raises, raises here. Loader processes are left out, so
+    that breakpoints in data sets hold.
 
     Without ``run_id`` it is a new run each time.
     """
@@ -336,17 +391,22 @@ def run_local(spec: RunSpec, storage: str, run_id: str | None, say: Say = _say, 
     loader = spec.train.loader.model_copy(update={"num_workers": 0})
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
     place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
-    run_dir = open_storage(storage).run_dir(run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = open_storage(storage).run_dir(
+        run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     _set_up(spec)
     _join(spec, place, RecoverySettings().collective_timeout_s)
     try:
-        return run_rank(spec, run_dir, place, fresh=False, stopping=threading.Event(), say=say, debug=True)
+        return run_rank(
+            spec, run_dir, place, fresh=False, stopping=threading.Event(), say=say, debug=True
+        )
     finally:
         end_process_group()
 
 
 def _set_up(spec: RunSpec) -> None:
-    """This process as a rank's: its environment before anything reads it, its memory and threads."""
+    """This process as a rank's: its environment before anything reads it, its memory and
+    threads."""
     os.environ.update(NCCL_ENV | spec.env)
     keep_memory()
     set_threads(spec)
@@ -354,11 +414,15 @@ def _set_up(spec: RunSpec) -> None:
 
 def run_id_of(spec: RunSpec) -> str:
     """The run's directory where none was named: its name, as a file may be called."""
-    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in spec.name)
+    return "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-"
+        for letter in spec.name
+    )
 
 
 def _stop_on_signals() -> threading.Event:
-    """SIGTERM, SIGHUP and the first Ctrl-C ask all ranks to save at one step and leave; the second Ctrl-C ends the process."""
+    """SIGTERM, SIGHUP and the first Ctrl-C ask all ranks to save at one step and leave; the second
+    Ctrl-C ends the process."""
     stopping = threading.Event()
 
     def ask(signum: int, frame: FrameType | None) -> None:
@@ -372,16 +436,40 @@ def _stop_on_signals() -> threading.Event:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="torchrun … -m train_fn.standalone", description="Train a spec under torchrun.")
-    parser.add_argument("spec", nargs="?", metavar="SPEC.yaml", help="file with the spec, on every host")
-    parser.add_argument("--code", metavar="DIRECTORY", help="code of your own, the same on every host, in place of the spec's task")
-    parser.add_argument("--task", metavar="MODULE:CLASS", help="task in that code")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the spec")
-    parser.add_argument(
-        "--storage", default="out/standalone", metavar="URI", help="directory or s3://…; rank 0 reads and writes it"
+    parser = argparse.ArgumentParser(
+        prog="torchrun … -m train_fn.standalone", description="Train a spec under torchrun."
     )
-    parser.add_argument("--run-id", default=None, metavar="ID", help="the run's directory below it; by default the spec's name")
-    parser.add_argument("--fresh", action="store_true", help="delete what an earlier run left there, and begin anew")
+    parser.add_argument(
+        "spec", nargs="?", metavar="SPEC.yaml", help="file with the spec, on every host"
+    )
+    parser.add_argument(
+        "--code",
+        metavar="DIRECTORY",
+        help="code of your own, the same on every host, in place of the spec's task",
+    )
+    parser.add_argument("--task", metavar="MODULE:CLASS", help="task in that code")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override a field of the spec",
+    )
+    parser.add_argument(
+        "--storage",
+        default="out/standalone",
+        metavar="URI",
+        help="directory or s3://…; rank 0 reads and writes it",
+    )
+    parser.add_argument(
+        "--run-id",
+        default=None,
+        metavar="ID",
+        help="the run's directory below it; by default the spec's name",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete what an earlier run left there, and begin anew"
+    )
     parser.add_argument(
         "--collective-timeout-s",
         type=float,
@@ -414,11 +502,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = parse_spec(apply_overrides(raw, arguments.set))
         place = place_from_env(os.environ)
         storage = open_storage(arguments.storage)
-        bring_code(spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code)))
+        bring_code(
+            spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code))
+        )
         run_dir = storage.run_dir(arguments.run_id or run_id_of(spec))
         _set_up(spec)
         level = logging.INFO if place.rank == 0 else logging.WARNING
-        logging.basicConfig(level=level, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s")
+        logging.basicConfig(
+            level=level, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s"
+        )
         stopping = _stop_on_signals()
         _join(spec, place, arguments.collective_timeout_s)
         try:

@@ -1,8 +1,10 @@
-"""Proof that every node of a group sees the same storage, before the first step is trained on trust in it.
+"""Proof that every node of a group sees the same storage, before the first step is trained on trust
+in it.
 
-A local path that is not shared looks well on every node: each would write its part into a directory of its own, and the checkpoint
-that the next attempt needs would be missing on another node. So each node writes a file whose bytes follow from its name, rank 0's
-node reads those of all others, and they read that of rank 0's node and that of the driver.
+A local path that is not shared looks well on every node: each would write its part into a directory
+of its own, and the checkpoint that the next attempt needs would be missing on another node. So each
+node writes a file whose bytes follow from its name, rank 0's node reads those of all others, and
+they read that of rank 0's node and that of the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one rank found. ``node`` is None for ranks beside another one of their node, which look at nothing."""
+    """What one rank found. ``node`` is None for ranks beside another one of their node, which look
+    at nothing."""
 
     node: str | None
     host: str
@@ -51,13 +54,18 @@ def prove_storage(ctx: WorkerContext, peers: Peers) -> None:
     seen = written
     if leads:
         others = leaders[1:] if ctx.node_id == leaders[0].node else leaders[:1]
-        seen = _look(ctx, host, {DRIVER_PROBE: "the driver", **{_name(answer): _words(answer) for answer in others}})
+        seen = _look(
+            ctx,
+            host,
+            {DRIVER_PROBE: "the driver", **{_name(answer): _words(answer) for answer in others}},
+        )
     answers = peers.gather(seen)
     _raise_first(answers)
     for answer in answers:
         if answer.differs is not None:
             raise StorageNotShared(
-                f"storage {ctx.run_dir.storage.uri} is not the same on all nodes: {_words(answer)} {answer.differs}. "
+                f"storage {ctx.run_dir.storage.uri} is not the same on all nodes: "
+                f"{_words(answer)} {answer.differs}. "
                 "Mount one shared filesystem there on every node, the head included, or use s3://"
             )
 
@@ -65,7 +73,9 @@ def prove_storage(ctx: WorkerContext, peers: Peers) -> None:
 def _raise_first(answers: list[_Answer]) -> None:
     for answer in answers:
         if answer.error is not None:
-            raise StorageUnavailable(f"{_words(answer)} cannot use the run's storage: {answer.error}") from answer.error
+            raise StorageUnavailable(
+                f"{_words(answer)} cannot use the run's storage: {answer.error}"
+            ) from answer.error
 
 
 def _name(answer: _Answer) -> str:
@@ -103,14 +113,17 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
             if found is None:
                 return _Answer(ctx.node_id, host, differs=f"does not see what {words} has written")
             if found != probe_bytes(ctx.run_dir, ctx.submission, name):
-                return _Answer(ctx.node_id, host, differs=f"reads other bytes than {words} has written")
+                return _Answer(
+                    ctx.node_id, host, differs=f"reads other bytes than {words} has written"
+                )
     except StorageError as exc:
         return _Answer(ctx.node_id, host, exc)
     return _Answer(ctx.node_id, host)
 
 
 def appeared(read: Callable[[], bytes], deadline: float) -> bytes | None:
-    """What ``read`` finds once it does not raise StorageNotFound; None where it still does at ``deadline``, monotonic seconds."""
+    """What ``read`` finds once it does not raise StorageNotFound; None where it still does at
+    ``deadline``, monotonic seconds."""
     while True:
         try:
             return read()

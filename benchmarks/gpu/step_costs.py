@@ -1,4 +1,5 @@
-"""What a step costs on one GPU: forward, backward and update apart, for the scaling model; and the loop beside a plain one.
+"""What a step costs on one GPU: forward, backward and update apart, for the scaling model; and the
+loop beside a plain one.
 
     python -m benchmarks gpu --model resnet50 --batch 256 --precision bf16
 
@@ -52,14 +53,19 @@ def make_spec(model: str, batch: int, precision: str, steps: int, data: dict[str
 
 
 def step_costs(spec: RunSpec, image_size: int, repeats: int) -> dict[str, Any]:
-    """Seconds of each part by CUDA's own clock, over ``repeats`` steps after a warm-up; images are random and lie on the device."""
+    """Seconds of each part by CUDA's own clock, over ``repeats`` steps after a warm-up; images are
+    random and lie on the device."""
     device, precision = torch.device("cuda", 0), spec.train.precision
     torch.backends.cudnn.benchmark = True
-    model = build_image_model(spec.task.model, in_channels=3, num_classes=CLASSES, image_size=image_size)  # type: ignore[arg-type]
+    model = build_image_model(
+        spec.task.model, in_channels=3, num_classes=CLASSES, image_size=image_size
+    )  # type: ignore[arg-type]
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer, scaler = build_optimizer(spec.optimizer, model), build_scaler(precision, device)
     size = spec.train.global_batch_size
-    images = torch.randn(size, 3, image_size, image_size, device=device).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(size, 3, image_size, image_size, device=device).contiguous(
+        memory_format=torch.channels_last
+    )
     labels = torch.randint(CLASSES, (size,), device=device)
     parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
     torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +91,9 @@ def step_costs(spec: RunSpec, image_size: int, repeats: int) -> dict[str, Any]:
         "samples_per_s": round(size / sum(medians.values()), 1),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
-        "scaling_options": " ".join(f"--{name.replace('_', '-')} {value:.5f}" for name, value in medians.items()),
+        "scaling_options": " ".join(
+            f"--{name.replace('_', '-')} {value:.5f}" for name, value in medians.items()
+        ),
     }
 
 
@@ -94,7 +102,9 @@ def loop_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
         standalone.run_local(spec, directory, "bench")
         events = read_journal(open_storage(directory).run_dir("bench"), 1, None, 100_000)[0]
-    times = [point["at"] for event in events if event.kind == "metrics" for point in event.data["points"]][warmup_steps:]
+    times = [
+        point["at"] for event in events if event.kind == "metrics" for point in event.data["points"]
+    ][warmup_steps:]
     return (len(times) - 1) / (times[-1] - times[0])
 
 
@@ -104,7 +114,9 @@ def plain_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
     task = ImageClassification(spec.task)  # type: ignore[arg-type]
     images, labels = task.data.train.fetch(0, None, torch.arange(len(task.data.train)).numpy())  # type: ignore[attr-defined]
     dataset = torch.utils.data.TensorDataset(images, labels)
-    loader = torch.utils.data.DataLoader(dataset, spec.train.global_batch_size, shuffle=True, pin_memory=True)
+    loader = torch.utils.data.DataLoader(
+        dataset, spec.train.global_batch_size, shuffle=True, pin_memory=True
+    )
     model = task.build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     times: list[float] = []
@@ -135,7 +147,11 @@ def main(argv: list[str]) -> None:
         print("no CUDA device on this machine: nothing was measured", file=sys.stderr)
         return
     folder = {"name": "fashion_mnist", "args": {"augment": False}}
-    costs = step_costs(make_spec(options.model, options.batch, options.precision, 1, folder), options.image_size, options.steps)
+    costs = step_costs(
+        make_spec(options.model, options.batch, options.precision, 1, folder),
+        options.image_size,
+        options.steps,
+    )
     small = make_spec("mini_resnet", 128, options.precision, 600, folder)
     ours, theirs = [], []
     for _ in range(options.repeats):

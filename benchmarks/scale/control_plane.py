@@ -2,8 +2,8 @@
 
     python -m benchmarks control_plane
 
-Journals applied to SQLite, bytes of the database for each step, the event that lists a group's workers, the choice of nodes, and
-the look whether nodes accept a connection. No Ray, no training.
+Journals applied to SQLite, bytes of the database for each step, the event that lists a group's
+workers, the choice of nodes, and the look whether nodes accept a connection. No Ray, no training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ STEPS, BATCH = 20_000, 25
 """A journal's metrics event holds what came within a quarter of a second."""
 GPUS = (64, 1024, 16_384, 100_000)
 PER_NODE = 8
-SPEC = {"name": "scale", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
+SPEC = {
+    "name": "scale",
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
+}
 
 
 class Applied:
@@ -54,7 +61,11 @@ class Applied:
         return time.perf_counter() - began
 
     def size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._path.parent.iterdir() if path.name.startswith("everstep.db"))
+        return sum(
+            path.stat().st_size
+            for path in self._path.parent.iterdir()
+            if path.name.startswith("everstep.db")
+        )
 
     def close(self) -> None:
         self._database.close()
@@ -62,14 +73,26 @@ class Applied:
     def _event(self, kind: EventKind, data: dict[str, Any]) -> JournalEvent:
         self._n += 1
         return JournalEvent(
-            kind=kind, at=time.time(), submission=1, attempt=1, data=data, source="driver", source_n=self._n, n=self._n
+            kind=kind,
+            at=time.time(),
+            submission=1,
+            attempt=1,
+            data=data,
+            source="driver",
+            source_n=self._n,
+            n=self._n,
         )
 
 
 def workers(num_gpus: int) -> dict[str, Any]:
     """What an attempt's beginning says of its ranks."""
     places = [
-        {"rank": rank, "node_id": f"{rank // PER_NODE:056x}", "node_ip": "10.100.100.100", "pid": 10_000 + rank % PER_NODE}
+        {
+            "rank": rank,
+            "node_id": f"{rank // PER_NODE:056x}",
+            "node_ip": "10.100.100.100",
+            "pid": 10_000 + rank % PER_NODE,
+        }
         for rank in range(num_gpus)
     ]
     return {"world_size": num_gpus, "workers": places}
@@ -79,18 +102,27 @@ def applied_steps(directory: Path) -> dict[str, float]:
     """Steps of one run a second, and the database's growth."""
     applied = Applied(directory)
     applied.apply(
-        (EventKind.ATTEMPT_STARTED, workers(2)), (EventKind.TRAINING_STARTED, {"total_steps": STEPS, "steps_per_epoch": 100})
+        (EventKind.ATTEMPT_STARTED, workers(2)),
+        (EventKind.TRAINING_STARTED, {"total_steps": STEPS, "steps_per_epoch": 100}),
     )
     before, seconds = applied.size_bytes(), 0.0
     for first in range(1, STEPS + 1, BATCH):
         points = [
-            {"step": step, "at": time.time(), "values": {"loss": 1 / step, "lr": 0.1, "grad_norm": 1.0, "samples_per_s": 900.0}}
+            {
+                "step": step,
+                "at": time.time(),
+                "values": {"loss": 1 / step, "lr": 0.1, "grad_norm": 1.0, "samples_per_s": 900.0},
+            }
             for step in range(first, first + BATCH)
         ]
         seconds += applied.apply((EventKind.METRICS, {"points": points}))
     grown = applied.size_bytes() - before
     applied.close()
-    return {"events_per_s": STEPS / BATCH / seconds, "steps_per_s": STEPS / seconds, "bytes_per_step": grown / STEPS}
+    return {
+        "events_per_s": STEPS / BATCH / seconds,
+        "steps_per_s": STEPS / seconds,
+        "bytes_per_step": grown / STEPS,
+    }
 
 
 def applied_workers(num_gpus: int) -> float:
@@ -109,11 +141,16 @@ def chosen_nodes(num_gpus: int) -> float:
         for node in range(num_gpus // PER_NODE + 1)
     ]
     held = {view.node_id: PER_NODE for view in views[:-1]}
-    return timed(lambda: choose_nodes(views, held, {"GPU": 1}, num_workers=num_gpus - PER_NODE, strategy="PACK"))
+    return timed(
+        lambda: choose_nodes(
+            views, held, {"GPU": 1}, num_workers=num_gpus - PER_NODE, strategy="PACK"
+        )
+    )
 
 
 def asked_nodes(num_nodes: int) -> float:
-    """Seconds to ask so many addresses for a connection; all are on this machine, so that the network costs nothing."""
+    """Seconds to ask so many addresses for a connection; all are on this machine, so that the
+    network costs nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -144,4 +181,7 @@ def main(argv: list[str]) -> None:
         }
         rows.append({name: round(value, 5) for name, value in row.items()})
         print(rows[-1], flush=True)
-    write("control_plane", {"journal": {name: round(value, 1) for name, value in steps.items()}, "groups": rows})
+    write(
+        "control_plane",
+        {"journal": {name: round(value, 1) for name, value in steps.items()}, "groups": rows},
+    )

@@ -1,6 +1,8 @@
-"""Every figure that the simulation of large clusters rests on, in one place, each with where it is from.
+"""Every figure that the simulation of large clusters rests on, in one place, each with where it is
+from.
 
-Seconds, bytes, bytes/s. MEASURED: docs/recovery.md on two cores. PUBLIC: published by others. ASSUMED: ours, to be replaced.
+Seconds, bytes, bytes/s. MEASURED: docs/recovery.md on two cores. PUBLIC: published by others.
+ASSUMED: ours, to be replaced.
 """
 
 from __future__ import annotations
@@ -10,22 +12,25 @@ from dataclasses import dataclass, replace
 
 GPUS_PER_NODE = 8
 
-# PUBLIC: Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025 (arXiv
-# 2410.21680): a job on 16,384 GPUs is interrupted every 1.8 h, taken to be inversely proportional to the number of GPUs.
+# PUBLIC: Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research
+# Clusters", HPCA 2025 (arXiv 2410.21680): a job on 16,384 GPUs is interrupted every 1.8 h, taken to
+# be inversely proportional to the number of GPUs.
 MTTF_AT_16384_S = 1.8 * 3600
 
-# PUBLIC: for Llama 3 (arXiv 2407.21783, table 5) about three of five interruptions are faults of GPU or host hardware. The others
-# end a process and leave its node.
+# PUBLIC: for Llama 3 (arXiv 2407.21783, table 5) about three of five interruptions are faults of
+# GPU or host hardware. The others end a process and leave its node.
 NODE_SHARE = 0.6
 
 # ASSUMED: until a node that failed, or another one in its place, is there.
 REPLACED_S = 2 * 3600.0
 
-# PUBLIC: Ray's own release benchmarks (release/perf_metrics: many_actors, many_pgs): what one GCS makes.
+# PUBLIC: Ray's own release benchmarks (release/perf_metrics: many_actors, many_pgs): what one GCS
+# makes.
 ACTORS_PER_S = 550.0
 PLACEMENT_GROUPS_PER_S = 19.0
 
-# PUBLIC: Si et al., "Collective Communication for 100k+ GPUs" (arXiv 2510.20171): NCCL's own start at 96,000 GPUs; taken as linear.
+# PUBLIC: Si et al., "Collective Communication for 100k+ GPUs" (arXiv 2510.20171): NCCL's own start
+# at 96,000 GPUs; taken as linear.
 NCCL_INIT_S_PER_GPU = 265 / 96_000
 
 # ASSUMED: a model of 1.5 billion parameters with AdamW, and the links of docs/performance.md.
@@ -43,7 +48,8 @@ class Costs:
 
     name: str
     recovery_s: float
-    """From the failure to the next step, on two ranks: detection, decision, processes, restore of a small model."""
+    """From the failure to the next step, on two ranks: detection, decision, processes, restore of a
+    small model."""
     grow_s: float | None
     """Without a step while a node is taken in, on two ranks; None where the group never grows."""
     again_s: float
@@ -59,7 +65,8 @@ class Costs:
     most_interval_s: float = math.inf
     """Longest time between two saves."""
     spare_share: float = 0.0
-    """Share of all nodes that is kept idle to take the place of failed ones. 0: the group shrinks, where it can."""
+    """Share of all nodes that is kept idle to take the place of failed ones. 0: the group shrinks,
+    where it can."""
     grow_pause_s: float = 0.0
     """Shortest time between two growths."""
     per_gpu_s: float = 1 / ACTORS_PER_S + NCCL_INIT_S_PER_GPU
@@ -73,7 +80,8 @@ class Costs:
 
 _SYNC_SAVE_S = STATE_BYTES / STORAGE_BYTES_PER_S
 _READ_S = STATE_BYTES / STORAGE_BYTES_PER_S + STATE_BYTES / NETWORK_BYTES_PER_S
-"""One node reads the checkpoint and sends it to all: better than most scripts, in which every rank reads it."""
+"""One node reads the checkpoint and sends it to all: better than most scripts, in which every rank
+reads it."""
 
 EVERSTEP = Costs(
     name="Everstep",
@@ -113,7 +121,9 @@ HOT_SPARE = replace(TORCHRUN, name="torchrun, 2 % hot spares", grow_s=None, spar
 POLICIES = (EVERSTEP, TORCHRUN, RAY_TRAIN, HOT_SPARE)
 
 HOURLY = replace(EVERSTEP, name="Everstep, if it grew once an hour", grow_pause_s=3600.0)
-KEPT = replace(HOURLY, name="…and survivors kept their processes", per_gpu_s=NCCL_INIT_S_PER_GPU, state_s=0.0)
+KEPT = replace(
+    HOURLY, name="…and survivors kept their processes", per_gpu_s=NCCL_INIT_S_PER_GPU, state_s=0.0
+)
 SHRUNK = replace(KEPT, name="…and their communicators", per_gpu_s=0.0)
 PROPOSALS = (HOURLY, KEPT, SHRUNK)
 """What could be changed, one on top of the other."""

@@ -1,7 +1,7 @@
 """One training run on a cluster whose nodes fail and come back, as discrete events (SimPy).
 
-Goodput is the useful work over what all nodes that the run holds, spare ones too, could have done: a run on half of its nodes does
-half of the work, since the global batch stays what it was.
+Goodput is the useful work over what all nodes that the run holds, spare ones too, could have done:
+a run on half of its nodes does half of the work, since the global batch stays what it was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 import simpy
 
-from benchmarks.scale.parameters import GPUS_PER_NODE, MTTF_AT_16384_S, NODE_SHARE, REPLACED_S, Costs
+from benchmarks.scale.parameters import (
+    GPUS_PER_NODE,
+    MTTF_AT_16384_S,
+    NODE_SHARE,
+    REPLACED_S,
+    Costs,
+)
 
 What = Literal["node", "process", "joined"]
 Process = Generator[Any, Any, None]
@@ -41,14 +47,17 @@ class Account:
         return self.useful / (num_nodes * seconds)
 
     def goodput_of_time(self) -> float:
-        """Share of the time in which steps were made that counted, as a benchmark of a real run measures it."""
+        """Share of the time in which steps were made that counted, as a benchmark of a real run
+        measures it."""
         return self.time["useful"] / self.time["total"]
 
 
 class Cluster:
     """Nodes that fail at random or by a script, and come back."""
 
-    def __init__(self, env: simpy.Environment, num_nodes: int, gpus_per_node: int, replaced_s: float) -> None:
+    def __init__(
+        self, env: simpy.Environment, num_nodes: int, gpus_per_node: int, replaced_s: float
+    ) -> None:
         self.env = env
         self.num_nodes = num_nodes
         self.gpus_per_node = gpus_per_node
@@ -196,7 +205,9 @@ class Trainer:
             account.saving += stalled * size
             account.useful += (spent - stalled) * size
             account.time["useful"] += spent - stalled
-            self._since_save_s = (self._since_save_s + spent) % (self.interval_s + self.costs.stall_s)
+            self._since_save_s = (self._since_save_s + spent) % (
+                self.interval_s + self.costs.stall_s
+            )
         elif what == "restarting":
             account.restarting += spent * size
         elif what == "growing":
@@ -205,27 +216,40 @@ class Trainer:
             account.missing += spent * size
 
 
-def simulate(costs: Costs, num_gpus: int, *, seed: int = 0, num_failures: int = 400) -> tuple[float, dict[str, float]]:
-    """Goodput at a number of GPUs, over a time in which so many failures are to be expected, and where the rest went (shares)."""
+def simulate(
+    costs: Costs, num_gpus: int, *, seed: int = 0, num_failures: int = 400
+) -> tuple[float, dict[str, float]]:
+    """Goodput at a number of GPUs, over a time in which so many failures are to be expected, and
+    where the rest went (shares)."""
     num_nodes = max(1, num_gpus // GPUS_PER_NODE)
     env = simpy.Environment()
     cluster = Cluster(env, num_nodes, min(num_gpus, GPUS_PER_NODE), REPLACED_S)
-    trainer = Trainer(cluster, costs, math.ceil(num_nodes * costs.spare_share) if num_nodes > 1 else 0)
+    trainer = Trainer(
+        cluster, costs, math.ceil(num_nodes * costs.spare_share) if num_nodes > 1 else 0
+    )
     cluster.trainer = env.process(trainer.run())
     env.process(cluster.fail_at_random(seed))
     seconds = num_failures * MTTF_AT_16384_S * 16_384 / num_gpus
     env.run(until=seconds)
     account = trainer.settle()
     total = num_nodes * seconds
-    shares = {name: getattr(account, name) / total for name in ("rework", "restarting", "growing", "saving", "missing")}
+    shares = {
+        name: getattr(account, name) / total
+        for name in ("rework", "restarting", "growing", "saving", "missing")
+    }
     return account.goodput(num_nodes, seconds), shares
 
 
 def predict(
-    costs: Costs, kills: Sequence[tuple[float, What]], seconds: float, *, num_nodes: int = 2, node_back_s: float = 10.0
+    costs: Costs,
+    kills: Sequence[tuple[float, What]],
+    seconds: float,
+    *,
+    num_nodes: int = 2,
+    node_back_s: float = 10.0,
 ) -> float:
-    """Share of the time in which steps count, of a small run whose ranks or nodes are killed by a script: what
-    ``python -m benchmarks goodput`` measures.
+    """Share of the time in which steps count, of a small run whose ranks or nodes are killed by a
+    script: what ``python -m benchmarks goodput`` measures.
 
     Args:
         costs: With those of the small model: ``small`` makes them.

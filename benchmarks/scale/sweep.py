@@ -1,8 +1,10 @@
-"""Goodput from 8 to 100,000 GPUs, simulated: Everstep, torchrun, plain Ray Train, and torchrun with hot spares.
+"""Goodput from 8 to 100,000 GPUs, simulated: Everstep, torchrun, plain Ray Train, and torchrun with
+hot spares.
 
     python -m benchmarks scale [--seeds 3] [--plot docs/scale.svg]
 
-Nothing is measured here; benchmarks/scale/parameters.py says where every figure is from, docs/scale.md what follows.
+Nothing is measured here; benchmarks/scale/parameters.py says where every figure is from,
+docs/scale.md what follows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from benchmarks.scale.parameters import EVERSTEP, POLICIES, PROPOSALS, Costs
 from benchmarks.scale.simulation import simulate
 
 COUNTS = (8, 64, 512, 1024, 4096, 16_384, 32_768, 65_536, 100_000)
-PARTS = {"rework": "done again", "restarting": "restarting", "growing": "growing", "saving": "saving", "missing": "nodes away"}
+PARTS = {
+    "rework": "done again",
+    "restarting": "restarting",
+    "growing": "growing",
+    "saving": "saving",
+    "missing": "nodes away",
+}
 
 
 def sweep(costs: Costs, seeds: int) -> list[dict[str, Any]]:
@@ -25,8 +33,16 @@ def sweep(costs: Costs, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for num_gpus in COUNTS:
         found = [simulate(costs, num_gpus, seed=seed) for seed in range(seeds)]
-        shares = {part: round(statistics.fmean(share[part] for _, share in found), 4) for part in PARTS}
-        rows.append({"gpus": num_gpus, "goodput": round(statistics.fmean(good for good, _ in found), 4), **shares})
+        shares = {
+            part: round(statistics.fmean(share[part] for _, share in found), 4) for part in PARTS
+        }
+        rows.append(
+            {
+                "gpus": num_gpus,
+                "goodput": round(statistics.fmean(good for good, _ in found), 4),
+                **shares,
+            }
+        )
     return rows
 
 
@@ -39,7 +55,9 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (name, rows), style in zip(results.items(), ("-o", "-s", "-^", "-d", ":", "--", "-."), strict=True):
+    for (name, rows), style in zip(
+        results.items(), ("-o", "-s", "-^", "-d", ":", "--", "-."), strict=True
+    ):
         left.plot(
             [row["gpus"] for row in rows],
             [100 * row["goodput"] for row in rows],
@@ -48,12 +66,16 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
             label=name,
             color="C0" if style in (":", "--", "-.") else None,
         )
-    left.set(xscale="log", xlabel="GPUs", ylabel="goodput, %", ylim=(0, 101), title="simulated goodput")
+    left.set(
+        xscale="log", xlabel="GPUs", ylabel="goodput, %", ylim=(0, 101), title="simulated goodput"
+    )
     left.legend(loc="lower left")
     rows = results[EVERSTEP.name]
     stacks = [[100 * row[part] for row in rows] for part in PARTS]
     right.stackplot([row["gpus"] for row in rows], stacks, labels=list(PARTS.values()))
-    right.set(xscale="log", xlabel="GPUs", ylabel="% of all GPU time", title="where Everstep's rest goes")
+    right.set(
+        xscale="log", xlabel="GPUs", ylabel="% of all GPU time", title="where Everstep's rest goes"
+    )
     right.legend(loc="upper left")
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -1,4 +1,5 @@
-"""``everstep demo``: three nodes on this machine, a run on all of them, one node killed in the middle, and the run carries on."""
+"""``everstep demo``: three nodes on this machine, a run on all of them, one node killed in the
+middle, and the run carries on."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ from everstep.wire.events import EventKind
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-SERVE = (sys.executable, "-m", "service.process.serve", "--port", "0", "--nodes", "3", "--cpus-per-node", "1")
+SERVE = (
+    sys.executable,
+    "-m",
+    "service.process.serve",
+    "--port",
+    "0",
+    "--nodes",
+    "3",
+    "--cpus-per-node",
+    "1",
+)
 KILL_AT = 0.4
 """Share of the steps after which the node dies."""
 SPEC: dict[str, Any] = {
@@ -40,7 +51,12 @@ SPEC: dict[str, Any] = {
     },
     "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.01},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "train": {"epochs": 20, "global_batch_size": 128, "micro_batch_size": 16, "grad_clip_norm": 1.0},
+    "train": {
+        "epochs": 20,
+        "global_batch_size": 128,
+        "micro_batch_size": 16,
+        "grad_clip_norm": 1.0,
+    },
     "scaling": {"min_workers": 1, "max_workers": 3},
     "checkpoint": {"every_steps": 20, "best_metric": "val_accuracy"},
     "recovery": {"deadline_s": 1200.0},
@@ -68,11 +84,15 @@ class Service:
 
 
 def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> int:
-    """The whole demo; returns the exit code. Ends what it started, however it ends, but for ``keep`` and a good end."""
+    """The whole demo; returns the exit code. Ends what it started, however it ends, but for
+    ``keep`` and a good end."""
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         service = _existing(url) if url else stack.enter_context(_own_service(terminal, keep))
         run = service.client.runs.create(SPEC)
-        terminal.note(f"{run.id}: MiniResNet on 1,797 handwritten digits, {SPEC['scaling']['max_workers']} ranks")
+        terminal.note(
+            f"{run.id}: MiniResNet on 1,797 handwritten digits, {SPEC['scaling']['max_workers']} "
+            "ranks"
+        )
         try:
             story = _train(terminal, service, run)
         except BaseException:
@@ -91,7 +111,8 @@ class Story:
     """Unix seconds of the SIGKILL."""
     killed_step: int = 0
     next_step_at: float | None = None
-    """Unix seconds of the first step after it, by the clock of the rank, which is this machine's."""
+    """Unix seconds of the first step after it, by the clock of the rank, which is this
+    machine's."""
     world_size_after: int | None = None
     _attempt: int = 0
     total_steps: int | None = None
@@ -110,7 +131,11 @@ class Story:
     @property
     def is_due(self) -> bool:
         """Whether it is time to kill."""
-        return self.killed_at is None and self.total_steps is not None and self.killed_step >= KILL_AT * self.total_steps
+        return (
+            self.killed_at is None
+            and self.total_steps is not None
+            and self.killed_step >= KILL_AT * self.total_steps
+        )
 
 
 def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
@@ -122,19 +147,26 @@ def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
             if story.is_due:
                 victim = choose_victim(service.home / "cluster.json", run.attempts()[-1].workers)
                 if not terminal.as_json:
-                    watcher.say(f"SIGKILL to node {victim.node_id[:8]}, with its rank {victim.rank}")
+                    watcher.say(
+                        f"SIGKILL to node {victim.node_id[:8]}, with its rank {victim.rank}"
+                    )
                 kill(victim)
                 story.victim, story.killed_at = victim, time.time()
     return story
 
 
-def _tell(terminal: Terminal, service: Service, run: RunHandle, story: Story, out: Path, keep: bool) -> int:
+def _tell(
+    terminal: Terminal, service: Service, run: RunHandle, story: Story, out: Path, keep: bool
+) -> int:
     """The summary; returns the exit code."""
     code = exit_code_of_status(run.status)
     if code != Exit.SUCCEEDED:
         reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason was given"
         kept = _keep_log(service)
-        raise DemoFailed(f"the demo's run ended {run.status}: {reason}{f'; the service log is in {kept}' if kept else ''}")
+        raise DemoFailed(
+            f"the demo's run ended {run.status}: "
+            f"{reason}{f'; the service log is in {kept}' if kept else ''}"
+        )
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
     result = _result(run, story, out)
@@ -148,12 +180,35 @@ def _tell(terminal: Terminal, service: Service, run: RunHandle, story: Story, ou
     terminal.line("The run carried on.", style="bold green")
     terminal.fields(
         [
-            ("accuracy", f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None),
-            ("killed", f"node {victim.node_id[:8]} with rank {victim.rank}, at step {story.killed_step}" if victim else None),
-            ("recovered", f"{recovery_s:.1f} s from the kill to the next step" if recovery_s is not None else "no step after it"),
-            ("ranks", f"{SPEC['scaling']['max_workers']} before, {story.world_size_after} after" if victim else None),
+            (
+                "accuracy",
+                f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None,
+            ),
+            (
+                "killed",
+                f"node {victim.node_id[:8]} with rank {victim.rank}, at step {story.killed_step}"
+                if victim
+                else None,
+            ),
+            (
+                "recovered",
+                f"{recovery_s:.1f} s from the kill to the next step"
+                if recovery_s is not None
+                else "no step after it",
+            ),
+            (
+                "ranks",
+                f"{SPEC['scaling']['max_workers']} before, {story.world_size_after} after"
+                if victim
+                else None,
+            ),
             ("steps lost", run.steps_lost),
-            ("samples", "each used exactly once in every epoch, by the ledger" if once else "NOT each used once: everstep samples"),
+            (
+                "samples",
+                "each used exactly once in every epoch, by the ledger"
+                if once
+                else "NOT each used once: everstep samples",
+            ),
             ("checkpoint", f"{(out / 'model.pt').absolute()} (step {checkpoint.step}, verified)"),
         ]
     )
@@ -163,7 +218,9 @@ def _tell(terminal: Terminal, service: Service, run: RunHandle, story: Story, ou
 
 
 def _result(run: RunHandle, story: Story, out: Path) -> dict[str, Any]:
-    recovery_s = story.next_step_at - story.killed_at if story.next_step_at and story.killed_at else None
+    recovery_s = (
+        story.next_step_at - story.killed_at if story.next_step_at and story.killed_at else None
+    )
     epochs = run.samples().epochs
     return {
         "run": run.run,
@@ -172,7 +229,8 @@ def _result(run: RunHandle, story: Story, out: Path) -> dict[str, Any]:
         "recovery_s": recovery_s,
         "steps_lost": run.steps_lost,
         "world_size_after": story.world_size_after,
-        "every_sample_once": bool(epochs) and all(e.used_once == e.samples and not e.duplicates and not e.missing for e in epochs),
+        "every_sample_once": bool(epochs)
+        and all(e.used_once == e.samples and not e.duplicates and not e.missing for e in epochs),
         "failures": run.failures(),
         "checkpoint": str(out.absolute()),
     }
@@ -198,7 +256,9 @@ def _keep_log(service: Service) -> Path | None:
     """A copy of the service's log that outlives its home directory."""
     if service.pid is None or not service.log.exists():
         return None
-    return Path(shutil.copy(service.log, Path(tempfile.mkdtemp(prefix="everstep-demo-")) / "serve.log"))
+    return Path(
+        shutil.copy(service.log, Path(tempfile.mkdtemp(prefix="everstep-demo-")) / "serve.log")
+    )
 
 
 def _cancel_quietly(run: RunHandle) -> None:
@@ -211,17 +271,21 @@ def _existing(url: str) -> Service:
     home = home_directory()
     if not (home / "cluster.json").exists():
         raise UsageError(
-            f"{home} has no cluster.json: the demo kills a node of a service's own cluster; set EVERSTEP_HOME to its home"
+            f"{home} has no cluster.json: the demo kills a node of a service's own cluster; set "
+            "EVERSTEP_HOME to its home"
         )
     return Service(Client(url), home, None)
 
 
 @contextlib.contextmanager
 def _own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
-    """A service with three one-CPU nodes in a home directory of its own, ended with everything it started."""
+    """A service with three one-CPU nodes in a home directory of its own, ended with everything it
+    started."""
     # Ray's unix sockets lie below, and their paths may have 107 bytes.
     home = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp" if Path("/tmp").is_dir() else None))
-    terminal.note("starting the service with a Ray cluster of three nodes on this machine (about 15 s)")
+    terminal.note(
+        "starting the service with a Ray cluster of three nodes on this machine (about 15 s)"
+    )
     with (home / "serve.log").open("ab") as log:
         process = subprocess.Popen(
             SERVE,
@@ -229,7 +293,8 @@ def _own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is ours to handle: the service is told to stop when we are done with it
+            # Ctrl-C is ours to handle: the service is told to stop when we are done with it
+            start_new_session=True,
         )
     is_kept = False
     try:
@@ -248,20 +313,31 @@ def _await_ready(process: subprocess.Popen[bytes], home: Path) -> Service:
         if process.poll() is not None:
             break
         with contextlib.suppress(OSError, Unavailable):
-            client = Client((home / "url").read_text().strip(), (home / "token").read_text().strip(), max_tries=3)
+            client = Client(
+                (home / "url").read_text().strip(),
+                (home / "token").read_text().strip(),
+                max_tries=3,
+            )
             state = client.ready()
             if state.status == "ready" and state.ray == "up":
                 return Service(client, home, process.pid)
         time.sleep(0.1)
     ended = process.poll()
-    what = f"did not become ready in {START_TIMEOUT_S:g} s" if ended is None else f"ended with exit code {ended}"
+    what = (
+        f"did not become ready in {START_TIMEOUT_S:g} s"
+        if ended is None
+        else f"ended with exit code {ended}"
+    )
     tail = "\n".join((home / "serve.log").read_text(errors="replace").splitlines()[-15:])
     raise DemoFailed(f"the service {what}; its log ends:\n{tail}")
 
 
 def _stop(terminal: Terminal, process: subprocess.Popen[bytes], home: Path) -> None:
-    """End the service gracefully, which ends its cluster; by force where that takes too long. Signals wait meanwhile."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """End the service gracefully, which ends its cluster; by force where that takes too long.
+    Signals wait meanwhile."""
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         if process.poll() is None:
             terminal.note("stopping the service and its nodes")

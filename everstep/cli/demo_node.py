@@ -28,7 +28,8 @@ class Victim:
 
 
 def choose_victim(cluster_file: Path, workers: Sequence[WorkerInfo]) -> Victim:
-    """The node of the highest rank, and never the head. Raises UsageError where the ranks are not on nodes of ``cluster_file``."""
+    """The node of the highest rank, and never the head. Raises UsageError where the ranks are not
+    on nodes of ``cluster_file``."""
     try:
         noted: list[dict[str, Any]] = json.loads(cluster_file.read_text())["nodes"]
         nodes = {node["node_id"]: node for node in noted if not node["is_head"]}
@@ -38,29 +39,42 @@ def choose_victim(cluster_file: Path, workers: Sequence[WorkerInfo]) -> Victim:
         node = nodes.get(worker.node_id)
         if node is not None and is_process(node["raylet_pid"], node["raylet_started_at"]):
             return Victim(worker.node_id, worker.rank, node["raylet_pid"], worker.pid)
-    raise UsageError(f"no rank of the run is on a node of {cluster_file}; the demo kills nodes of a service's own cluster only")
+    raise UsageError(
+        f"no rank of the run is on a node of {cluster_file}; the demo kills nodes of a service's "
+        "own cluster only"
+    )
 
 
 def kill(victim: Victim) -> None:
-    """SIGKILL to the node's raylet and its rank, as a power cut would. The raylet's other workers end by themselves."""
+    """SIGKILL to the node's raylet and its rank, as a power cut would. The raylet's other workers
+    end by themselves."""
     for pid in (victim.raylet_pid, victim.rank_pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def is_process(pid: int, started_at: float) -> bool:
-    """Whether ``pid`` is still the process that began at ``started_at`` (unix seconds), and not a later one of the same number."""
+    """Whether ``pid`` is still the process that began at ``started_at`` (unix seconds), and not a
+    later one of the same number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        boot = next(
+            line
+            for line in Path("/proc/stat").read_text().splitlines()
+            if line.startswith("btime ")
+        )
     except (OSError, StopIteration):
         return not Path("/proc/self/stat").exists()  # a system without /proc cannot tell
     ticks = float(stat.rpartition(")")[2].split()[19])
-    return abs(float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") - started_at) < _START_TOLERANCE_S
+    return (
+        abs(float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") - started_at)
+        < _START_TOLERANCE_S
+    )
 
 
 def kill_all_of(home: Path) -> None:
-    """SIGKILL whatever still runs for the service of ``home``, by the variable that all its processes carry."""
+    """SIGKILL whatever still runs for the service of ``home``, by the variable that all its
+    processes carry."""
     marker = f"EVERSTEP_HOME={home}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         pid = int(entry.parent.name)

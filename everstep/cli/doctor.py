@@ -1,4 +1,5 @@
-"""`everstep doctor`: whether a deployment works from end to end, and what to do where it does not."""
+"""`everstep doctor`: whether a deployment works from end to end, and what to do where it does
+not."""
 
 from __future__ import annotations
 
@@ -20,15 +21,22 @@ _SIGNS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 @command
 def doctor(
     all_reduce: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=60.0, help="How long nodes add up tensors together.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, max=60.0, help="How long nodes add up tensors together."
+        ),
     ] = 5.0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="Longest wait for the nodes' answers.")] = 240.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Longest wait for the nodes' answers.")
+    ] = 240.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Check service, nodes, versions, storage, ports, clocks and network, and say what to do. Needs an admin's token.
+    """Check service, nodes, versions, storage, ports, clocks and network, and say what to do. Needs
+    an admin's token.
 
-    Exit code 0 where nothing is wrong (warnings may be), 1 where something is, 3 where the service cannot be reached.
+    Exit code 0 where nothing is wrong (warnings may be), 1 where something is, 3 where the service
+    cannot be reached.
     """
     out = terminal()
     findings: list[Finding] = []
@@ -40,11 +48,15 @@ def doctor(
         findings += _cluster(client, all_reduce, timeout)
     except Unavailable as exc:
         reached = bool(findings)
-        remedy = "See that `everstep serve` runs there and listens on that address (--host), and that nothing in between refuses."
+        remedy = (
+            "See that `everstep serve` runs there and listens on that address (--host), and that "
+            "nothing in between refuses."
+        )
         findings.append(Finding("service", "problem", str(exc), remedy))
     except AuthError as exc:
         remedy = (
-            "Set EVERSTEP_TOKEN to an administrator's token: `everstep token create NAME --role admin`, or EVERSTEP_HOME/token."
+            "Set EVERSTEP_TOKEN to an administrator's token: `everstep token create NAME --role "
+            "admin`, or EVERSTEP_HOME/token."
         )
         findings.append(Finding("service", "problem", str(exc), remedy))
     _tell(findings)
@@ -66,12 +78,20 @@ def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Find
         asked = client.start_deployment_check(all_reduce_s=all_reduce_s)
         check = client.wait_deployment_check(asked.id, timeout_s=timeout_s)
     except WaitTimeout as exc:
-        remedy = "A node may hang or be slow: see `everstep cluster` and Ray's dashboard; --timeout gives it longer."
+        remedy = (
+            "A node may hang or be slow: see `everstep cluster` and Ray's dashboard; --timeout "
+            "gives it longer."
+        )
         return [*findings, Finding("nodes", "problem", str(exc), remedy)]
     except AuthError:
         raise
     except EverstepError as exc:
-        return [*findings, Finding("nodes", "problem", f"the check was not started: {exc}", "See the service's log.")]
+        return [
+            *findings,
+            Finding(
+                "nodes", "problem", f"the check was not started: {exc}", "See the service's log."
+            ),
+        ]
     return [*findings, *judging.check_findings(check, asked.service.at)]
 
 
@@ -82,7 +102,11 @@ def _tell(findings: list[Finding]) -> None:
         out.json({"ok": problems == 0, "findings": [asdict(finding) for finding in findings]})
         return
     for finding in findings:
-        out.line(f"{_SIGNS[finding.level]} {finding.check}: {finding.message}", _STYLES[finding.level])
+        out.line(
+            f"{_SIGNS[finding.level]} {finding.check}: {finding.message}", _STYLES[finding.level]
+        )
         if finding.remedy:
             out.line(f"           {finding.remedy}")
-    out.line("nothing is wrong" if problems == 0 else f"{problems} problem{'s' if problems > 1 else ''}")
+    out.line(
+        "nothing is wrong" if problems == 0 else f"{problems} problem{'s' if problems > 1 else ''}"
+    )

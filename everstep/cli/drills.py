@@ -15,14 +15,22 @@ from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, Dri
 @command
 def drill(
     run_id: RunArgument,
-    kind: Annotated[DrillKind, typer.Argument(metavar="KIND", help=f"What to break: {', '.join(DrillKind)}.")],
+    kind: Annotated[
+        DrillKind, typer.Argument(metavar="KIND", help=f"What to break: {', '.join(DrillKind)}.")
+    ],
     rank: Annotated[int, typer.Option(min=0, help="Rank that is hit, or whose node is.")] = 0,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the run to recover, and show the report.")] = True,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")] = 600.0,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait/--no-wait", help="Wait for the run to recover, and show the report."),
+    ] = True,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")
+    ] = 600.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Break something of a live run to see it recover; exit code 1 where it did not, or its loss did not go on in parity."""
+    """Break something of a live run to see it recover; exit code 1 where it did not, or its loss
+    did not go on in parity."""
     out = terminal()
     begun = out.client().runs.get(run_id).drill(kind, rank=rank)
     if wait and not out.as_json:
@@ -45,23 +53,51 @@ def passed(found: Drill) -> bool:
 
 
 def _show(out: Terminal, found: Drill) -> None:
-    out.fields([("drill", found.id), ("kind", found.kind), ("state", found.state), ("problem", found.problem)])
+    out.fields(
+        [
+            ("drill", found.id),
+            ("kind", found.kind),
+            ("state", found.state),
+            ("problem", found.problem),
+        ]
+    )
     if found.report is not None:
         out.fields(_fields(found.report))
 
 
 def _fields(report: DrillReport) -> list[tuple[str, object]]:
-    phases = ", ".join(f"{name.replace('_', ' ')} {words.duration(seconds)}" for name, seconds in report.phases.items())
+    phases = ", ".join(
+        f"{name.replace('_', ' ')} {words.duration(seconds)}"
+        for name, seconds in report.phases.items()
+    )
     sizes = (report.world_size_before, report.world_size_after)
     return [
-        ("hit", f"process {report.pid}{f' on node {report.node_id[:8]}' if report.node_id else ''}" if report.pid else None),
+        (
+            "hit",
+            f"process {report.pid}{f' on node {report.node_id[:8]}' if report.node_id else ''}"
+            if report.pid
+            else None,
+        ),
         ("damaged", report.checkpoint),
         ("verdict", report.verdict),
-        ("trained again", None if report.total_s is None else f"after {words.duration(report.total_s)}"),
-        ("recovery", None if report.recovery_s is None else f"{words.duration(report.recovery_s)} from noticing it"),
+        (
+            "trained again",
+            None if report.total_s is None else f"after {words.duration(report.total_s)}",
+        ),
+        (
+            "recovery",
+            None
+            if report.recovery_s is None
+            else f"{words.duration(report.recovery_s)} from noticing it",
+        ),
         ("phases", phases or None),
         ("ranks", None if None in sizes else f"{sizes[0]} -> {sizes[1]}"),
-        ("went on from", None if report.restored_step is None else f"step {report.restored_step} ({report.restored_from})"),
+        (
+            "went on from",
+            None
+            if report.restored_step is None
+            else f"step {report.restored_step} ({report.restored_from})",
+        ),
         ("steps lost", report.steps_lost),
         ("loss", _parity(report.parity) if report.parity else None),
         ("samples", _samples(report.parity) if report.parity else None),
@@ -70,11 +106,17 @@ def _fields(report: DrillReport) -> list[tuple[str, object]]:
 
 
 def _parity(found: DrillParity) -> str:
-    means = f"mean {words.number(found.loss_before)} before, {words.number(found.loss_after)} over the next "
+    means = (
+        f"mean {words.number(found.loss_before)} before, {words.number(found.loss_after)} over "
+        "the next "
+    )
     means += words.count(found.num_steps_after, "step")
     problems = [
         f"{what} {', '.join(map(str, steps))}"
-        for what, steps in (("missing are steps", found.missing_steps), ("two losses have steps", found.conflicting_steps))
+        for what, steps in (
+            ("missing are steps", found.missing_steps),
+            ("two losses have steps", found.conflicting_steps),
+        )
         if steps
     ]
     verdict = {True: "in parity", False: "NOT in parity", None: "not known yet"}[found.in_parity]
@@ -84,4 +126,8 @@ def _parity(found: DrillParity) -> str:
 def _samples(found: DrillParity) -> str | None:
     if found.samples_used_once is None:
         return "the epoch has not ended yet; `everstep samples` will tell"
-    return "each used once" if found.samples_used_once else "NOT each used once; `everstep samples` tells"
+    return (
+        "each used once"
+        if found.samples_used_once
+        else "NOT each used once; `everstep samples` tells"
+    )

@@ -29,38 +29,68 @@ init = typer.Typer(help="Begin something of your own.", no_args_is_help=True)
 @command
 def run(
     spec: Annotated[
-        str | None, typer.Argument(metavar="[SPEC.yaml]", help="File with the spec; - reads standard input.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[SPEC.yaml]",
+            help="File with the spec; - reads standard input.",
+            show_default=False,
+        ),
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="In this process, as one rank, without the service.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="In this process, as one rank, without the service.")
+    ] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, for example train.max_steps=3.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Override a field, for example train.max_steps=3."
+        ),
     ] = None,
     code: Annotated[
-        str | None, typer.Option("--code", metavar="DIRECTORY", help="Run this code's task in place of the spec's.")
+        str | None,
+        typer.Option(
+            "--code", metavar="DIRECTORY", help="Run this code's task in place of the spec's."
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")] = None,
-    storage: Annotated[str, typer.Option(metavar="DIRECTORY", help="Where checkpoints, journal and logs go.")] = "out/local",
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
+    ] = None,
+    storage: Annotated[
+        str, typer.Option(metavar="DIRECTORY", help="Where checkpoints, journal and logs go.")
+    ] = "out/local",
     run_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="Directory of the run; one that exists is gone on with. By default a new one.")
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Directory of the run; one that exists is gone on with. By default a new one.",
+        ),
     ] = None,
-    debugger: Annotated[bool, typer.Option("--pdb", help="Open Python's debugger where training raises.")] = False,
+    debugger: Annotated[
+        bool, typer.Option("--pdb", help="Open Python's debugger where training raises.")
+    ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Train a spec right here, for a debugger: the loop, data and checkpoints of a run, on one rank, without loader processes."""
+    """Train a spec right here, for a debugger: the loop, data and checkpoints of a run, on one
+    rank, without loader processes."""
     if not local:
         raise UsageError(
-            "`everstep run` is for this process and wants --local; `everstep submit SPEC.yaml` gives it to the service"
+            "`everstep run` is for this process and wants --local; `everstep submit SPEC.yaml` "
+            "gives it to the service"
         )
     raw, archive = with_code(None if spec is None else read_spec(spec), code, task, None)
     parsed = parse_spec(apply_overrides(raw, overrides or []))
     missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"training needs {', '.join(missing)}, which this Python has not; run: pip install 'everstep[server]'")
+        raise UsageError(
+            f"training needs {', '.join(missing)}, which this Python has not; run: pip install "
+            "'everstep[server]'"
+        )
     training = importlib.import_module(TRAINING)
     try:
         own = None if archive is None else training.OwnCode(archive, Path(str(code)).expanduser())
-        ended = training.run_local(parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line, own)
+        ended = training.run_local(
+            parsed, storage, run_id, terminal().note if terminal().as_json else terminal().line, own
+        )
     except EverstepError:
         raise
     except Exception as exc:
@@ -69,15 +99,21 @@ def run(
             pdb.post_mortem(exc.__traceback__)
         raise typer.Exit(Exit.FAILED) from exc
     if terminal().as_json:
-        terminal().json({"step": ended.step, "metrics": ended.metrics, "checkpoints": ended.checkpoints})
+        terminal().json(
+            {"step": ended.step, "metrics": ended.metrics, "checkpoints": ended.checkpoints}
+        )
     raise typer.Exit(ended.code)
 
 
 @init.command("task")
 @command
 def init_task(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the package, for example my_task.")],
-    directory: Annotated[Path, typer.Option("--in", metavar="DIRECTORY", help="Where its folder is made.")] = Path(),
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Of the package, for example my_task.")
+    ],
+    directory: Annotated[
+        Path, typer.Option("--in", metavar="DIRECTORY", help="Where its folder is made.")
+    ] = Path(),
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -89,4 +125,6 @@ def init_task(
         return
     for path in files:
         terminal().line(path)
-    terminal().note(f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it")
+    terminal().note(
+        f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it"
+    )

@@ -23,7 +23,8 @@ from everstep.spec.hash_seed import fix_hash_seed
 
 app = typer.Typer(
     name="everstep",
-    help="Fault-tolerant distributed PyTorch training. Exit codes: 0 done or SUCCEEDED, 1 FAILED or CANCELLED, 2 bad usage or an "
+    help="Fault-tolerant distributed PyTorch training. Exit codes: 0 done or SUCCEEDED, 1 FAILED "
+    "or CANCELLED, 2 bad usage or an "
     "invalid spec, 3 the service cannot be reached.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,7 +42,9 @@ def _version(value: bool) -> None:
 def options(
     json_: JsonOption = False,
     url: UrlOption = None,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
+    ] = False,
 ) -> None:
     """Options of every command; they may also stand behind its name."""
     begin(json_, url)

@@ -11,19 +11,33 @@ from everstep.spec.plain_text import printable
 from everstep.text import words
 from everstep.wire import Node
 
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, or as much of it as is unique.")]
-ReasonOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Why, for whoever looks at the cluster.")]
+NodeArgument = Annotated[
+    str, typer.Argument(metavar="NODE", help="Id of the node, or as much of it as is unique.")
+]
+ReasonOption = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Why, for whoever looks at the cluster.")
+]
 
 
 @command
-def cordon(node: NodeArgument, reason: ReasonOption = None, json_: JsonOption = False, url: UrlOption = None) -> None:
+def cordon(
+    node: NodeArgument,
+    reason: ReasonOption = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
     """Let no new rank go to a node; ranks that are there stay."""
     nodes = terminal().client().nodes
     _tell(nodes.cordon(nodes.find(node).id, reason=reason))
 
 
 @command
-def uncordon(node: NodeArgument, reason: ReasonOption = None, json_: JsonOption = False, url: UrlOption = None) -> None:
+def uncordon(
+    node: NodeArgument,
+    reason: ReasonOption = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
     """Open a cordoned or draining node again."""
     nodes = terminal().client().nodes
     _tell(nodes.uncordon(nodes.find(node).id, reason=reason))
@@ -33,11 +47,19 @@ def uncordon(node: NodeArgument, reason: ReasonOption = None, json_: JsonOption 
 def drain(
     node: NodeArgument,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="The node will be taken away so many seconds from now.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="The node will be taken away so many seconds from now."
+        ),
     ] = None,
     reason: ReasonOption = None,
     wait: Annotated[
-        bool, typer.Option("--wait", "-w", help="Until every rank has left; exit code 1 if they have not by the deadline.")
+        bool,
+        typer.Option(
+            "--wait",
+            "-w",
+            help="Until every rank has left; exit code 1 if they have not by the deadline.",
+        ),
     ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -47,7 +69,10 @@ def drain(
     drained = nodes.drain(nodes.find(node).id, deadline_s=deadline, reason=reason)
     if wait:
         if drained.runs and not terminal().as_json:
-            terminal().note(f"waits for {words.count(len(drained.runs), 'run')} to leave: {', '.join(drained.runs)}")
+            terminal().note(
+                f"waits for {words.count(len(drained.runs), 'run')} to leave: "
+                f"{', '.join(drained.runs)}"
+            )
         drained = nodes.wait_drained(drained.id, deadline)
     _tell(drained)
 

@@ -17,7 +17,10 @@ from everstep.wire.profiles import MOST_STEPS, Profile, ProfileState
 @command
 def goodput(
     run_id: Annotated[
-        str | None, typer.Argument(metavar="[RUN_ID]", help="One run; without, all projects.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[RUN_ID]", help="One run; without, all projects.", show_default=False
+        ),
     ] = None,
     project: Annotated[str | None, typer.Option(help="This project only.")] = None,
     json_: JsonOption = False,
@@ -30,28 +33,47 @@ def goodput(
         if out.as_json:
             out.json(found)
             return
-        out.table(("bucket", "time", "share"), _rows(found.buckets, found.wall_s), empty="no time has passed yet")
+        out.table(
+            ("bucket", "time", "share"),
+            _rows(found.buckets, found.wall_s),
+            empty="no time has passed yet",
+        )
         return
     projects = out.client().goodput(project)
     if out.as_json:
         out.json({"items": projects})
         return
     for each in projects:
-        share = "" if each.goodput is None else f", {each.goodput:.1%} of the time with resources trained steps that count"
-        out.line(f"{each.project}: {words.count(each.runs, 'run')}, {words.duration(each.wall_s)}{share}")
-        out.table(("bucket", "time", "share"), _rows(each.buckets, each.wall_s), empty="no time has passed yet")
+        share = (
+            ""
+            if each.goodput is None
+            else f", {each.goodput:.1%} of the time with resources trained steps that count"
+        )
+        out.line(
+            f"{each.project}: {words.count(each.runs, 'run')}, {words.duration(each.wall_s)}{share}"
+        )
+        out.table(
+            ("bucket", "time", "share"),
+            _rows(each.buckets, each.wall_s),
+            empty="no time has passed yet",
+        )
     if not projects:
         out.note("no runs")
 
 
 def _rows(buckets: GoodputBuckets, wall_s: float) -> list[tuple[object, ...]]:
     spent = buckets.model_dump()
-    return [(name, words.duration(spent[name]), f"{spent[name] / wall_s:.1%}" if wall_s else None) for name in spent if spent[name]]
+    return [
+        (name, words.duration(spent[name]), f"{spent[name] / wall_s:.1%}" if wall_s else None)
+        for name in spent
+        if spent[name]
+    ]
 
 
 @command
 def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show each rank's own time in a step, how long it waits for the others, who holds them up, and how busy GPUs are."""
+    """Show each rank's own time in a step, how long it waits for the others, who holds them up, and
+    how busy GPUs are."""
     out = terminal()
     report = out.client().runs.get(run_id).stragglers()
     if out.as_json:
@@ -96,16 +118,30 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
 def profile(
     run_id: RunArgument,
     rank: Annotated[int, typer.Option(min=0, help="Rank whose steps are recorded.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="How many, from the next one on.")] = 10,
+    steps: Annotated[
+        int, typer.Option(min=1, max=MOST_STEPS, help="How many, from the next one on.")
+    ] = 10,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where the trace goes.", show_default="RUN-rank-N.json.gz")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where the trace goes.",
+            show_default="RUN-rank-N.json.gz",
+        ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the trace, and download it.")] = True,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")] = 600.0,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait for the trace, and download it.")
+    ] = True,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")
+    ] = 600.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Record some steps of a rank that trains, and show what its all-reduces took; https://ui.perfetto.dev opens the trace."""
+    """Record some steps of a rank that trains, and show what its all-reduces took;
+    https://ui.perfetto.dev opens the trace."""
     out = terminal()
     begun = out.client().runs.get(run_id).profile(rank=rank, steps=steps)
     if not wait:
@@ -118,7 +154,9 @@ def profile(
     if found.state is ProfileState.DONE:
         path = found.download(output or Path(f"{run_id}-rank-{rank}.json.gz"))
     if out.as_json:
-        out.json({**found.profile.model_dump(mode="json"), "path": None if path is None else str(path)})
+        out.json(
+            {**found.profile.model_dump(mode="json"), "path": None if path is None else str(path)}
+        )
     elif path is not None:
         _show_profile(out, found.profile, path)
     if path is None:
@@ -142,5 +180,8 @@ def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
         empty="no all-reduces: the run has one rank",
     )
     if found.step_s is not None:
-        out.line(f"{words.count(found.steps, 'step')} from step {found.first_step} on, {found.step_s * 1e3:.2f} ms each")
+        out.line(
+            f"{words.count(found.steps, 'step')} from step {found.first_step} on, "
+            f"{found.step_s * 1e3:.2f} ms each"
+        )
     out.line(f"{path}: {words.size(found.size_bytes or 0)}; open it in https://ui.perfetto.dev")

@@ -8,7 +8,15 @@ from typing import Annotated, Any, cast
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from everstep.cli.terminal import Exit, JsonOption, Terminal, UrlOption, command, exit_code_of_status, terminal
+from everstep.cli.terminal import (
+    Exit,
+    JsonOption,
+    Terminal,
+    UrlOption,
+    command,
+    exit_code_of_status,
+    terminal,
+)
 from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle, Which
 from everstep.code.source import with_code
@@ -21,30 +29,54 @@ from everstep.text import words
 from everstep.wire import Checkpoint
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: run_…")]
-WhichArgument = Annotated[str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")]
+WhichArgument = Annotated[
+    str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")
+]
 
 
 @command
 def submit(
     spec: Annotated[
-        str | None, typer.Argument(metavar="[SPEC.yaml]", help="File with the spec; - reads standard input.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[SPEC.yaml]",
+            help="File with the spec; - reads standard input.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
+        ),
     ] = None,
     code: Annotated[
-        str | None, typer.Option("--code", metavar="DIRECTORY", help="Upload this code and run it in place of the spec's task.")
+        str | None,
+        typer.Option(
+            "--code",
+            metavar="DIRECTORY",
+            help="Upload this code and run it in place of the spec's task.",
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
+    ] = None,
     train_fn: Annotated[
-        str | None, typer.Option("--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code.")
+        str | None,
+        typer.Option(
+            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code."
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")
+    ] = False,
     idempotency_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The same key and spec give the same run, however often.")
+        str | None,
+        typer.Option(metavar="KEY", help="The same key and spec give the same run, however often."),
     ] = None,
     create_project: Annotated[
-        bool, typer.Option("--create-project", help="Make the run's project where it does not exist.")
+        bool,
+        typer.Option("--create-project", help="Make the run's project where it does not exist."),
     ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -68,22 +100,34 @@ def submit(
 
 
 def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
-    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its end."""
+    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its
+    end."""
     checkpoint = spec.checkpoint
-    if checkpoint.best_metric is not None and (raw.get("checkpoint") or {}).get("best_mode") is None:
+    if (
+        checkpoint.best_metric is not None
+        and (raw.get("checkpoint") or {}).get("best_mode") is None
+    ):
         size = "smallest" if checkpoint.best_mode == "min" else "largest"
         terminal().note(
-            f"the best checkpoint is that of the {size} {checkpoint.best_metric} (checkpoint.best_mode {checkpoint.best_mode}, "
+            f"the best checkpoint is that of the {size} {checkpoint.best_metric} "
+            f"(checkpoint.best_mode {checkpoint.best_mode}, "
             "inferred from its name)"
         )
 
 
 @command
 def runs(
-    status: Annotated[list[str] | None, typer.Option(metavar="STATUS", help="Only these statuses, for example RUNNING.")] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STATUS", help="Only these statuses, for example RUNNING."),
+    ] = None,
     project: Annotated[str | None, typer.Option(metavar="NAME", help="Only this project.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this name.")] = None,
-    tag: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only runs with this tag.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only runs of this name.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only runs with this tag.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most runs to show.")] = 50,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -133,15 +177,42 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
             ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
             ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
             ("created", words.ago(run.created_at)),
-            ("forked from", f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None),
+            (
+                "forked from",
+                f"step {run.forked_from.step} of {run.forked_from.run_id}"
+                if run.forked_from
+                else None,
+            ),
             ("step", f"{words.progress(run)}, epoch {run.epoch}"),
             ("ranks", run.world_size),
             ("metrics", words.numbers(run.metrics) or None),
-            ("best", f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}" if run.best else None),
-            ("checkpoint", f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}" if checkpoint else None),
+            (
+                "best",
+                f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}"
+                if run.best
+                else None,
+            ),
+            (
+                "checkpoint",
+                f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}"
+                if checkpoint
+                else None,
+            ),
             ("attempt", f"{run.attempt} of submission {run.submission}"),
-            ("failures", f"{words.count(run.restarts, 'restart')}, {words.count(run.steps_lost, 'step')} lost"),
-            ("survives", f"loss of {survives}; at worst {lost} would be lost" if not run.status.terminal else None),
+            (
+                "failures",
+                (
+                    f"{words.count(run.restarts, 'restart')}, "
+                    f"{words.count(run.steps_lost, 'step')} "
+                    "lost"
+                ),
+            ),
+            (
+                "survives",
+                f"loss of {survives}; at worst {lost} would be lost"
+                if not run.status.terminal
+                else None,
+            ),
             ("protection", run.protection.message if not run.status.terminal else None),
             ("samples", run.guarantee),
             ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
@@ -152,7 +223,8 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
 
 @command
 def watch(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show a run until it has ended; the exit code tells how: 0 SUCCEEDED, 1 FAILED or CANCELLED."""
+    """Show a run until it has ended; the exit code tells how: 0 SUCCEEDED, 1 FAILED or
+    CANCELLED."""
     _watch_to_the_end(terminal().client().runs.get(run_id))
 
 
@@ -168,7 +240,10 @@ def _watch_to_the_end(run: RunHandle) -> None:
         for line in words.summary(ended).splitlines():
             out.line(line, style=words.STATUS_STYLES[ended.status])
         if code != Exit.SUCCEEDED and ended.restarts + (ended.status == "FAILED"):
-            out.note(f"`everstep why {ended.id}` tells its failures, `everstep logs {ended.id}` what it wrote")
+            out.note(
+                f"`everstep why {ended.id}` tells its failures, `everstep logs {ended.id}` what "
+                "it wrote"
+            )
     if code != Exit.SUCCEEDED:
         raise typer.Exit(code)
 
@@ -176,9 +251,13 @@ def _watch_to_the_end(run: RunHandle) -> None:
 @command
 def logs(
     run_id: RunArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run has ended.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more until the run has ended.")
+    ] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=0, help="Only this attempt; 0 is the driver's.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option(min=0, help="Only this attempt; 0 is the driver's.")
+    ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -189,7 +268,9 @@ def logs(
             out.json(line)
             continue
         source = "driver" if line.rank is None else f"a{line.attempt} r{line.rank}"
-        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}.get(line.level.upper())
+        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}.get(
+            line.level.upper()
+        )
         stamp = line.at.astimezone().strftime("%H:%M:%S.%f")[:-3]
         for text in line.message.split("\n"):
             out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
@@ -198,16 +279,26 @@ def logs(
 @command
 def why(
     run_id: RunArgument,
-    lines: Annotated[int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")] = 10,
+    lines: Annotated[
+        int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")
+    ] = 10,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds the others up now."""
+    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds
+    the others up now."""
     out = terminal()
     run = out.client().runs.get(run_id)
     failures, report = run.failures(lines=lines), run.stragglers()
     if out.as_json:
-        out.json({"status": run.status, "reason": run.reason, "failures": failures, "stragglers": report.stragglers})
+        out.json(
+            {
+                "status": run.status,
+                "reason": run.reason,
+                "failures": failures,
+                "stragglers": report.stragglers,
+            }
+        )
         return
     out.line(words.summary(run.run).splitlines()[0])
     if run.reason is not None:
@@ -216,7 +307,9 @@ def why(
         out.line(line)
     for number, fault in enumerate(failures, start=1):
         out.line()
-        for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split("\n"):
+        for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split(
+            "\n"
+        ):
             out.line(line)
     if not failures:
         out.note("no failure was recorded")
@@ -225,8 +318,12 @@ def why(
 @command
 def metrics(
     run_id: RunArgument,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")] = None,
-    max_points: Annotated[int, typer.Option(min=4, max=10_000, help="Most points of one series.")] = 500,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")
+    ] = None,
+    max_points: Annotated[
+        int, typer.Option(min=4, max=10_000, help="Most points of one series.")
+    ] = 500,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -242,25 +339,32 @@ def metrics(
             rows.append((name, None, None, None, None))
             continue
         least, most = (min(finite), max(finite)) if finite else (None, None)
-        extremes = [f"{words.number(found[0])} at {found[1]}" if found else None for found in (least, most)]
+        extremes = [
+            f"{words.number(found[0])} at {found[1]}" if found else None for found in (least, most)
+        ]
         rows.append((name, points[-1][0], words.number(points[-1][2]), *extremes))
     terminal().table(("metric", "step", "latest", "least", "most"), rows, empty="no metrics yet")
 
 
 @command
 def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show for each epoch that ended how often its samples were used, over the committed lineage."""
+    """Show for each epoch that ended how often its samples were used, over the committed
+    lineage."""
     found = terminal().client().runs.get(run_id).samples()
     if terminal().as_json:
         terminal().json(found)
         return
     headers = ("epoch", "samples", "used once", "duplicates", "missing", "digest")
-    rows = [(each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16]) for each in found.epochs]
+    rows = [
+        (each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16])
+        for each in found.epochs
+    ]
     terminal().table(headers, rows, empty="no epoch has ended yet")
     if found.origin is not None:
         origin = found.origin
         terminal().note(
-            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used {origin.samples} samples of epoch "
+            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
+            f"{origin.samples} samples of epoch "
             f"{origin.epoch}"
         )
 
@@ -292,15 +396,24 @@ def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption =
 
 
 @command
-def verify(run_id: RunArgument, which: WhichArgument = "latest", json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Have the service read a checkpoint back; exit code 1 where a file is not what it should be."""
+def verify(
+    run_id: RunArgument,
+    which: WhichArgument = "latest",
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Have the service read a checkpoint back; exit code 1 where a file is not what it should
+    be."""
     checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
     if terminal().as_json:
         terminal().json(checkpoint)
     elif checkpoint.state == "corrupt":
         terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
     else:
-        terminal().line(f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its size and digest")
+        terminal().line(
+            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its "
+            "size and digest"
+        )
     if checkpoint.state == "corrupt":
         raise typer.Exit(Exit.FAILED)
 
@@ -310,7 +423,10 @@ def download(
     run_id: RunArgument,
     which: WhichArgument = "latest",
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False
+        ),
     ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -326,7 +442,9 @@ def download(
         out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
     else:
         out.line(str(target))
-        out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified")
+        out.note(
+            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified"
+        )
 
 
 def _which(text: str) -> Which:
@@ -340,10 +458,17 @@ def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Pat
     if not out.is_interactive:
         run.download_checkpoint(checkpoint.step, target)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=out.err, transient=True) as progress:
         task = progress.add_task(f"step {checkpoint.step}", total=checkpoint.size_bytes)
-        run.download_checkpoint(checkpoint.step, target, on_bytes=lambda num_bytes: progress.advance(task, num_bytes))
+        run.download_checkpoint(
+            checkpoint.step, target, on_bytes=lambda num_bytes: progress.advance(task, num_bytes)
+        )
 
 
 @command

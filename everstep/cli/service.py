@@ -13,7 +13,15 @@ from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.text import words
 from everstep.wire import Node
 
-SERVER_MODULES = ("service.process.serve", "fastapi", "uvicorn", "sqlalchemy", "ray", "torch", "torchvision")
+SERVER_MODULES = (
+    "service.process.serve",
+    "fastapi",
+    "uvicorn",
+    "sqlalchemy",
+    "ray",
+    "torch",
+    "torchvision",
+)
 
 
 def missing_server_modules() -> list[str]:
@@ -32,37 +40,66 @@ def require_server() -> None:
     """Raises an exit with the way out where the light client was installed alone."""
     missing = missing_server_modules()
     if missing:
-        message = f"this Python has only Everstep's client ({', '.join(missing)} missing); run: pip install 'everstep[server]'"
+        message = (
+            f"this Python has only Everstep's client ({', '.join(missing)} missing); run: pip "
+            "install 'everstep[server]'"
+        )
         raise terminal().fail(message, Exit.USAGE, {"code": "server_missing", "missing": missing})
 
 
 @command
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; by default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one; by default 8000.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Worker nodes of the service's own Ray cluster.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(help="CPUs that each of them offers.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; by default 127.0.0.1.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on, 0 for a free one; by default 8000.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Worker nodes of the service's own Ray cluster.")
+    ] = None,
+    cpus_per_node: Annotated[
+        int | None, typer.Option(help="CPUs that each of them offers.")
+    ] = None,
     cluster_env: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Variable that the own cluster, and so the code of every run, inherits; NAME* too; repeatable."
+            metavar="NAME",
+            help=(
+                "Variable that the own cluster, and so the code of every run, inherits; NAME* "
+                "too; repeatable."
+            ),
         ),
     ] = None,
-    drills: Annotated[bool, typer.Option("--drills", help="Allow failure drills through the API.")] = False,
-    ray_address: Annotated[str | None, typer.Option(metavar="URL", help="Use another Ray cluster: its dashboard's URL.")] = None,
+    drills: Annotated[
+        bool, typer.Option("--drills", help="Allow failure drills through the API.")
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Use another Ray cluster: its dashboard's URL."),
+    ] = None,
     database: Annotated[
-        str | None, typer.Option(metavar="URL", help="postgresql+psycopg://…; by default SQLite in EVERSTEP_HOME.")
+        str | None,
+        typer.Option(
+            metavar="URL", help="postgresql+psycopg://…; by default SQLite in EVERSTEP_HOME."
+        ),
     ] = None,
     storage: Annotated[
-        str | None, typer.Option(metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME.")
+        str | None,
+        typer.Option(
+            metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME."
+        ),
     ] = None,
     storage_root: Annotated[
         list[str] | None,
-        typer.Option(metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."),
+        typer.Option(
+            metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."
+        ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME, default ~/.everstep)."""
+    """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME,
+    default ~/.everstep)."""
     require_server()
     given = {
         "--host": host,
@@ -73,7 +110,9 @@ def serve(
         "--database": database,
         "--storage": storage,
     }
-    arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    arguments = [
+        text for name, value in given.items() if value is not None for text in (name, str(value))
+    ]
     arguments += [text for root in storage_root or () for text in ("--storage-root", root)]
     arguments += [text for name in cluster_env or () for text in ("--cluster-env", name)]
     arguments += ["--drills"] if drills else []
@@ -93,7 +132,9 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
         return
     if not info.available:
         out.note("Ray does not answer; what follows may be old")
-    out.fields([("Ray", info.ray_version), ("address", info.address), ("dashboard", info.dashboard_url)])
+    out.fields(
+        [("Ray", info.ray_version), ("address", info.address), ("dashboard", info.dashboard_url)]
+    )
     headers = ("node", "host", "ip", "state", "resources", "runs", "marked")
     out.table(
         headers,
@@ -133,9 +174,18 @@ def _resources(total: dict[str, float]) -> str:
 
 @command
 def demo(
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up at the end, and print its URLs.")] = False,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Use the service at URL, on this machine, and start none.")] = None,
-    out: Annotated[str, typer.Option(metavar="DIRECTORY", help="Where the trained model goes.")] = "out/demo",
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the service up at the end, and print its URLs.")
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Use the service at URL, on this machine, and start none."
+        ),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="DIRECTORY", help="Where the trained model goes.")
+    ] = "out/demo",
     json_: JsonOption = False,
 ) -> None:
     """Train on three local nodes, kill one of them in the middle, and watch the run carry on."""

@@ -1,4 +1,5 @@
-"""The beginning of a task of one's own: a package that trains as it stands, to be changed piece by piece."""
+"""The beginning of a task of one's own: a package that trains as it stands, to be changed piece by
+piece."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from string import Template
 
 from everstep.errors import UsageError
 
-_TAKEN = frozenset({"everstep", "storage", "service", "train_fn", "tests", "torch", "torchvision", "ray", "numpy"})
+_TAKEN = frozenset(
+    {"everstep", "storage", "service", "train_fn", "tests", "torch", "torchvision", "ray", "numpy"}
+)
 """Names that would hide, or be hidden by, what runs beside the task."""
 
 _TASK = '''"""What is trained on what. Everstep calls it on every rank; nothing of Everstep is imported here."""
@@ -154,11 +157,14 @@ out/
 
 
 def write_skeleton(name: str, parent: Path) -> Path:
-    """Write the task package ``name`` into a new folder of that name below ``parent``; the folder. Raises UsageError, OSError."""
+    """Write the task package ``name`` into a new folder of that name below ``parent``; the folder.
+    Raises UsageError, OSError."""
     _check(name)
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is not empty; choose another name, or another place by --in")
+        raise UsageError(
+            f"{folder} exists and is not empty; choose another name, or another place by --in"
+        )
     words = {
         "name": name,
         "class_name": "".join(part[:1].upper() + part[1:] for part in name.split("_")),
@@ -181,7 +187,16 @@ def write_skeleton(name: str, parent: Path) -> Path:
 
 def _check(name: str) -> None:
     """Raises UsageError where ``name`` cannot be imported, or would be taken for something else."""
-    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or not name.strip("_"):
-        raise UsageError(f"{name!r} cannot be imported as a package; use letters, digits and _, for example my_task")
+    if (
+        not (name.isascii() and name.isidentifier())
+        or keyword.iskeyword(name)
+        or not name.strip("_")
+    ):
+        raise UsageError(
+            f"{name!r} cannot be imported as a package; use letters, digits and _, for example "
+            "my_task"
+        )
     if name in _TAKEN or name in sys.stdlib_module_names:
-        raise UsageError(f"{name!r} is the name of a package that runs beside the task; choose another")
+        raise UsageError(
+            f"{name!r} is the name of a package that runs beside the task; choose another"
+        )

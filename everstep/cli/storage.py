@@ -7,7 +7,9 @@ import typer
 from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
 from everstep.text import words
 
-storage = typer.Typer(help="Show the storage of the service's runs, or go on with another one.", no_args_is_help=True)
+storage = typer.Typer(
+    help="Show the storage of the service's runs, or go on with another one.", no_args_is_help=True
+)
 
 
 @storage.command("show")
@@ -19,24 +21,37 @@ def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
     if out.as_json:
         out.json(found)
         return
-    out.fields([("storage", found.uri), ("its id", found.found_id), ("the database's", found.known_id), ("problem", found.problem)])
+    out.fields(
+        [
+            ("storage", found.uri),
+            ("its id", found.found_id),
+            ("the database's", found.known_id),
+            ("problem", found.problem),
+        ]
+    )
     rows = [(one.run_id, one.database_submission, one.storage_submission) for one in found.behind]
     if rows:
         out.table(("run", "submission in the database", "in the storage"), rows, empty="")
     if found.unknown_runs:
-        out.note(f"the storage holds directories of {words.count(len(found.unknown_runs), 'run')} that the database does not know")
+        out.note(
+            f"the storage holds directories of {words.count(len(found.unknown_runs), 'run')} that "
+            "the database does not know"
+        )
 
 
 @storage.command("adopt")
 @command
 def adopt_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Go on with the storage that is there now, and without what it lacks. Read docs/runbook.md first."""
+    """Go on with the storage that is there now, and without what it lacks. Read docs/runbook.md
+    first."""
     out = terminal()
     done = out.client().storage.adopt()
     if out.as_json:
         out.json(done)
         return
-    out.line(f"the service goes on with storage {done.storage_id} (before: {done.previous_id or 'none'})")
+    out.line(
+        f"the service goes on with storage {done.storage_id} (before: {done.previous_id or 'none'})"
+    )
     if done.caught_up:
         out.line(f"read on from what the storage holds: {', '.join(done.caught_up)}")
     if done.lost:

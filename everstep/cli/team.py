@@ -13,7 +13,9 @@ from everstep.errors import UsageError
 from everstep.text import words
 from everstep.wire.team import Project
 
-project = typer.Typer(help="Make projects, set their quotas, list and delete them.", no_args_is_help=True)
+project = typer.Typer(
+    help="Make projects, set their quotas, list and delete them.", no_args_is_help=True
+)
 token = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
 
 QuotaOption = Annotated[int | None, typer.Option(min=0, help="No limit where it is left out.")]
@@ -32,7 +34,13 @@ def create_project(
     url: UrlOption = None,
 ) -> None:
     """Make a project, or give one that is there these quotas in place of its own."""
-    made = terminal().client().projects.create(name, max_workers=max_workers, max_running=max_running, max_queued=max_queued)
+    made = (
+        terminal()
+        .client()
+        .projects.create(
+            name, max_workers=max_workers, max_running=max_running, max_queued=max_queued
+        )
+    )
     if terminal().as_json:
         terminal().json(made)
     else:
@@ -49,7 +57,10 @@ def list_projects(json_: JsonOption = False, url: UrlOption = None) -> None:
         for one in found:
             out.json(one)
         return
-    rows = [(one.name, one.usage.workers, one.usage.running, one.usage.queued, _quotas(one)) for one in found]
+    rows = [
+        (one.name, one.usage.workers, one.usage.running, one.usage.queued, _quotas(one))
+        for one in found
+    ]
     out.table(("project", "workers", "running", "queued", "quotas"), rows, empty="no projects")
 
 
@@ -73,10 +84,18 @@ def create_token(
     name: Annotated[str, typer.Argument(help="What people call it.")],
     role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
     project_name: Annotated[
-        str | None, typer.Option("--project", metavar="NAME", help="The one project that it reaches; none for an admin.")
+        str | None,
+        typer.Option(
+            "--project", metavar="NAME", help="The one project that it reaches; none for an admin."
+        ),
     ] = None,
-    create_project: Annotated[bool, typer.Option("--create-project", help="Make the project where it does not exist.")] = False,
-    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="For example 12h or 30d; never where left out.")] = None,
+    create_project: Annotated[
+        bool, typer.Option("--create-project", help="Make the project where it does not exist.")
+    ] = False,
+    expires_in: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="For example 12h or 30d; never where left out."),
+    ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -96,7 +115,10 @@ def create_token(
         return
     if made.warning:
         out.note(f"warning: {made.warning}")
-    out.note(f"{made.id}, a {made.role} of {made.project or 'every project'}; the secret is not shown again")
+    out.note(
+        f"{made.id}, a {made.role} of {made.project or 'every project'}; the secret is not shown "
+        "again"
+    )
     out.line(made.token)
 
 
@@ -111,7 +133,14 @@ def list_tokens(json_: JsonOption = False, url: UrlOption = None) -> None:
             out.json(one)
         return
     rows = [
-        (one.id, one.name, one.role, one.project or "all", one.expires_at or "never", words.ago(one.last_used_at) or "never")
+        (
+            one.id,
+            one.name,
+            one.role,
+            one.project or "all",
+            one.expires_at or "never",
+            words.ago(one.last_used_at) or "never",
+        )
         for one in found
     ]
     out.table(("token", "name", "role", "project", "expires", "last used"), rows, empty="no tokens")
@@ -128,7 +157,9 @@ def revoke_token(token_id: str, json_: JsonOption = False, url: UrlOption = None
 
 @command
 def audit(
-    token_id: Annotated[str | None, typer.Option("--token", metavar="ID", help="Calls of this token only.")] = None,
+    token_id: Annotated[
+        str | None, typer.Option("--token", metavar="ID", help="Calls of this token only.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most calls to show.")] = _SHOWN_CALLS,
     json_: JsonOption = False,
     url: UrlOption = None,
@@ -142,7 +173,14 @@ def audit(
             out.json(one)
         return
     rows = [
-        (f"{one.at:%Y-%m-%d %H:%M:%S}", one.token_name, one.address, f"{one.method} {one.path}", one.target, one.status)
+        (
+            f"{one.at:%Y-%m-%d %H:%M:%S}",
+            one.token_name,
+            one.address,
+            f"{one.method} {one.path}",
+            one.target,
+            one.status,
+        )
         for one in found
     ]
     out.table(("at", "who", "from", "call", "target", "answer"), rows, empty="no calls")
@@ -151,5 +189,7 @@ def audit(
 def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is no length of time; give a number and s, m, h or d, for example 30d")
+        raise UsageError(
+            f"{text!r} is no length of time; give a number and s, m, h or d, for example 30d"
+        )
     return timedelta(seconds=int(match[1]) * _UNIT_S[match[2]])

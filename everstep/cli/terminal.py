@@ -1,4 +1,5 @@
-"""What the CLI writes: tables for people, plain lines for pipes, JSON for programs; and how it ends: errors as exit codes."""
+"""What the CLI writes: tables for people, plain lines for pipes, JSON for programs; and how it
+ends: errors as exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.client.client import Client
-from everstep.errors import AuthError, Conflict, EverstepError, InvalidSpec, NotFound, RateLimited, Unavailable, UsageError
+from everstep.errors import (
+    AuthError,
+    Conflict,
+    EverstepError,
+    InvalidSpec,
+    NotFound,
+    RateLimited,
+    Unavailable,
+    UsageError,
+)
 from everstep.spec.plain_text import json_line, printable, printable_lines
 from everstep.wire import RunStatus
 
@@ -32,7 +42,8 @@ class Exit(IntEnum):
 
     SUCCEEDED = 0
     FAILED = 1
-    """The run ended FAILED or CANCELLED; or the service or this machine failed at what was asked."""
+    """The run ended FAILED or CANCELLED; or the service or this machine failed at what was
+    asked."""
     USAGE = 2
     """Bad usage, an invalid spec, or something that the service refuses."""
     UNREACHABLE = 3
@@ -109,9 +120,16 @@ class Terminal:
                 table.add_row(*map(Text, row))
             self.out.print(table, soft_wrap=False)
         else:
-            widths = [max(len(row[column]) for row in [list(headers), *cells]) for column in range(len(headers))]
+            widths = [
+                max(len(row[column]) for row in [list(headers), *cells])
+                for column in range(len(headers))
+            ]
             for row in [[header.upper() for header in headers], *cells]:
-                self.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+                self.line(
+                    "  ".join(
+                        cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                    ).rstrip()
+                )
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
         """Names and values below each other; None is left out."""
@@ -154,12 +172,16 @@ def terminal() -> Terminal:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON, one value a line.")]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="The service; by default EVERSTEP_URL, else this machine's.")
+    str | None,
+    typer.Option(
+        "--url", metavar="URL", help="The service; by default EVERSTEP_URL, else this machine's."
+    ),
 ]
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """A command whose errors become a message and an exit code, and that takes the options of every command behind its name too."""
+    """A command whose errors become a message and an exit code, and that takes the options of every
+    command behind its name too."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -170,22 +192,33 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except EverstepError as exc:
             details: dict[str, Any] = {"code": exc.code, "status": exc.status}
             if isinstance(exc, InvalidSpec):
-                details["errors"] = [{"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors]
+                details["errors"] = [
+                    {"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors
+                ]
             raise terminal().fail(_message(exc), exit_code_of(exc), details) from exc
         except KeyboardInterrupt as exc:
             raise typer.Exit(Exit.INTERRUPTED) from exc
         except BrokenPipeError as exc:
-            # The reader of our pipe has enough. Python flushes standard output once more at exit: let that succeed.
+            # The reader of our pipe has enough. Python flushes standard output once more at exit:
+            # let that succeed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(Exit.SUCCEEDED) from exc
         except OSError as exc:
-            raise terminal().fail(f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED) from exc
+            raise terminal().fail(
+                f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED
+            ) from exc
 
     return guarded
 
 
 def _message(error: EverstepError) -> str:
-    if isinstance(error, InvalidSpec) and error.errors and str(error) == "\n".join(map(str, error.errors)):
+    if (
+        isinstance(error, InvalidSpec)
+        and error.errors
+        and str(error) == "\n".join(map(str, error.errors))
+    ):
         count = len(error.errors)
-        return f"the request has {count} fault{'s' if count > 1 else ''}:\n" + "\n".join(f"  {fault}" for fault in error.errors)
+        return f"the request has {count} fault{'s' if count > 1 else ''}:\n" + "\n".join(
+            f"  {fault}" for fault in error.errors
+        )
     return error.message

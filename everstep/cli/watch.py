@@ -1,4 +1,5 @@
-"""A run as it goes: a progress bar on a terminal, plain lines in a pipe, events as JSON lines for programs."""
+"""A run as it goes: a progress bar on a terminal, plain lines in a pipe, events as JSON lines for
+programs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from everstep.cli.terminal import Terminal
@@ -54,7 +64,10 @@ class Watcher:
                 console=terminal.out,
             )
             self._task = self._progress.add_task(
-                Text(printable(run.name)).markup, total=run.total_steps, status=self._status, metrics=""
+                Text(printable(run.name)).markup,
+                total=run.total_steps,
+                status=self._status,
+                metrics="",
             )
 
     def __enter__(self) -> Watcher:
@@ -77,20 +90,35 @@ class Watcher:
             self.say(line, event)
         if self._progress is not None:
             self._progress.update(
-                self._task, completed=self._step, total=self._total, status=self._status, metrics=words.numbers(self._metrics)
+                self._task,
+                completed=self._step,
+                total=self._total,
+                status=self._status,
+                metrics=words.numbers(self._metrics),
             )
-        elif line is None and time.monotonic() - self._said_at >= _LINE_EVERY_S and self._step != self._said_step:
-            self.say(f"step {self._step}/{self._total or '?'}: {words.numbers(self._metrics)}", event)
+        elif (
+            line is None
+            and time.monotonic() - self._said_at >= _LINE_EVERY_S
+            and self._step != self._said_step
+        ):
+            self.say(
+                f"step {self._step}/{self._total or '?'}: {words.numbers(self._metrics)}", event
+            )
 
     def say(self, line: str, event: Event | None = None) -> None:
         """One line above the bar."""
         self._said_at, self._said_step = time.monotonic(), self._step
         stamp = event.at.astimezone().strftime("%H:%M:%S  ") if event is not None else ""
-        self._terminal.line(stamp + line, style="bold yellow" if event and event.kind in _ALARMS else None)
+        self._terminal.line(
+            stamp + line, style="bold yellow" if event and event.kind in _ALARMS else None
+        )
 
     def _is_old(self, event: Event) -> bool:
-        """Whether it tells anew what came before a restart: ranks repeat evaluations that may not have been heard."""
-        return event.kind == EventKind.EVALUATED and event.data.get("step", 0) <= self._restored_step
+        """Whether it tells anew what came before a restart: ranks repeat evaluations that may not
+        have been heard."""
+        return (
+            event.kind == EventKind.EVALUATED and event.data.get("step", 0) <= self._restored_step
+        )
 
     def _take(self, event: Event) -> None:
         data: dict[str, Any] = event.data
@@ -105,21 +133,31 @@ class Watcher:
             case EventKind.METRICS:
                 for point in data.get("points") or ():
                     self._step = point["step"]
-                    self._metrics |= {name: value for name, value in point["values"].items() if name in _SHOWN}
+                    self._metrics |= {
+                        name: value for name, value in point["values"].items() if name in _SHOWN
+                    }
             case EventKind.EVALUATED:
-                self._metrics |= {name: value for name, value in (data.get("metrics") or {}).items() if name in _SHOWN}
+                self._metrics |= {
+                    name: value
+                    for name, value in (data.get("metrics") or {}).items()
+                    if name in _SHOWN
+                }
 
 
 _ALARMS = frozenset({EventKind.FAILURE, EventKind.CHECKPOINT_FAILED, EventKind.SNAPSHOTS})
 
 
 def watch(terminal: Terminal, run: RunHandle, events: Iterable[Event] | None = None) -> RunHandle:
-    """Show a run until it has ended; returns it as it is then. Ctrl-C stops the watching, not the run."""
+    """Show a run until it has ended; returns it as it is then. Ctrl-C stops the watching, not the
+    run."""
     try:
         with Watcher(terminal, run) as watcher:
             for event in run.events(follow=True) if events is None else events:
                 watcher.show(event)
     except KeyboardInterrupt:
-        terminal.note(f"the run goes on; `everstep watch {run.id}` shows it again, `everstep cancel {run.id}` ends it")
+        terminal.note(
+            f"the run goes on; `everstep watch {run.id}` shows it again, `everstep cancel "
+            f"{run.id}` ends it"
+        )
         raise
     return run.refresh()

@@ -1,4 +1,5 @@
-"""Where the service is, and the token for it: given, from the environment, or from this machine's home directory."""
+"""Where the service is, and the token for it: given, from the environment, or from this machine's
+home directory."""
 
 from __future__ import annotations
 
@@ -35,25 +36,43 @@ def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("EVERSTEP_HOME") or "~/.everstep").expanduser().absolute()
 
 
-def find_address(url: str | None = None, token: str | None = None, environ: Mapping[str, str] = os.environ) -> Address:
-    """The service to talk to: arguments first, then EVERSTEP_URL and EVERSTEP_TOKEN, then the files of a service on this machine.
+def find_address(
+    url: str | None = None, token: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Address:
+    """The service to talk to: arguments first, then EVERSTEP_URL and EVERSTEP_TOKEN, then the files
+    of a service on this machine.
 
-    The token file is an administrator's, so it is sent to this machine only. Raises UsageError for what cannot be a URL or a token.
+    The token file is an administrator's, so it is sent to this machine only. Raises UsageError for
+    what cannot be a URL or a token.
     """
     home = home_directory(environ)
     noted = _read(home / "url")
     found = _checked_url(url or environ.get("EVERSTEP_URL") or noted or DEFAULT_URL)
     if token is not None:
-        return Address(found, _checked_token(token, "the token given to the client"), "the token given to the client")
+        return Address(
+            found,
+            _checked_token(token, "the token given to the client"),
+            "the token given to the client",
+        )
     if environ.get("EVERSTEP_TOKEN"):
-        return Address(found, _checked_token(environ["EVERSTEP_TOKEN"], "EVERSTEP_TOKEN"), "EVERSTEP_TOKEN")
+        return Address(
+            found, _checked_token(environ["EVERSTEP_TOKEN"], "EVERSTEP_TOKEN"), "EVERSTEP_TOKEN"
+        )
     file = home / "token"
     host = urlsplit(found).hostname
-    if not (host in _LOOPBACK or host == socket.gethostname() or (noted and found == _checked_url(noted))):
-        return Address(found, None, f"no token: {file} is sent to this machine only; set EVERSTEP_TOKEN")
+    if not (
+        host in _LOOPBACK
+        or host == socket.gethostname()
+        or (noted and found == _checked_url(noted))
+    ):
+        return Address(
+            found, None, f"no token: {file} is sent to this machine only; set EVERSTEP_TOKEN"
+        )
     local = _read(file)
     if local is None:
-        return Address(found, None, f"no token: set EVERSTEP_TOKEN, or start the service, which writes {file}")
+        return Address(
+            found, None, f"no token: set EVERSTEP_TOKEN, or start the service, which writes {file}"
+        )
     return Address(found, _checked_token(local, str(file)), f"the token in {file}")
 
 
@@ -70,7 +89,11 @@ def _checked_url(url: str) -> str:
     whole = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(whole)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        usable = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         usable = False
     if not usable:

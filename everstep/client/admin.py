@@ -1,4 +1,5 @@
-"""What administrators do: ``client.projects``, ``client.tokens``, ``client.audit``, ``client.storage``."""
+"""What administrators do: ``client.projects``, ``client.tokens``, ``client.audit``,
+``client.storage``."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Tokens:
         if expires_at is not None:
             body["expires_at"] = format_time(expires_at)
         params = {"create_project": "true"} if create_project else None
-        return self._transport.parse(self._transport.send("POST", "/v1/tokens", params=params, body=body), NewToken)
+        return self._transport.parse(
+            self._transport.send("POST", "/v1/tokens", params=params, body=body), NewToken
+        )
 
     def list(self) -> Iterator[Token]:
         """Every token that is not revoked, oldest first."""
@@ -70,15 +73,23 @@ class Projects:
         self._transport = transport
 
     def create(
-        self, name: str, *, max_workers: int | None = None, max_running: int | None = None, max_queued: int | None = None
+        self,
+        name: str,
+        *,
+        max_workers: int | None = None,
+        max_running: int | None = None,
+        max_queued: int | None = None,
     ) -> Project:
-        """Make a project, or give one that is there these quotas in place of its own; None is no limit.
+        """Make a project, or give one that is there these quotas in place of its own; None is no
+        limit.
 
         Raises InvalidSpec for what cannot be, AuthError for others than administrators.
         """
         quotas = {"max_workers": max_workers, "max_running": max_running, "max_queued": max_queued}
         body = {"name": name, "quotas": quotas}
-        return self._transport.parse(self._transport.send("POST", "/v1/projects", body=body, repeatable=True), Project)
+        return self._transport.parse(
+            self._transport.send("POST", "/v1/projects", body=body, repeatable=True), Project
+        )
 
     def list(self) -> Iterator[Project]:
         """Every project with its quotas and what it uses, by name."""
@@ -89,7 +100,8 @@ class Projects:
         return self._transport.get(f"/v1/projects/{quote(name, safe='')}", Project)
 
     def delete(self, name: str) -> None:
-        """Forget a project. Raises Conflict where it still has runs or tokens, NotFound, AuthError."""
+        """Forget a project. Raises Conflict where it still has runs or tokens, NotFound,
+        AuthError."""
         self._transport.send("DELETE", f"/v1/projects/{quote(name, safe='')}")
 
 
@@ -100,12 +112,14 @@ class Audit:
         self._transport = transport
 
     def list(self, *, token_id: str | None = None) -> Iterator[AuditEntry]:
-        """Calls that changed something or were refused, newest first, fetched page by page; of one token, where given."""
+        """Calls that changed something or were refused, newest first, fetched page by page; of one
+        token, where given."""
         return self._transport.pages("/v1/audit", AuditEntry, {"token_id": token_id})
 
 
 class Storage:
-    """The storage that the service's database belongs to, as ``client.storage``; for administrators."""
+    """The storage that the service's database belongs to, as ``client.storage``; for
+    administrators."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -115,5 +129,8 @@ class Storage:
         return self._transport.get("/v1/storage", StorageStatus)
 
     def adopt(self) -> StorageAdoption:
-        """Have the service go on with the storage that is there, and without what that lacks. Raises AuthError, Unavailable."""
-        return self._transport.parse(self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption)
+        """Have the service go on with the storage that is there, and without what that lacks.
+        Raises AuthError, Unavailable."""
+        return self._transport.parse(
+            self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption
+        )

@@ -1,4 +1,5 @@
-"""A checkpoint's archive over connections that may break: each goes on at the byte where the one before stopped."""
+"""A checkpoint's archive over connections that may break: each goes on at the byte where the one
+before stopped."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ MAX_TRIES = 3
 
 
 class ArchiveChanged(CorruptDownload):
-    """The service now has another archive at this address; what arrived of the first is worthless."""
+    """The service now has another archive at this address; what arrived of the first is
+    worthless."""
 
 
 class ArchiveStream:
-    """The bytes of one archive, once through. ``digest`` is the manifest's, as the first answer promised it; None before that.
+    """The bytes of one archive, once through. ``digest`` is the manifest's, as the first answer
+    promised it; None before that.
 
-    Raises Unavailable after MAX_TRIES connections without a new byte, ArchiveChanged, and what the service answers.
+    Raises Unavailable after MAX_TRIES connections without a new byte, ArchiveChanged, and what the
+    service answers.
     """
 
     def __init__(self, transport: Transport, path: str) -> None:
@@ -49,10 +53,14 @@ class ArchiveStream:
         if self.num_bytes:
             if self.num_bytes == self._size_bytes:
                 return
-            headers |= {"Range": f"bytes={self.num_bytes}-"} | ({"If-Range": self._etag} if self._etag else {})
+            headers |= {"Range": f"bytes={self.num_bytes}-"} | (
+                {"If-Range": self._etag} if self._etag else {}
+            )
         with self._transport.stream(self._path, headers=headers) as response:
             if self.num_bytes and response.status_code != 206:
-                raise ArchiveChanged(f"the archive at {self._path} changed while it was fetched; fetch it again")
+                raise ArchiveChanged(
+                    f"the archive at {self._path} changed while it was fetched; fetch it again"
+                )
             if not self.num_bytes:
                 self._etag = response.headers.get("ETag")
                 self.digest = response.headers.get("X-Everstep-Digest")

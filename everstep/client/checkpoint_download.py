@@ -1,4 +1,5 @@
-"""A checkpoint's tar stream onto this machine's disk: nothing outside the target, nothing unverified, nothing half."""
+"""A checkpoint's tar stream onto this machine's disk: nothing outside the target, nothing
+unverified, nothing half."""
 
 from __future__ import annotations
 
@@ -46,19 +47,25 @@ class _ChunkReader:
         return b"".join(parts)
 
 
-def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None, on_bytes: Callable[[int], None]) -> None:
-    """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its size and digest, and no other.
+def receive_checkpoint(
+    chunks: Iterator[bytes], target: Path, digest: str | None, on_bytes: Callable[[int], None]
+) -> None:
+    """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its
+    size and digest, and no other.
 
-    The files appear in ``target`` only when all of them are sound. A new directory is put in place at once; in one that is there
-    files of the same names are replaced, ``manifest.json`` last. Nothing is written beside a directory that is there: it may be
-    a volume, which alone can be written to.
+    The files appear in ``target`` only when all of them are sound. A new directory is put in place
+    at once; in one that is there files of the same names are replaced, ``manifest.json`` last.
+    Nothing is written beside a directory that is there: it may be a volume, which alone can be
+    written to.
 
     Args:
         chunks: an uncompressed tar stream.
-        digest: the manifest's SHA-256 as the service promised it; None takes the manifest's own word.
+        digest: the manifest's SHA-256 as the service promised it; None takes the manifest's own
+            word.
         on_bytes: told of every chunk's size.
 
-    Raises CorruptDownload, UsageError for a target that cannot be a directory, and OSError where the disk does not take it.
+    Raises CorruptDownload, UsageError for a target that cannot be a directory, and OSError where
+    the disk does not take it.
     """
     target = target.expanduser().absolute()
     if target.exists() and not target.is_dir():
@@ -73,7 +80,9 @@ def receive_checkpoint(chunks: Iterator[bytes], target: Path, digest: str | None
         _put_in_place(staged, target)
 
 
-def _extract(chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], None]) -> dict[str, tuple[int, str]]:
+def _extract(
+    chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], None]
+) -> dict[str, tuple[int, str]]:
     """Size and BLAKE3 of every file, hashed on the way to the disk."""
     found: dict[str, tuple[int, str]] = {}
     reader = _ChunkReader(chunks, on_bytes)
@@ -101,37 +110,52 @@ def _extract(chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], No
 
 
 def _safe_name(member: tarfile.TarInfo) -> str:
-    """The member's path if it is a regular file below the archive's root. Raises CorruptDownload."""
+    """The member's path if it is a regular file below the archive's root. Raises
+    CorruptDownload."""
     if not member.isreg():
-        raise CorruptDownload(f"the archive holds {member.name!r}, which is not a regular file; nothing was written")
+        raise CorruptDownload(
+            f"the archive holds {member.name!r}, which is not a regular file; nothing was written"
+        )
     if fault := fault_of(member.name):
-        raise CorruptDownload(f"the archive holds {member.name!r}, which {fault}; nothing was written")
+        raise CorruptDownload(
+            f"the archive holds {member.name!r}, which {fault}; nothing was written"
+        )
     return member.name
 
 
 def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None) -> None:
     if MANIFEST not in found:
-        raise CorruptDownload(f"the archive holds no {MANIFEST}: it is no checkpoint, or only a part of one")
+        raise CorruptDownload(
+            f"the archive holds no {MANIFEST}: it is no checkpoint, or only a part of one"
+        )
     promised = _promised_files(staged / MANIFEST, found[MANIFEST][0], digest)
     for name, (size_bytes, digest_of, promised_digest) in promised.items():
         if name not in found:
             raise CorruptDownload(f"{name} is missing from the archive")
         found_bytes, found_digest = found[name]
         if found_bytes != size_bytes:
-            raise CorruptDownload(f"{name} has {found_bytes} bytes; the manifest promises {size_bytes}")
+            raise CorruptDownload(
+                f"{name} has {found_bytes} bytes; the manifest promises {size_bytes}"
+            )
         if digest_of == "sha256":
             with (staged / name).open("rb") as file:
                 found_digest = hashlib.file_digest(file, "sha256").hexdigest()
         if found_digest != promised_digest:
-            raise CorruptDownload(f"{name} has {digest_of} {found_digest}; the manifest promises {promised_digest}")
+            raise CorruptDownload(
+                f"{name} has {digest_of} {found_digest}; the manifest promises {promised_digest}"
+            )
     unexpected = sorted(found.keys() - promised.keys() - {MANIFEST})
     if unexpected:
-        raise CorruptDownload(f"the archive holds {unexpected[0]}, which the manifest does not name")
+        raise CorruptDownload(
+            f"the archive holds {unexpected[0]}, which the manifest does not name"
+        )
 
 
-def _promised_files(manifest: Path, size_bytes: int, digest: str | None) -> dict[str, tuple[int, str, str]]:
-    """Size, kind of digest (``sha256`` in old ones) and digest of each file, by the manifest; its own digest, of its canonical JSON
-    without ``digest``, is checked."""
+def _promised_files(
+    manifest: Path, size_bytes: int, digest: str | None
+) -> dict[str, tuple[int, str, str]]:
+    """Size, kind of digest (``sha256`` in old ones) and digest of each file, by the manifest; its
+    own digest, of its canonical JSON without ``digest``, is checked."""
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise CorruptDownload(f"{MANIFEST} has {size_bytes} bytes, which no manifest has")
     try:
@@ -147,7 +171,9 @@ def _promised_files(manifest: Path, size_bytes: int, digest: str | None) -> dict
     actual = hashlib.sha256(canonical).hexdigest()
     for source, expected in (("states", stated), ("should have, by the service,", digest)):
         if expected is not None and expected.removeprefix("sha256:") != actual:
-            raise CorruptDownload(f"{MANIFEST} {source} digest {expected}, but its content has {actual}")
+            raise CorruptDownload(
+                f"{MANIFEST} {source} digest {expected}, but its content has {actual}"
+            )
     return promised
 
 
@@ -155,7 +181,8 @@ def _put_in_place(staged: Path, target: Path) -> None:
     if not target.exists():
         staged.replace(target)
         return
-    # Without its manifest the old content is no checkpoint while the files change; the new manifest makes it one again.
+    # Without its manifest the old content is no checkpoint while the files change; the new manifest
+    # makes it one again.
     (target / MANIFEST).unlink(missing_ok=True)
     files = [path for path in staged.rglob("*") if path.is_file() and path != staged / MANIFEST]
     for path in [*sorted(files), staged / MANIFEST]:
@@ -170,5 +197,11 @@ def _put_in_place(staged: Path, target: Path) -> None:
 def _tar_errors() -> Iterator[None]:
     try:
         yield
-    except (tarfile.TarError, EOFError, FileExistsError, NotADirectoryError, UnicodeDecodeError) as exc:
+    except (
+        tarfile.TarError,
+        EOFError,
+        FileExistsError,
+        NotADirectoryError,
+        UnicodeDecodeError,
+    ) as exc:
         raise CorruptDownload(f"the archive is damaged or ends too early: {exc}") from exc

@@ -56,7 +56,11 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._transport = Transport(
-            find_address(url, token), timeout_s=timeout_s, max_tries=max_tries, timing=timing or Timing(), base=transport
+            find_address(url, token),
+            timeout_s=timeout_s,
+            max_tries=max_tries,
+            timing=timing or Timing(),
+            base=transport,
         )
         patience = self._patience = patience or Patience()
         self.runs = Runs(self._transport, patience)
@@ -70,7 +74,12 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -86,11 +95,13 @@ class Client:
         self._transport.close()
 
     def cluster(self) -> ClusterInfo:
-        """The Ray cluster's nodes, their states and resources, and the runs on them; ``client.nodes`` cordons and drains them."""
+        """The Ray cluster's nodes, their states and resources, and the runs on them;
+        ``client.nodes`` cordons and drains them."""
         return self._transport.get("/v1/cluster", ClusterInfo)
 
     def catalog(self) -> Catalog:
-        """What a spec may name: tasks, models, data sets, optimizers, schedules, each with its arguments' JSON schema."""
+        """What a spec may name: tasks, models, data sets, optimizers, schedules, each with its
+        arguments' JSON schema."""
         return self._transport.get("/v1/catalog", Catalog)
 
     def goodput(self, project: str | None = None) -> list[ProjectGoodput]:
@@ -100,18 +111,25 @@ class Client:
     def start_deployment_check(self, *, all_reduce_s: float = 5.0) -> DeploymentCheck:
         """Have every node of the cluster look at itself and at the others; returns at once.
 
-        ``all_reduce_s`` is for how many seconds nodes add up tensors. Raises AuthError, Unavailable where Ray does not answer.
+        ``all_reduce_s`` is for how many seconds nodes add up tensors. Raises AuthError, Unavailable
+        where Ray does not answer.
         """
         body = {"all_reduce_s": all_reduce_s}
-        return self._transport.parse(self._transport.send("POST", "/v1/cluster/checks", body=body), DeploymentCheck)
+        return self._transport.parse(
+            self._transport.send("POST", "/v1/cluster/checks", body=body), DeploymentCheck
+        )
 
-    def wait_deployment_check(self, check_id: str, timeout_s: float | None = None) -> DeploymentCheck:
+    def wait_deployment_check(
+        self, check_id: str, timeout_s: float | None = None
+    ) -> DeploymentCheck:
         """Wait until a check is over. Raises WaitTimeout after ``timeout_s`` seconds, NotFound."""
         check: DeploymentCheck | None = None
 
         def look() -> None:
             nonlocal check
-            check = self._transport.get(f"/v1/cluster/checks/{quote(check_id, safe='')}", DeploymentCheck)
+            check = self._transport.get(
+                f"/v1/cluster/checks/{quote(check_id, safe='')}", DeploymentCheck
+            )
 
         wait_until(
             lambda: check is not None and check.state != "running",
@@ -130,7 +148,9 @@ class Client:
 
     def ready(self) -> Readiness:
         """Whether the service can work; an ``unavailable`` one is an answer too. Needs no token."""
-        return self._transport.parse(self._transport.send("GET", "/readyz", answers=frozenset({503})), Readiness)
+        return self._transport.parse(
+            self._transport.send("GET", "/readyz", answers=frozenset({503})), Readiness
+        )
 
 
 class Runs:
@@ -141,11 +161,16 @@ class Runs:
         self._patience = patience
 
     def create(
-        self, spec: RunSpec | Mapping[str, Any], idempotency_key: str | None = None, *, create_project: bool = False
+        self,
+        spec: RunSpec | Mapping[str, Any],
+        idempotency_key: str | None = None,
+        *,
+        create_project: bool = False,
     ) -> RunHandle:
-        """Submit a run. It is tried again where that is needed, and makes one run however often: by an idempotency key of its own,
-        or by ``idempotency_key``, with which the same call gives the same run at any time. A project that does not exist is a fault
-        of the spec unless ``create_project`` makes it.
+        """Submit a run. It is tried again where that is needed, and makes one run however often: by
+        an idempotency key of its own, or by ``idempotency_key``, with which the same call gives the
+        same run at any time. A project that does not exist is a fault of the spec unless
+        ``create_project`` makes it.
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
@@ -153,7 +178,9 @@ class Runs:
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         params = {"create_project": "true"} if create_project else None
         headers = {"Idempotency-Key": key}
-        response = self._transport.send("POST", "/v1/runs", params=params, body=body, headers=headers, repeatable=True)
+        response = self._transport.send(
+            "POST", "/v1/runs", params=params, body=body, headers=headers, repeatable=True
+        )
         return self._handle(self._transport.parse(response, Run))
 
     def get(self, run_id: str) -> RunHandle:
@@ -172,7 +199,8 @@ class Runs:
 
         Args:
             status: one status or several, for example ``"RUNNING"``.
-            tag: ``"key=value"`` or ``"key"``, or several as a list or mapping; runs that have every one.
+            tag: ``"key=value"`` or ``"key"``, or several as a list or mapping; runs that have every
+                one.
         """
         tags = [f"{key}={value}" for key, value in tag.items()] if isinstance(tag, Mapping) else tag
         params = {"status": status, "project": project, "name": name, "tag": tags}
@@ -183,7 +211,8 @@ class Runs:
 
 
 def _jsonable(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec as it is: the service judges it. Raises InvalidSpec for what JSON cannot say: NaN, infinity, an object."""
+    """The spec as it is: the service judges it. Raises InvalidSpec for what JSON cannot say: NaN,
+    infinity, an object."""
     try:
         json.dumps(spec, allow_nan=False)
     except (TypeError, ValueError) as exc:

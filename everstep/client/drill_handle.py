@@ -9,10 +9,11 @@ from everstep.wire.drills import Drill, DrillKind, DrillReport, DrillState
 
 
 class DrillHandle(OrderHandle[Drill]):
-    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last answer, kept whole in ``drill.drill``.
+    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last answer,
+    kept whole in ``drill.drill``.
 
-    ``wait`` ends when the report is complete: the run has trained ten steps since, or ended, or the drill was not carried out.
-    ``report.parity`` tells how the run took it.
+    ``wait`` ends when the report is complete: the run has trained ten steps since, or ended, or the
+    drill was not carried out. ``report.parity`` tells how the run took it.
 
     >>> run.drill("kill_worker", rank=1).wait().report.recovery_s   # doctest: +SKIP
     1.1

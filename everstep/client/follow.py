@@ -1,4 +1,5 @@
-"""Waiting for something to come about, and following what happens over a stream that survives lost connections."""
+"""Waiting for something to come about, and following what happens over a stream that survives lost
+connections."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Patience:
     """How long a stream may be silent, and how long the service may be away."""
 
     silence_s: float = 30.0
-    """The service sends a heartbeat every 5 s; a connection that says nothing for so long is given up for a new one."""
+    """The service sends a heartbeat every 5 s; a connection that says nothing for so long is given
+    up for a new one."""
     away_s: float = 600.0
     """After so many seconds without one good connection following ends with Unavailable."""
 
@@ -39,10 +41,12 @@ def wait_until(
     first_pause_s: float = 0.5,
     most_pause_s: float = 0.5,
 ) -> None:
-    """Call ``refresh`` until ``done``; the pauses between grow by half, from the first to the longest.
+    """Call ``refresh`` until ``done``; the pauses between grow by half, from the first to the
+    longest.
 
-    A service that is away for a while does not end the waiting. Raises WaitTimeout with the words of ``late`` after ``timeout_s``
-    seconds, Unavailable if the service stays away for longer than ``patience`` has.
+    A service that is away for a while does not end the waiting. Raises WaitTimeout with the words
+    of ``late`` after ``timeout_s`` seconds, Unavailable if the service stays away for longer than
+    ``patience`` has.
     """
     started = alive_at = timing.now()
     pause_s = first_pause_s
@@ -70,7 +74,8 @@ class Follower(Generic[Item]):
         after: ``seq`` of the last item that is already known; it moves on with every item.
         contiguous: whether a ``seq`` that jumps means that something was lost.
         is_last: whether nothing follows an item.
-        has_ended: asks the service whether the run is over; asked when a stream ends without its last item.
+        has_ended: asks the service whether the run is over; asked when a stream ends without its
+            last item.
     """
 
     def __init__(
@@ -130,9 +135,14 @@ class Follower(Generic[Item]):
         if self.after:
             headers["Last-Event-ID"] = str(self.after)
         params = {**self._params, **self._stream_params, "after": self.after}
-        with self._transport.stream(self._path, params=params, headers=headers, silence_s=self._patience.silence_s) as response:
+        with self._transport.stream(
+            self._path, params=params, headers=headers, silence_s=self._patience.silence_s
+        ) as response:
             if "text/event-stream" not in response.headers.get("Content-Type", ""):
-                raise ServiceError(f"GET {response.request.url}: the answer is not a stream of events; is a proxy in between?")
+                raise ServiceError(
+                    f"GET {response.request.url}: the answer is not a stream of events; is a "
+                    "proxy in between?"
+                )
             for message in parse_sse(response.iter_bytes()):
                 item = self._new(self._parsed(message.data))
                 if item is not None:
@@ -142,24 +152,33 @@ class Follower(Generic[Item]):
         try:
             return cast(Item, self._item.model_validate_json(data))
         except ValidationError as exc:
-            raise ServiceError(f"GET {self._path}: the stream holds what is not an item of it: {data[:120]!r}") from exc
+            raise ServiceError(
+                f"GET {self._path}: the stream holds what is not an item of it: {data[:120]!r}"
+            ) from exc
 
     def _new(self, item: Item) -> Item | None:
-        """The item if it is new. Raises Unavailable, so that the stream is asked for again, where one is missing before it."""
+        """The item if it is new. Raises Unavailable, so that the stream is asked for again, where
+        one is missing before it."""
         seq = item.seq
         if seq <= self.after:
             return None
         if self._contiguous and seq != self.after + 1:
             self._gaps += 1
             message = f"GET {self._path}: item {self.after + 1} is missing before item {seq}"
-            raise Unavailable(message, code="gap") if self._gaps < MAX_GAPS else ServiceError(message, code="gap")
+            raise (
+                Unavailable(message, code="gap")
+                if self._gaps < MAX_GAPS
+                else ServiceError(message, code="gap")
+            )
         self._gaps = 0
         self.after = seq
         return item
 
     def _rest(self) -> Iterator[Item]:
         """What came between a stream's end and the run's."""
-        for item in self._transport.pages(self._path, self._item, {**self._params, "after": self.after}):
+        for item in self._transport.pages(
+            self._path, self._item, {**self._params, "after": self.after}
+        ):
             new = self._new(item)
             if new is not None:
                 yield new

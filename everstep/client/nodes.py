@@ -26,19 +26,23 @@ class Nodes:
         self._patience = patience
 
     def cordon(self, node_id: str, *, reason: str | None = None) -> Node:
-        """Let no new rank go to a node; ranks that are there stay. Raises NotFound, Conflict for a dead node, AuthError."""
+        """Let no new rank go to a node; ranks that are there stay. Raises NotFound, Conflict for a
+        dead node, AuthError."""
         return self._order(node_id, "cordon", {"reason": reason})
 
     def uncordon(self, node_id: str, *, reason: str | None = None) -> Node:
         """Open a cordoned or draining node again. Raises NotFound, AuthError."""
         return self._order(node_id, "uncordon", {"reason": reason})
 
-    def drain(self, node_id: str, *, deadline_s: float | None = None, reason: str | None = None) -> Node:
+    def drain(
+        self, node_id: str, *, deadline_s: float | None = None, reason: str | None = None
+    ) -> Node:
         """Let ranks save, leave a node at once and move to others; returns while they do.
 
         Args:
             node_id: The node's whole id; ``find`` gives it for a part.
-            deadline_s: seconds from now at which the node is to be taken away, for those who look at the cluster.
+            deadline_s: seconds from now at which the node is to be taken away, for those who look
+                at the cluster.
             reason: why, in words.
 
         Raises NotFound, Conflict for a dead node, AuthError.
@@ -53,22 +57,28 @@ class Nodes:
         raise NotFound(f"node {node_id} is not in the cluster")
 
     def find(self, prefix: str) -> Node:
-        """The one node whose id begins so. Raises NotFound, UsageError where several do, Unavailable where Ray does not answer."""
+        """The one node whose id begins so. Raises NotFound, UsageError where several do,
+        Unavailable where Ray does not answer."""
         nodes = self._cluster().nodes
         found = [node for node in nodes if prefix and node.id.startswith(prefix)]
         exact = [node for node in found if node.id == prefix]
         if len(exact or found) > 1:
-            raise UsageError(f"{prefix!r} begins the ids of {len(found)} nodes ({_names(found)}); give more of the id")
+            raise UsageError(
+                f"{prefix!r} begins the ids of {len(found)} nodes ({_names(found)}); give more of "
+                "the id"
+            )
         if not found:
             known = f"; its nodes are {_names(nodes)}" if nodes else ""
             raise NotFound(f"no node's id begins with {prefix!r} in the cluster{known}")
         return (exact or found)[0]
 
     def wait_drained(self, node_id: str, timeout_s: float | None = None) -> Node:
-        """Wait until every rank has left a draining node. One that died is returned as well: nothing is on it any more.
+        """Wait until every rank has left a draining node. One that died is returned as well:
+        nothing is on it any more.
 
-        A service or a Ray that is away for a while does not end the waiting. Raises WaitTimeout after ``timeout_s`` seconds with
-        the runs that are still there, Conflict where nobody drains the node, or no longer, Unavailable if they stay away.
+        A service or a Ray that is away for a while does not end the waiting. Raises WaitTimeout
+        after ``timeout_s`` seconds with the runs that are still there, Conflict where nobody drains
+        the node, or no longer, Unavailable if they stay away.
         """
         node: Node | None = None
 
@@ -84,7 +94,11 @@ class Nodes:
             return True
 
         def late() -> str:
-            there = f"ranks of {', '.join(node.runs)}" if node is not None and node.runs else "no run that this token may see"
+            there = (
+                f"ranks of {', '.join(node.runs)}"
+                if node is not None and node.runs
+                else "no run that this token may see"
+            )
             return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
 
         wait_until(drained, look, late, self._transport.timing, self._patience, timeout_s=timeout_s)
@@ -94,7 +108,9 @@ class Nodes:
     def _order(self, node_id: str, order: str, body: dict[str, Any]) -> Node:
         given = {name: value for name, value in body.items() if value is not None}
         path = f"/v1/cluster/nodes/{quote(node_id, safe='')}/{order}"
-        return self._transport.parse(self._transport.send("POST", path, body=given, repeatable=True), Node)
+        return self._transport.parse(
+            self._transport.send("POST", path, body=given, repeatable=True), Node
+        )
 
     def _cluster(self) -> ClusterInfo:
         info = self._transport.get("/v1/cluster", ClusterInfo)

@@ -14,16 +14,29 @@ _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 def run_html(run: Run) -> str:
     """The run in HTML. Everything that a user or their code wrote is escaped."""
     name, page = escape(run.name), run.links.dashboard or ""
-    title = f'<a href="{escape(page, quote=True)}">{name}</a>' if page.startswith(("http://", "https://")) else name
-    rows = [("run", f"{title} <code>{escape(run.id)}</code>"), ("status", _status(run)), ("steps", _progress(run))]
+    title = (
+        f'<a href="{escape(page, quote=True)}">{name}</a>'
+        if page.startswith(("http://", "https://"))
+        else name
+    )
+    rows = [
+        ("run", f"{title} <code>{escape(run.id)}</code>"),
+        ("status", _status(run)),
+        ("steps", _progress(run)),
+    ]
     if run.world_size is not None:
         rows.append(("ranks", str(run.world_size)))
     if run.metrics:
-        shown = ", ".join(f"{escape(metric)} {value:.5g}" for metric, value in sorted(run.metrics.items())[:8])
+        shown = ", ".join(
+            f"{escape(metric)} {value:.5g}" for metric, value in sorted(run.metrics.items())[:8]
+        )
         rows.append(("metrics", shown))
     if run.restarts:
         rows.append(("restarts", f"{run.restarts}, {run.steps_lost} steps lost"))
-    cells = "".join(f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{told}</td></tr>' for what, told in rows)
+    cells = "".join(
+        f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{told}</td></tr>'
+        for what, told in rows
+    )
     return f"<table>{cells}</table>"
 
 
@@ -34,7 +47,10 @@ def _status(run: Run) -> str:
 def _progress(run: Run) -> str:
     if not run.total_steps:
         return str(run.step)
-    return f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of {run.total_steps}'
+    return (
+        f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of '
+        f"{run.total_steps}"
+    )
 
 
 def is_notebook() -> bool:

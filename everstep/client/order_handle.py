@@ -1,4 +1,5 @@
-"""What the handles of orders to a run's ranks share: drills and profiles are asked for, waited for, and say how far they are."""
+"""What the handles of orders to a run's ranks share: drills and profiles are asked for, waited for,
+and say how far they are."""
 
 from __future__ import annotations
 
@@ -45,13 +46,16 @@ class OrderHandle(Generic[Order]):
     def wait(self, timeout_s: float = 600.0) -> Self:
         """Wait until nothing more is to come. Returns itself, whatever came of it: ``state`` tells.
 
-        A service that is away for a while does not end the waiting. Raises WaitTimeout after ``timeout_s`` seconds; Unavailable if
-        the service stays away.
+        A service that is away for a while does not end the waiting. Raises WaitTimeout after
+        ``timeout_s`` seconds; Unavailable if the service stays away.
         """
         wait_until(
             lambda: self._order.complete,
             self.refresh,
-            lambda: f"{self._noun} {self.id} of run {self.run_id} is still {self._order.state} after {timeout_s:g} s",
+            lambda: (
+                f"{self._noun} {self.id} of run {self.run_id} is still {self._order.state} after "
+                f"{timeout_s:g} s"
+            ),
             self._transport.timing,
             self._patience,
             timeout_s=timeout_s,

@@ -10,8 +10,9 @@ from everstep.wire.profiles import AllReduce, Profile, ProfileState
 
 
 class ProfileHandle(OrderHandle[Profile]):
-    """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last answer, kept whole in
-    ``profile.profile``. ``wait`` ends when the trace is there, or will not come.
+    """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last
+    answer, kept whole in ``profile.profile``. ``wait`` ends when the trace is there, or will not
+    come.
 
     >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
     PosixPath('trace.json.gz')
@@ -36,8 +37,8 @@ class ProfileHandle(OrderHandle[Profile]):
         return self._order
 
     def download(self, path: str | Path) -> Path:
-        """Fetch the trace, gzipped JSON that https://ui.perfetto.dev opens as it is. Returns the path; raises NotFound where there
-        is none, and OSError where the disk does not take it."""
+        """Fetch the trace, gzipped JSON that https://ui.perfetto.dev opens as it is. Returns the
+        path; raises NotFound where there is none, and OSError where the disk does not take it."""
         answer = self._transport.send("GET", f"{self._path}/trace", repeatable=True)
         Path(path).write_bytes(answer.content)
         return Path(path)

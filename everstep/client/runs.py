@@ -48,15 +48,15 @@ _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
 class RunHandle:
-    """One run. Its fields (``run.status``, ``run.step``, …) are those of the last answer of the service, kept whole in ``run.run``;
-    ``refresh()`` asks again.
+    """One run. Its fields (``run.status``, ``run.step``, …) are those of the last answer of the
+    service, kept whole in ``run.run``; ``refresh()`` asks again.
 
     >>> run = client.runs.create(spec)          # doctest: +SKIP
     >>> run.wait(timeout_s=600).run.metrics     # doctest: +SKIP
     {'loss': 0.02, 'val_accuracy': 0.98}
 
-    Two fields share their name with what is asked for: the latest metrics are ``run.run.metrics``, the goodput so far
-    ``run.run.goodput``.
+    Two fields share their name with what is asked for: the latest metrics are ``run.run.metrics``,
+    the goodput so far ``run.run.goodput``.
     """
 
     if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class RunHandle:
         self._path = f"/v1/runs/{quote(run.id, safe='')}"
 
     def __repr__(self) -> str:
-        return f"<run {self.run.id} {self.run.name!r} {self.run.status} step {self.run.step}/{self.run.total_steps or '?'}>"
+        return (
+            f"<run {self.run.id} {self.run.name!r} {self.run.status} step "
+            f"{self.run.step}/{self.run.total_steps or '?'}>"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
@@ -122,9 +125,10 @@ class RunHandle:
     def wait(self, timeout_s: float | None = None) -> RunHandle:
         """Wait until the run has ended; returns itself if it SUCCEEDED.
 
-        A service that is away for a while, or a pause, does not end the waiting. Raises RunFailed for FAILED and CANCELLED, with
-        the last failure and its verdict; WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays away. In a
-        notebook the run, with a bar of its progress, is shown below the cell meanwhile.
+        A service that is away for a while, or a pause, does not end the waiting. Raises RunFailed
+        for FAILED and CANCELLED, with the last failure and its verdict; WaitTimeout after
+        ``timeout_s`` seconds; Unavailable if the service stays away. In a notebook the run, with a
+        bar of its progress, is shown below the cell meanwhile.
         """
         display = Display() if is_notebook() else None
 
@@ -136,7 +140,10 @@ class RunHandle:
         wait_until(
             lambda: self.run.status.terminal,
             look,
-            lambda: f"run {self.id} is still {self.run.status} at step {self.run.step} after {timeout_s:g} s",
+            lambda: (
+                f"run {self.id} is still {self.run.status} at step {self.run.step} after "
+                f"{timeout_s:g} s"
+            ),
             self._transport.timing,
             self._patience,
             timeout_s=timeout_s,
@@ -153,21 +160,40 @@ class RunHandle:
         return RunFailed(self.run, failures[-1] if failures else None)
 
     def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Event]:
-        """What happened, in order, behind the event ``after``. With ``follow`` new events as they come, until the one that ends the
-        run; lost connections are made again by themselves, and no event is lost or given twice."""
+        """What happened, in order, behind the event ``after``. With ``follow`` new events as they
+        come, until the one that ends the run; lost connections are made again by themselves, and no
+        event is lost or given twice."""
         if not follow:
             return self._transport.pages(f"{self._path}/events", Event, {"after": after})
-        return iter(self._follower("events", Event, {}, {}, after, contiguous=True, is_last=ends_run))
+        return iter(
+            self._follower("events", Event, {}, {}, after, contiguous=True, is_last=ends_run)
+        )
 
     def logs(
-        self, *, follow: bool = False, rank: int | None = None, attempt: int | None = None, after: int = 0
+        self,
+        *,
+        follow: bool = False,
+        rank: int | None = None,
+        attempt: int | None = None,
+        after: int = 0,
     ) -> Iterator[LogLine]:
-        """Lines that the ranks and the driver (rank None) logged over all attempts; of one ``rank`` or ``attempt`` only, if asked.
-        With ``follow`` new lines as they come, until the run has ended."""
+        """Lines that the ranks and the driver (rank None) logged over all attempts; of one ``rank``
+        or ``attempt`` only, if asked. With ``follow`` new lines as they come, until the run has
+        ended."""
         params = {"rank": rank, "attempt": attempt}
         if not follow:
             return self._transport.pages(f"{self._path}/logs", LogLine, {**params, "after": after})
-        return iter(self._follower("logs", LogLine, params, {"follow": True}, after, contiguous=False, is_last=lambda _line: False))
+        return iter(
+            self._follower(
+                "logs",
+                LogLine,
+                params,
+                {"follow": True},
+                after,
+                contiguous=False,
+                is_last=lambda _line: False,
+            )
+        )
 
     def _follower(
         self,
@@ -195,21 +221,28 @@ class RunHandle:
 
     # ------------------------------------------------------------ history
 
-    def metrics(self, *names: str, max_points: int = 500) -> dict[str, list[tuple[int, float, float | None]]]:
-        """For each name ``[(step, unix seconds, value), …]``, thinned to ``max_points`` so that extremes stay; a value that was not
-        finite is None. Without names every metric of the run."""
+    def metrics(
+        self, *names: str, max_points: int = 500
+    ) -> dict[str, list[tuple[int, float, float | None]]]:
+        """For each name ``[(step, unix seconds, value), …]``, thinned to ``max_points`` so that
+        extremes stay; a value that was not finite is None. Without names every metric of the
+        run."""
         found = self._transport.get(
-            f"{self._path}/metrics", MetricSeries, names=",".join(names) if names else None, max_points=max_points
+            f"{self._path}/metrics",
+            MetricSeries,
+            names=",".join(names) if names else None,
+            max_points=max_points,
         )
         return found.series
 
     def failures(self, *, lines: int = 10) -> list[Failure]:
-        """Every failure with its verdict, its evidence and what was done, oldest first; with so many of the first failing rank's
-        last ``lines``."""
+        """Every failure with its verdict, its evidence and what was done, oldest first; with so
+        many of the first failing rank's last ``lines``."""
         return list(self._transport.pages(f"{self._path}/failures", Failure, {"lines": lines}))
 
     def stragglers(self) -> StragglerReport:
-        """Each rank's own time in a step and its waiting for the others, and the ranks that were found slow."""
+        """Each rank's own time in a step and its waiting for the others, and the ranks that were
+        found slow."""
         return self._transport.get(f"{self._path}/stragglers", StragglerReport)
 
     def attempts(self) -> list[Attempt]:
@@ -217,7 +250,8 @@ class RunHandle:
         return list(self._transport.pages(f"{self._path}/attempts", Attempt))
 
     def samples(self) -> Samples:
-        """For each epoch that ended how many samples were used once, twice or never, over the committed lineage."""
+        """For each epoch that ended how many samples were used once, twice or never, over the
+        committed lineage."""
         return self._transport.get(f"{self._path}/samples", Samples)
 
     def goodput(self) -> Goodput:
@@ -227,58 +261,77 @@ class RunHandle:
     # ------------------------------------------------------------ checkpoints
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Every checkpoint of the committed lineage, oldest first; those that retention let go have the state ``deleted``."""
+        """Every checkpoint of the committed lineage, oldest first; those that retention let go have
+        the state ``deleted``."""
         return list(self._transport.pages(f"{self._path}/checkpoints", Checkpoint))
 
     def checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """One checkpoint: of a step, the newest, or the best by the spec's ``checkpoint.best_metric``. Raises NotFound."""
+        """One checkpoint: of a step, the newest, or the best by the spec's
+        ``checkpoint.best_metric``. Raises NotFound."""
         return self._transport.get(f"{self._path}/checkpoints/{_which(which)}", Checkpoint)
 
     def verify_checkpoint(self, which: Which = "latest") -> Checkpoint:
         """Have the service read a checkpoint back and compare every file with its size and digest.
 
-        The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its ``problem`` says which. Raises
-        NotFound, and Conflict for one that retention deleted.
+        The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its
+        ``problem`` says which. Raises NotFound, and Conflict for one that retention deleted.
         """
         path = f"{self._path}/checkpoints/{_which(which)}/verify"
-        return self._transport.parse(self._transport.send("POST", path, repeatable=True), Checkpoint)
+        return self._transport.parse(
+            self._transport.send("POST", path, repeatable=True), Checkpoint
+        )
 
-    def download_checkpoint(self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> Path:
-        """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt`` and ``manifest.json``.
+    def download_checkpoint(
+        self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None
+    ) -> Path:
+        """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt``
+        and ``manifest.json``.
 
-        Every file is compared with the size and digest in the manifest, and the manifest with its own digest, before any appears
-        in ``directory``. A connection that breaks is made again, and goes on where it stopped. ``on_bytes`` is told of every
-        chunk's size.
+        Every file is compared with the size and digest in the manifest, and the manifest with its
+        own digest, before any appears in ``directory``. A connection that breaks is made again, and
+        goes on where it stopped. ``on_bytes`` is told of every chunk's size.
 
         >>> out = run.download_checkpoint("best", "out/")                       # doctest: +SKIP
         >>> weights = torch.load(out / "model.pt", weights_only=True)            # doctest: +SKIP
 
-        Returns the directory. Raises NotFound, CorruptDownload, and OSError where the disk does not take it.
+        Returns the directory. Raises NotFound, CorruptDownload, and OSError where the disk does not
+        take it.
         """
         checkpoint = self.checkpoint(which)
         try:
             try:
                 self._download(checkpoint, Path(directory), on_bytes)
-            except ArchiveChanged:  # a newer submission committed another one of this step: begin anew
+            except ArchiveChanged:
+                # a newer submission committed another one of this step: begin anew
                 self._download(checkpoint, Path(directory), on_bytes)
         except (Unavailable, CorruptDownload):
             self._raise_if_corrupt(checkpoint)
             raise
         return Path(directory)
 
-    def _download(self, checkpoint: Checkpoint, target: Path, on_bytes: Callable[[int], None] | None) -> None:
-        archive = ArchiveStream(self._transport, f"{self._path}/checkpoints/{checkpoint.step}/archive")
+    def _download(
+        self, checkpoint: Checkpoint, target: Path, on_bytes: Callable[[int], None] | None
+    ) -> None:
+        archive = ArchiveStream(
+            self._transport, f"{self._path}/checkpoints/{checkpoint.step}/archive"
+        )
         chunks = iter(archive)
         first = next(chunks, b"")  # with the answer that says which checkpoint this is
         digest = archive.digest or checkpoint.digest
-        receive_checkpoint(itertools.chain((first,), chunks), target, digest, on_bytes or (lambda _num_bytes: None))
+        receive_checkpoint(
+            itertools.chain((first,), chunks), target, digest, on_bytes or (lambda _num_bytes: None)
+        )
 
     def _raise_if_corrupt(self, checkpoint: Checkpoint) -> None:
-        """The service breaks a download off where a file is not what the manifest says; ask it whether that was the reason."""
+        """The service breaks a download off where a file is not what the manifest says; ask it
+        whether that was the reason."""
         with contextlib.suppress(EverstepError):
             checkpoint = self.verify_checkpoint(checkpoint.step)
         if checkpoint.state == "corrupt":
-            raise CorruptDownload(f"checkpoint {checkpoint.name} of run {self.id} is damaged in storage: {checkpoint.problem}")
+            raise CorruptDownload(
+                f"checkpoint {checkpoint.name} of run {self.id} is damaged in storage: "
+                f"{checkpoint.problem}"
+            )
 
     # ------------------------------------------------------------ actions
 
@@ -295,18 +348,22 @@ class RunHandle:
         return self._act("resume")
 
     def drill(self, kind: DrillKind | str, *, rank: int = 0) -> DrillHandle:
-        """Break something of this run on purpose, to see that it recovers: ``kill_worker``, ``hang_worker``, ``kill_node``,
-        ``drain_node`` (of ``rank``, or of its node), ``kill_driver``, ``corrupt_checkpoint``. Needs an admin's token and a service
-        that was started with ``--drills``.
+        """Break something of this run on purpose, to see that it recovers: ``kill_worker``,
+        ``hang_worker``, ``kill_node``, ``drain_node`` (of ``rank``, or of its node),
+        ``kill_driver``, ``corrupt_checkpoint``. Needs an admin's token and a service that was
+        started with ``--drills``.
 
         >>> run.drill("kill_worker", rank=1).wait().report.parity.in_parity   # doctest: +SKIP
         True
 
-        Raises AuthError, Conflict for a run that does not train now, InvalidSpec for a rank that it does not have.
+        Raises AuthError, Conflict for a run that does not train now, InvalidSpec for a rank that it
+        does not have.
         """
         body = {"kind": str(kind), "rank": rank}
         response = self._transport.send("POST", f"{self._path}/drills", body=body, repeatable=False)
-        return DrillHandle(self._transport, self.id, self._transport.parse(response, Drill), self._patience)
+        return DrillHandle(
+            self._transport, self.id, self._transport.parse(response, Drill), self._patience
+        )
 
     def drills(self) -> list[DrillHandle]:
         """Every drill of this run with its report, oldest first."""
@@ -314,27 +371,37 @@ class RunHandle:
         return [DrillHandle(self._transport, self.id, drill, self._patience) for drill in found]
 
     def profile(self, *, rank: int = 0, steps: int = 10) -> ProfileHandle:
-        """Have a rank of this run, which trains, record its next steps with torch's profiler; no result changes.
+        """Have a rank of this run, which trains, record its next steps with torch's profiler; no
+        result changes.
 
         >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
         PosixPath('trace.json.gz')
 
-        Raises Conflict for a run that does not train now, InvalidSpec for a rank that it does not have.
+        Raises Conflict for a run that does not train now, InvalidSpec for a rank that it does not
+        have.
         """
-        response = self._transport.send("POST", f"{self._path}/profiles", body={"rank": rank, "steps": steps}, repeatable=False)
-        return ProfileHandle(self._transport, self.id, self._transport.parse(response, Profile), self._patience)
+        response = self._transport.send(
+            "POST", f"{self._path}/profiles", body={"rank": rank, "steps": steps}, repeatable=False
+        )
+        return ProfileHandle(
+            self._transport, self.id, self._transport.parse(response, Profile), self._patience
+        )
 
     def profiles(self) -> list[ProfileHandle]:
         """Every profile of this run, oldest first."""
         found = self._transport.pages(f"{self._path}/profiles", Profile)
-        return [ProfileHandle(self._transport, self.id, profile, self._patience) for profile in found]
+        return [
+            ProfileHandle(self._transport, self.id, profile, self._patience) for profile in found
+        ]
 
     def delete(self) -> None:
         """Remove a run that has ended, with its checkpoints, logs and history."""
         self._transport.send("DELETE", self._path, repeatable=False)
 
     def _act(self, action: str) -> RunHandle:
-        self.run = self._transport.parse(self._transport.send("POST", f"{self._path}/{action}", repeatable=False), Run)
+        self.run = self._transport.parse(
+            self._transport.send("POST", f"{self._path}/{action}", repeatable=False), Run
+        )
         return self
 
 

@@ -1,4 +1,5 @@
-"""Server-sent events: bytes in, messages out (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""Server-sent events: bytes in, messages out
+(https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ class Message:
 
 
 def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
-    """Messages of a stream, however its bytes are cut; one that the stream's end cuts off is dropped, as the format demands.
+    """Messages of a stream, however its bytes are cut; one that the stream's end cuts off is
+    dropped, as the format demands.
 
-    Works on bytes: splitting decoded text would also split at U+2028 and the like, which JSON may hold.
+    Works on bytes: splitting decoded text would also split at U+2028 and the like, which JSON may
+    hold.
     """
     last_id: str | None = None
     event, data = "", list[str]()
@@ -43,14 +46,16 @@ def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Complete lines without their ends. Each byte is looked at once, so that a huge message costs no more than its size."""
+    """Complete lines without their ends. Each byte is looked at once, so that a huge message costs
+    no more than its size."""
     pending = list[bytes]()
     after_cr = False
     first = True
     for chunk in chunks:
         if not chunk:
             continue
-        if after_cr and chunk.startswith(b"\n"):  # the second half of a \r\n that a chunk's end cut in two
+        # the second half of a \r\n that a chunk's end cut in two
+        if after_cr and chunk.startswith(b"\n"):
             chunk = chunk[1:]
         after_cr = chunk.endswith(b"\r") if chunk else False
         start = 0

@@ -20,6 +20,7 @@ class Timing:
     """A number in [0, 1): spreads the retries of many clients."""
 
     def backoff_s(self, failures: int, first_s: float = 0.2, most_s: float = 5.0) -> float:
-        """Seconds to wait after the n-th failure in a row: doubling, capped, and between half and all of it."""
+        """Seconds to wait after the n-th failure in a row: doubling, capped, and between half and
+        all of it."""
         whole = min(most_s, first_s * 2.0 ** min(failures - 1, 30))
         return whole * (0.5 + 0.5 * self.jitter())

@@ -1,4 +1,5 @@
-"""HTTP to the service: retries, and the one place where httpx's errors and problem answers become ours."""
+"""HTTP to the service: retries, and the one place where httpx's errors and problem answers become
+ours."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from pydantic import BaseModel, ValidationError
 
 from everstep.client.address import Address
 from everstep.client.timing import Timing
-from everstep.errors import AuthError, EverstepError, FieldError, ServiceError, Unavailable, UsageError, error_from_answer
+from everstep.errors import (
+    AuthError,
+    EverstepError,
+    FieldError,
+    ServiceError,
+    Unavailable,
+    UsageError,
+    error_from_answer,
+)
 from everstep.wire import Page, Problem
 
 M = TypeVar("M", bound=BaseModel)
@@ -46,12 +55,16 @@ _MEANINGS: tuple[tuple[type[Exception], _Meaning], ...] = (
     (httpx.UnsupportedProtocol, _Meaning(UsageError, "usage", "not a URL of a service")),
     (httpx.InvalidURL, _Meaning(UsageError, "usage", "not a URL of a service")),
     (httpx.TooManyRedirects, _Meaning(ServiceError, "service_error", "it redirects in a circle")),
-    (httpx.DecodingError, _Meaning(ServiceError, "service_error", "its answer is not what its headers say")),
+    (
+        httpx.DecodingError,
+        _Meaning(ServiceError, "service_error", "its answer is not what its headers say"),
+    ),
     (httpx.TransportError, _Meaning(Unavailable, "connection_lost", "the connection broke")),
     (httpx.StreamError, _Meaning(Unavailable, "connection_lost", "the connection broke")),
     (httpx.HTTPError, _Meaning(ServiceError, "service_error", "the request failed")),
 )
-"""What each error of httpx means; the first that fits, so special ones stand before general ones."""
+"""What each error of httpx means; the first that fits, so special ones stand before general
+ones."""
 
 
 def translate(exc: Exception, url: str) -> EverstepError:
@@ -60,7 +73,10 @@ def translate(exc: Exception, url: str) -> EverstepError:
     cause = str(exc) or type(exc).__name__
     message = f"{url}: {meaning.words} ({cause})"
     if meaning.code == "unreachable":
-        message = f"cannot reach the service at {message}; start it with `everstep serve`, or set EVERSTEP_URL to where it runs"
+        message = (
+            f"cannot reach the service at {message}; start it with `everstep serve`, or set "
+            "EVERSTEP_URL to where it runs"
+        )
     return meaning.kind(message, code=meaning.code)
 
 
@@ -76,7 +92,13 @@ class Transport:
     """Requests to one service. ``base`` is httpx's own transport and the seam for tests."""
 
     def __init__(
-        self, address: Address, *, timeout_s: float, max_tries: int, timing: Timing, base: httpx.BaseTransport | None = None
+        self,
+        address: Address,
+        *,
+        timeout_s: float,
+        max_tries: int,
+        timing: Timing,
+        base: httpx.BaseTransport | None = None,
     ) -> None:
         from everstep import __version__
 
@@ -96,7 +118,8 @@ class Transport:
                 # A proxy of the environment has no business between two processes of one machine.
                 trust_env=not address.is_local,
             )
-        # Clients are often left to the garbage collector; their connections then close without a warning about them.
+        # Clients are often left to the garbage collector; their connections then close without a
+        # warning about them.
         weakref.finalize(self, self._http.close)
 
     def close(self) -> None:
@@ -116,20 +139,29 @@ class Transport:
     ) -> httpx.Response:
         """The answer to one request, tried again where that cannot do harm.
 
-        ``repeatable``: whether doing it twice is the same as once; by default true for GET. A request that is not is tried again
-        only if it was surely not carried out. ``answers`` are statuses that are returned though they are errors.
+        ``repeatable``: whether doing it twice is the same as once; by default true for GET. A
+        request that is not is tried again only if it was surely not carried out. ``answers`` are
+        statuses that are returned though they are errors.
         ``files`` are sent as a form: for each field a name, the bytes and their type.
         Raises the package's errors.
         """
         repeatable = method == "GET" if repeatable is None else repeatable
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        all_headers = {**(headers or {}), **({"Content-Type": "application/json"} if content is not None else {})}
+        all_headers = {
+            **(headers or {}),
+            **({"Content-Type": "application/json"} if content is not None else {}),
+        }
         tries = 0
         while True:
             tries += 1
             try:
                 response = self._http.request(
-                    method, path, params=_given(params), content=content, files=files, headers=all_headers
+                    method,
+                    path,
+                    params=_given(params),
+                    content=content,
+                    files=files,
+                    headers=all_headers,
                 )
             except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as exc:
                 error = translate(exc, self.address.url)
@@ -155,25 +187,38 @@ class Transport:
         """Items of all pages of a list, each page fetched when it is needed."""
         cursor: str | None = None
         while True:
-            response = self.send("GET", path, params={"limit": PAGE_SIZE, **(params or {}), "cursor": cursor})
+            response = self.send(
+                "GET", path, params={"limit": PAGE_SIZE, **(params or {}), "cursor": cursor}
+            )
             page = self.parse(response, Page[item])  # type: ignore[valid-type]
             yield from page.items
             if page.next_cursor is None:
                 return
             if page.next_cursor == cursor:
-                raise ServiceError(f"GET {path}: the service gives the page {cursor!r} again and again")
+                raise ServiceError(
+                    f"GET {path}: the service gives the page {cursor!r} again and again"
+                )
             cursor = page.next_cursor
 
     @contextmanager
     def stream(
-        self, path: str, *, params: Params | None = None, headers: Mapping[str, str] | None = None, silence_s: float | None = None
+        self,
+        path: str,
+        *,
+        params: Params | None = None,
+        headers: Mapping[str, str] | None = None,
+        silence_s: float | None = None,
     ) -> Iterator[httpx.Response]:
-        """A streamed answer; not tried again here. ``silence_s``: how long it may say nothing before the connection counts as lost.
-        Errors in the ``with`` block are translated too."""
-        timeout = httpx.Timeout(self._timeout_s, connect=min(self._timeout_s, 5.0), read=silence_s or self._timeout_s)
+        """A streamed answer; not tried again here. ``silence_s``: how long it may say nothing
+        before the connection counts as lost. Errors in the ``with`` block are translated too."""
+        timeout = httpx.Timeout(
+            self._timeout_s, connect=min(self._timeout_s, 5.0), read=silence_s or self._timeout_s
+        )
         with (
             _translated(self.address.url),
-            self._http.stream("GET", path, params=_given(params), headers=dict(headers or {}), timeout=timeout) as response,
+            self._http.stream(
+                "GET", path, params=_given(params), headers=dict(headers or {}), timeout=timeout
+            ) as response,
         ):
             if not response.is_success:
                 response.read()
@@ -185,7 +230,9 @@ class Transport:
         try:
             return model.model_validate_json(response.content)
         except ValidationError as exc:
-            raise self._not_ours(response, str(exc.errors(include_url=False, include_input=False)[0]["msg"])) from exc
+            raise self._not_ours(
+                response, str(exc.errors(include_url=False, include_input=False)[0]["msg"])
+            ) from exc
 
     def problem(self, response: httpx.Response) -> EverstepError:
         """The error that an answer means."""
@@ -194,26 +241,32 @@ class Transport:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
             if status in (429, 502, 503, 504):
-                return error_from_answer(status, None, f"{self.address.url} answered {status} {response.reason_phrase}")
+                return error_from_answer(
+                    status, None, f"{self.address.url} answered {status} {response.reason_phrase}"
+                )
             return self._not_ours(response, f"status {status}")
         errors = [FieldError(fault.loc, fault.msg) for fault in problem.errors]
         error = error_from_answer(status, problem.code, problem.detail or problem.title, errors)
         if isinstance(error, AuthError) and status == 401:
-            return AuthError(f"{error.message} ({self.address.token_source})", code=error.code, status=status)
+            return AuthError(
+                f"{error.message} ({self.address.token_source})", code=error.code, status=status
+            )
         return error
 
     def _not_ours(self, response: httpx.Response, problem: str) -> ServiceError:
         request = f"{response.request.method} {response.request.url}"
         start = response.text[:120].replace("\n", " ").strip()
         return ServiceError(
-            f"{request}: the answer is not Everstep's ({problem}); does EVERSTEP_URL name the service, and of this version? "
+            f"{request}: the answer is not Everstep's ({problem}); does EVERSTEP_URL name the "
+            "service, and of this version? "
             f"It begins with {start!r}",
             status=response.status_code,
         )
 
 
 def retry_after_s(value: str | None, now: float | None = None) -> float | None:
-    """Seconds that a Retry-After header asks for, given as a number or a date; None where it says nothing usable."""
+    """Seconds that a Retry-After header asks for, given as a number or a date; None where it says
+    nothing usable."""
     if value is None:
         return None
     if value.strip().isdigit():
@@ -228,5 +281,7 @@ def retry_after_s(value: str | None, now: float | None = None) -> float | None:
 def _given(params: Params | None) -> dict[str, Any]:
     """Parameters without those that are None; booleans as JSON writes them."""
     return {
-        key: str(value).lower() if isinstance(value, bool) else value for key, value in (params or {}).items() if value is not None
+        key: str(value).lower() if isinstance(value, bool) else value
+        for key, value in (params or {}).items()
+        if value is not None
     }

@@ -1,4 +1,5 @@
-"""A directory of code as an archive: without what git and ``.everstepignore`` leave out, and the same bytes for the same files."""
+"""A directory of code as an archive: without what git and ``.everstepignore`` leave out, and the
+same bytes for the same files."""
 
 from __future__ import annotations
 
@@ -10,20 +11,37 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from everstep.code.rules import MAX_ARCHIVE_BYTES, MAX_FILES, MAX_UNPACKED_BYTES, collisions, modules
+from everstep.code.rules import (
+    MAX_ARCHIVE_BYTES,
+    MAX_FILES,
+    MAX_UNPACKED_BYTES,
+    collisions,
+    modules,
+)
 from everstep.errors import UsageError
 
 IGNORE_FILES = (".everstepignore", ".gitignore")
 """By precedence: what the first says of a file counts, whatever the second says."""
-_NEVER = frozenset({".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints"})
+_NEVER = frozenset(
+    {
+        ".git",
+        ".hg",
+        ".svn",
+        "__pycache__",
+        ".mypy_cache",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".ipynb_checkpoints",
+    }
+)
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
 
 
 def pack(path: str | os.PathLike[str]) -> bytes:
     """The archive of a directory, of one ``.py`` file, or of what is an archive already.
 
-    Raises UsageError: nothing is there, it holds no module, too much, a link that leads out of it, or a module under a name that is
-    not free.
+    Raises UsageError: nothing is there, it holds no module, too much, a link that leads out of it,
+    or a module under a name that is not free.
     """
     source = Path(path).expanduser()
     try:
@@ -36,7 +54,10 @@ def pack(path: str | os.PathLike[str]) -> bytes:
     except OSError as exc:
         raise UsageError(f"{exc.filename or source} cannot be read: {exc.strerror or exc}") from exc
     if len(data) > MAX_ARCHIVE_BYTES:
-        raise UsageError(f"{source} makes an archive of more than {MAX_ARCHIVE_BYTES >> 20} MiB; list data in .everstepignore")
+        raise UsageError(
+            f"{source} makes an archive of more than {MAX_ARCHIVE_BYTES >> 20} MiB; list data in "
+            ".everstepignore"
+        )
     return data
 
 
@@ -56,21 +77,27 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
         if is_dir:
             if not (path / "pyvenv.cfg").exists():  # a virtual environment
                 yield from _walk(source, path, ignored)
-        elif path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(source.resolve())):
+        elif path.is_symlink() and not (
+            path.is_file() and path.resolve().is_relative_to(source.resolve())
+        ):
             raise UsageError(
-                f"{path} is a link to a directory or out of {source}; list it in .everstepignore, or put the files there"
+                f"{path} is a link to a directory or out of {source}; list it in .everstepignore, "
+                "or put the files there"
             )
         elif stat.S_ISREG(path.stat().st_mode):
             yield path
 
 
 class _Ignored:
-    """What the ignore files of a directory, of those below it, and of the repository around it leave out."""
+    """What the ignore files of a directory, of those below it, and of the repository around it
+    leave out."""
 
     def __init__(self, source: Path) -> None:
         self._specs: dict[tuple[str, Path], object] = {}
         above = source.resolve()
-        repository = next((parent for parent in (above, *above.parents) if (parent / ".git").exists()), above)
+        repository = next(
+            (parent for parent in (above, *above.parents) if (parent / ".git").exists()), above
+        )
         self._source, self._resolved = source, above
         for parent in above.parents:
             if parent.is_relative_to(repository):
@@ -101,7 +128,11 @@ class _Ignored:
 
     def _absolute(self, path: Path) -> Path:
         """Below the resolved source, without resolving links on the way."""
-        return self._resolved / path.relative_to(self._source) if path.is_relative_to(self._source) else path
+        return (
+            self._resolved / path.relative_to(self._source)
+            if path.is_relative_to(self._source)
+            else path
+        )
 
 
 def _check(source: Path, files: dict[str, Path]) -> None:
@@ -111,14 +142,17 @@ def _check(source: Path, files: dict[str, Path]) -> None:
     if total_bytes > MAX_UNPACKED_BYTES or len(files) > MAX_FILES:
         largest = ", ".join(f"{name} ({size >> 20} MiB)" for size, name in sizes[:3])
         raise UsageError(
-            f"{source} holds {len(files)} files, {total_bytes >> 20} MiB; at most {MAX_FILES} and {MAX_UNPACKED_BYTES >> 20} MiB "
+            f"{source} holds {len(files)} files, {total_bytes >> 20} MiB; at most {MAX_FILES} and "
+            f"{MAX_UNPACKED_BYTES >> 20} MiB "
             f"can be uploaded; list data in .everstepignore. The largest: {largest}"
         )
     problems = collisions(files.keys())
     if problems:
         raise UsageError("; ".join(problems))
     if not modules(files.keys()):
-        raise UsageError(f"{source} holds no Python module; give the directory that holds your package")
+        raise UsageError(
+            f"{source} holds no Python module; give the directory that holds your package"
+        )
 
 
 def _archive(files: dict[str, Path]) -> bytes:

@@ -1,4 +1,5 @@
-"""What uploaded code may be: how much of it, what its files may be called, and what of it can be imported by which name."""
+"""What uploaded code may be: how much of it, what its files may be called, and what of it can be
+imported by which name."""
 
 from __future__ import annotations
 
@@ -40,14 +41,16 @@ _STACK = frozenset(
         "yaml",
     }
 )
-"""What ranks import beside the user's code. A module of the user's stands before them on the path, and would take their place."""
+"""What ranks import beside the user's code. A module of the user's stands before them on the path,
+and would take their place."""
 
 
 def import_roots(paths: Collection[str]) -> tuple[str, ...]:
-    """Directories of an archive that are put on the path, in order; the archive's own is ``""``, the others end in ``/``.
+    """Directories of an archive that are put on the path, in order; the archive's own is ``""``,
+    the others end in ``/``.
 
-    Beside the archive's own: ``src``, unless it is a package, and, where everything lies in one directory that is no package (as
-    in archives that GitHub makes), that directory and its ``src``.
+    Beside the archive's own: ``src``, unless it is a package, and, where everything lies in one
+    directory that is no package (as in archives that GitHub makes), that directory and its ``src``.
 
     >>> import_roots(["proj/src/mine/task.py", "proj/README.md"])
     ('', 'proj/', 'proj/src/')
@@ -77,8 +80,11 @@ def modules(paths: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted({name for path in paths for name in _names(path, roots)}))
 
 
-def module_path(paths: Collection[str], module: str, roots: Collection[str] | None = None) -> str | None:
-    """The file that ``import module`` runs; None where the archive has none. ``roots`` are its ``import_roots``, where known."""
+def module_path(
+    paths: Collection[str], module: str, roots: Collection[str] | None = None
+) -> str | None:
+    """The file that ``import module`` runs; None where the archive has none. ``roots`` are its
+    ``import_roots``, where known."""
     for root in import_roots(paths) if roots is None else roots:
         stem = root + module.replace(".", "/")
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
@@ -88,7 +94,8 @@ def module_path(paths: Collection[str], module: str, roots: Collection[str] | No
 
 
 def collisions(paths: Collection[str]) -> list[str]:
-    """What is wrong with the names of the archive's modules, one sentence each: they would take another's place, or lose to it."""
+    """What is wrong with the names of the archive's modules, one sentence each: they would take
+    another's place, or lose to it."""
     found = {}
     for root in import_roots(paths):
         for path in sorted(paths):
@@ -100,12 +107,16 @@ def collisions(paths: Collection[str]) -> list[str]:
             owner = _owner(name, regular=regular)
             if owner is not None:
                 place = f"{root}{first}"
-                found[place] = f"{place}: the name {name!r} belongs to {owner}; rename it, or list it in .everstepignore"
+                found[place] = (
+                    f"{place}: the name {name!r} belongs to {owner}; rename it, or list it in "
+                    ".everstepignore"
+                )
     return list(found.values())
 
 
 def _owner(name: str, *, regular: bool) -> str | None:
-    """Whose a module's name is; a directory without ``__init__.py`` never takes a standard module's place."""
+    """Whose a module's name is; a directory without ``__init__.py`` never takes a standard module's
+    place."""
     if name in OWN_PACKAGES:
         return "Everstep itself"
     if name in _STACK:
@@ -116,7 +127,8 @@ def _owner(name: str, *, regular: bool) -> str | None:
 
 
 def _names(path: str, roots: Collection[str]) -> Iterator[str]:
-    """Names under which a file can be imported; what lies in a ``src`` goes by the name that it has there."""
+    """Names under which a file can be imported; what lies in a ``src`` goes by the name that it has
+    there."""
     sources = [root for root in roots if root.endswith("src/") and path.startswith(root)]
     for root in sources or roots:
         if not path.endswith(".py") or not path.startswith(root):

@@ -14,7 +14,8 @@ from everstep.errors import UsageError
 def with_code(
     raw: dict[str, Any] | None, path: str | None, task: str | None, train_fn: str | None
 ) -> tuple[dict[str, Any], bytes | None]:
-    """The spec with its code filled in, and the archive that is to be uploaded before the spec is submitted.
+    """The spec with its code filled in, and the archive that is to be uploaded before the spec is
+    submitted.
 
     Args:
         raw: the spec's own fields; None where no file was given, which needs ``path``.
@@ -25,7 +26,9 @@ def with_code(
     """
     if path is None:
         if task or train_fn:
-            raise UsageError("--task and --train-fn name something in code: give --code DIRECTORY, too")
+            raise UsageError(
+                "--task and --train-fn name something in code: give --code DIRECTORY, too"
+            )
         if raw is None:
             raise UsageError("give a SPEC.yaml, or --code DIRECTORY with --task MODULE:CLASS")
         return raw, None

@@ -8,7 +8,8 @@ NCCL_VARIABLE, GLOO_VARIABLE = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
 def lets_through(variable: str, value: str, interfaces: Iterable[str]) -> bool:
-    """Whether any of these interfaces may be used: of gloo by name; of NCCL by prefix, after ``=`` by name, after ``^`` not."""
+    """Whether any of these interfaces may be used: of gloo by name; of NCCL by prefix, after ``=``
+    by name, after ``^`` not."""
     return any(_chooses(variable, value, name) for name in interfaces)
 
 

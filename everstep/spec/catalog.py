@@ -1,7 +1,9 @@
-"""What a spec may name: models, data sets, tasks, optimizers and schedules, each with its typed arguments.
+"""What a spec may name: models, data sets, tasks, optimizers and schedules, each with its typed
+arguments.
 
-Plain pydantic, so that the service and the client can validate a spec without importing torch; ``train_fn`` builds what is
-named here, and a unit test holds the two together. Every union is discriminated by ``name``.
+Plain pydantic, so that the service and the client can validate a spec without importing torch;
+``train_fn`` builds what is named here, and a unit test holds the two together. Every union is
+discriminated by ``name``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    Tag,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -23,13 +33,21 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class NodePath:
-    """Marks a field that names a file or directory on the nodes: the operator may say below which ones it has to lie."""
+    """Marks a field that names a file or directory on the nodes: the operator may say below which
+    ones it has to lie."""
 
 
 class Frozen(BaseModel):
-    """Base of what a request says: immutable, unknown fields refused, no silent type coercion from strings."""
+    """Base of what a request says: immutable, unknown fields refused, no silent type coercion from
+    strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
 
 
 # ---------------------------------------------------------------- models
@@ -58,7 +76,8 @@ class MiniResNetArgs(Frozen):
     num_stages: Annotated[int, Field(ge=1, le=4)] = 3
     """Stages; each after the first halves height and width."""
     norm: Literal["group", "batch", "sync_batch"] = "group"
-    """Normalisation. ``group`` gives the same result at any world size; ``batch`` and ``sync_batch`` keep running statistics."""
+    """Normalisation. ``group`` gives the same result at any world size; ``batch`` and
+    ``sync_batch`` keep running statistics."""
     dropout: Fraction = 0.0
     """Dropout probability before the classifier."""
 
@@ -72,8 +91,9 @@ class MiniResNetSpec(Frozen):
 
 class TorchvisionModelArgs(Frozen):
     weights_path: Annotated[str | None, NodePath()] = None
-    """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's own files hold it; a classifier
-    for another number of classes stays random. None starts from random weights."""
+    """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's
+    own files hold it; a classifier for another number of classes stays random. None starts from
+    random weights."""
     image_size: PositiveInt | None = None
     """Images are resized to this height and width in pixels; None keeps the data set's own size."""
 
@@ -93,11 +113,15 @@ def _model_tag(value: Any) -> str | None:
 
 
 ImageModelSpec = Annotated[
-    Annotated[MiniResNetSpec, Tag("mini_resnet")] | Annotated[TorchvisionModelSpec, Tag("torchvision")],
+    Annotated[MiniResNetSpec, Tag("mini_resnet")]
+    | Annotated[TorchvisionModelSpec, Tag("torchvision")],
     Discriminator(
         _model_tag,
         custom_error_type="unknown_model",
-        custom_error_message="is not a known model; GET /v1/catalog lists them: mini_resnet and torchvision's classifiers",
+        custom_error_message=(
+            "is not a known model; GET /v1/catalog lists them: mini_resnet and "
+            "torchvision's classifiers"
+        ),
     ),
 ]
 
@@ -106,8 +130,8 @@ ImageModelSpec = Annotated[
 
 class DigitsArgs(Frozen):
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and evaluates nothing. The split is
-    fixed and stratified."""
+    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and
+    evaluates nothing. The split is fixed and stratified."""
     augment: bool = True
     """Random shifts of up to one pixel, keyed by (seed, epoch, sample index)."""
 
@@ -121,13 +145,15 @@ class DigitsSpec(Frozen):
 
 class FashionMnistArgs(Frozen):
     root: Annotated[str, NodePath()] = "/usr/share/datasets/fashion-mnist"
-    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are missing and the network allows."""
+    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are
+    missing and the network allows."""
     augment: bool = True
     """Random horizontal flips, keyed by (seed, epoch, sample index)."""
 
 
 class FashionMnistSpec(Frozen):
-    """Fashion-MNIST: 60,000 training and 10,000 validation grey 28x28 images of ten kinds of clothing."""
+    """Fashion-MNIST: 60,000 training and 10,000 validation grey 28x28 images of ten kinds of
+    clothing."""
 
     name: Literal["fashion_mnist"]
     args: FashionMnistArgs = FashionMnistArgs()
@@ -135,7 +161,8 @@ class FashionMnistSpec(Frozen):
 
 class Cifar10Args(Frozen):
     root: Annotated[str, NodePath()] = "~/.cache/everstep/cifar10"
-    """Directory with ``cifar-10-batches-py``; downloaded there once a node where it is missing and the network allows it."""
+    """Directory with ``cifar-10-batches-py``; downloaded there once a node where it is missing and
+    the network allows it."""
     augment: bool = True
     """Random flips and shifts of up to four pixels, keyed by (seed, epoch, sample index)."""
 
@@ -149,11 +176,13 @@ class Cifar10Spec(Frozen):
 
 class ImageFolderArgs(Frozen):
     root: Annotated[str, NodePath()]
-    """Directory on every node with ``train/CLASS/*.jpg`` and, for validation, ``val/CLASS/*.jpg``."""
+    """Directory on every node with ``train/CLASS/*.jpg`` and, for validation,
+    ``val/CLASS/*.jpg``."""
     image_size: PositiveInt = 224
     """Height and width in pixels after cropping."""
     augment: bool = True
-    """Random resized crops and flips, keyed by (seed, epoch, sample index); validation takes the middle."""
+    """Random resized crops and flips, keyed by (seed, epoch, sample index); validation takes the
+    middle."""
 
 
 class ImageFolderSpec(Frozen):
@@ -163,7 +192,9 @@ class ImageFolderSpec(Frozen):
     args: ImageFolderArgs
 
 
-ImageDataSpec = Annotated[DigitsSpec | FashionMnistSpec | Cifar10Spec | ImageFolderSpec, Field(discriminator="name")]
+ImageDataSpec = Annotated[
+    DigitsSpec | FashionMnistSpec | Cifar10Spec | ImageFolderSpec, Field(discriminator="name")
+]
 
 
 class GptArgs(Frozen):
@@ -174,7 +205,8 @@ class GptArgs(Frozen):
     width: Annotated[int, Field(ge=1, le=65_536)] = 128
     """Features of a token; divides by ``num_heads``."""
     context_length: Annotated[int, Field(ge=1, le=1 << 20)] = 128
-    """Tokens that the model looks back on; the text is packed into sequences of this length, which are the samples."""
+    """Tokens that the model looks back on; the text is packed into sequences of this length, which
+    are the samples."""
     dropout: Fraction = 0.0
     """Dropout probability of embeddings, attention and residual branches."""
 
@@ -192,7 +224,8 @@ class GptArgs(Frozen):
 
 
 class GptSpec(Frozen):
-    """A small GPT: pre-normalised transformer blocks with causal attention, learned positions, tied embeddings."""
+    """A small GPT: pre-normalised transformer blocks with causal attention, learned positions, tied
+    embeddings."""
 
     name: Literal["gpt"]
     args: GptArgs = GptArgs()
@@ -210,7 +243,8 @@ class TextFilesArgs(Frozen):
 
 
 class TextFilesSpec(Frozen):
-    """Text files one after another in the order of their paths, each with an end-of-text token, packed into whole sequences."""
+    """Text files one after another in the order of their paths, each with an end-of-text token,
+    packed into whole sequences."""
 
     name: Literal["text_files"]
     args: TextFilesArgs
@@ -220,7 +254,8 @@ class TextFilesSpec(Frozen):
 
 
 class ImageClassificationSpec(Frozen):
-    """Cross-entropy classification of images; reports ``accuracy`` and ``loss`` on the validation set."""
+    """Cross-entropy classification of images; reports ``accuracy`` and ``loss`` on the validation
+    set."""
 
     name: Literal["image_classification"]
     model: ImageModelSpec
@@ -230,7 +265,8 @@ class ImageClassificationSpec(Frozen):
 
 
 class LanguageModelingSpec(Frozen):
-    """Next-token prediction; reports ``loss`` in nats a token, ``accuracy`` and ``bits_per_token`` on the text that is held out."""
+    """Next-token prediction; reports ``loss`` in nats a token, ``accuracy`` and ``bits_per_token``
+    on the text that is held out."""
 
     name: Literal["language_modeling"]
     model: GptSpec
@@ -244,7 +280,8 @@ TaskSpec = Annotated[ImageClassificationSpec | LanguageModelingSpec, Field(discr
 
 class ParameterGroupSpec(Frozen):
     parameters: Annotated[str, Field(min_length=1, max_length=512)]
-    """Shell pattern over the names of parameters as in the model's ``state_dict``, for example ``blocks.0.*``."""
+    """Shell pattern over the names of parameters as in the model's ``state_dict``, for example
+    ``blocks.0.*``."""
     lr_scale: NonNegativeFiniteFloat = 1.0
     """Their learning rate as a multiple of the optimizer's; 0 leaves them as they are."""
     weight_decay: NonNegativeFiniteFloat | None = None
@@ -255,9 +292,11 @@ class _Optimizer(Frozen):
     lr: PositiveFiniteFloat = 1e-3
     """Peak learning rate; the schedule scales it."""
     weight_decay: NonNegativeFiniteFloat = 0.0
-    """Decay of parameters with two or more dimensions; biases and normalisation scales are not decayed."""
+    """Decay of parameters with two or more dimensions; biases and normalisation scales are not
+    decayed."""
     groups: list[ParameterGroupSpec] = Field(default_factory=list, max_length=256)
-    """Layers with a learning rate or weight decay of their own; the first pattern that matches a parameter counts."""
+    """Layers with a learning rate or weight decay of their own; the first pattern that matches a
+    parameter counts."""
 
 
 class AdamWSpec(_Optimizer):
@@ -297,7 +336,9 @@ class SgdSpec(_Optimizer):
     @classmethod
     def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("momentum") == 0:
-            raise PydanticCustomError("nesterov_without_momentum", "needs momentum > 0, but momentum is 0")
+            raise PydanticCustomError(
+                "nesterov_without_momentum", "needs momentum > 0, but momentum is 0"
+            )
         return value
 
 
@@ -344,7 +385,8 @@ class StepScheduleSpec(_Schedule):
 
 
 ScheduleSpec = Annotated[
-    ConstantScheduleSpec | CosineScheduleSpec | LinearScheduleSpec | StepScheduleSpec, Field(discriminator="name")
+    ConstantScheduleSpec | CosineScheduleSpec | LinearScheduleSpec | StepScheduleSpec,
+    Field(discriminator="name"),
 ]
 
 
@@ -369,8 +411,11 @@ class Catalog(Frozen):
     schedules: tuple[CatalogEntry, ...]
 
 
-def _entry(spec: type[BaseModel], name: str | None = None, *, task: str | None = None) -> CatalogEntry:
-    """One entry; what belongs to a task keeps its arguments below ``args``, the others beside ``name``."""
+def _entry(
+    spec: type[BaseModel], name: str | None = None, *, task: str | None = None
+) -> CatalogEntry:
+    """One entry; what belongs to a task keeps its arguments below ``args``, the others beside
+    ``name``."""
     arguments: Any = spec.model_fields["args"].annotation if task else spec
     assert isinstance(arguments, type) and issubclass(arguments, BaseModel)
     schema = arguments.model_json_schema()
@@ -396,9 +441,20 @@ def catalog() -> Catalog:
             *(_entry(TorchvisionModelSpec, name, task=images) for name in TORCHVISION_MODELS),
         ),
         data=(
-            *(_entry(spec, task=images) for spec in (DigitsSpec, FashionMnistSpec, Cifar10Spec, ImageFolderSpec)),
+            *(
+                _entry(spec, task=images)
+                for spec in (DigitsSpec, FashionMnistSpec, Cifar10Spec, ImageFolderSpec)
+            ),
             _entry(TextFilesSpec, task=text),
         ),
         optimizers=tuple(_entry(spec) for spec in (AdamWSpec, AdamSpec, SgdSpec)),
-        schedules=tuple(_entry(spec) for spec in (ConstantScheduleSpec, CosineScheduleSpec, LinearScheduleSpec, StepScheduleSpec)),
+        schedules=tuple(
+            _entry(spec)
+            for spec in (
+                ConstantScheduleSpec,
+                CosineScheduleSpec,
+                LinearScheduleSpec,
+                StepScheduleSpec,
+            )
+        ),
     )

@@ -1,4 +1,5 @@
-"""What is wrong with a request, in words for the person who wrote it, with the path that they wrote."""
+"""What is wrong with a request, in words for the person who wrote it, with the path that they
+wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _MAX_NAME_CHARS = 200
 
 
 def fields_of(annotation: Any, value: Any = None) -> dict[str, Any]:
-    """Field name -> annotation, of the model that ``annotation`` is; of a union, of those that ``value``'s name chooses."""
+    """Field name -> annotation, of the model that ``annotation`` is; of a union, of those that
+    ``value``'s name chooses."""
     found: dict[str, Any] = {}
     for model in models_of(annotation, value):
         found.update({field: hint for field, hint in _hints(model).items() if field not in found})
@@ -38,7 +40,8 @@ def _hints(model: type[BaseModel]) -> Mapping[str, Any]:
 
 
 def models_of(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
-    """The models that ``annotation`` may be: of a union, those that ``value``'s name chooses, all where it chooses none."""
+    """The models that ``annotation`` may be: of a union, those that ``value``'s name chooses, all
+    where it chooses none."""
     models = list(_models(annotation))
     name = value.get("name") if isinstance(value, dict) else None
     return [model for model in models if name is not None and name in _names(model)] or models
@@ -58,10 +61,14 @@ def _names(model: type[BaseModel]) -> Sequence[str]:
     return typing.get_args(field.annotation) if field is not None else ()
 
 
-def field_errors(model: type[BaseModel], raw: Any, error: ValidationError) -> tuple[FieldError, ...]:
-    """Return one entry for each fault, as ``few`` has them. The alternatives of a union, of which pydantic reports each, are one.
+def field_errors(
+    model: type[BaseModel], raw: Any, error: ValidationError
+) -> tuple[FieldError, ...]:
+    """Return one entry for each fault, as ``few`` has them. The alternatives of a union, of which
+    pydantic reports each, are one.
 
-    The work for one fault is small and the same for all: a request that holds thousands is answered at once.
+    The work for one fault is small and the same for all: a request that holds thousands is answered
+    at once.
     """
     messages: dict[tuple[str | int, ...], list[str]] = {}
     faults = error.errors(include_url=False)
@@ -72,31 +79,44 @@ def field_errors(model: type[BaseModel], raw: Any, error: ValidationError) -> tu
             break
         num_seen += 1
         num_suggested += fault["type"] == "extra_forbidden"
-        messages.setdefault(loc, []).append(_words(fault, loc, siblings, raw, suggest=num_suggested <= _MAX_SUGGESTIONS))
+        messages.setdefault(loc, []).append(
+            _words(fault, loc, siblings, raw, suggest=num_suggested <= _MAX_SUGGESTIONS)
+        )
     found = [FieldError(loc, "; or ".join(dict.fromkeys(words))) for loc, words in messages.items()]
     return few(found, len(faults) - num_seen)
 
 
 def few(faults: Sequence[FieldError], num_more: int = 0) -> tuple[FieldError, ...]:
-    """Return at most MAX_FAULTS faults with names and messages cut to a readable length, and one that counts the others."""
+    """Return at most MAX_FAULTS faults with names and messages cut to a readable length, and one
+    that counts the others."""
     num_more += max(0, len(faults) - MAX_FAULTS)
-    found = [FieldError(tuple(map(_short, fault.loc)), _cut(fault.msg)) for fault in faults[:MAX_FAULTS]]
+    found = [
+        FieldError(tuple(map(_short, fault.loc)), _cut(fault.msg)) for fault in faults[:MAX_FAULTS]
+    ]
     if num_more:
-        found.append(FieldError((), f"has {num_more} more faults, which are left out: put these right first"))
+        found.append(
+            FieldError((), f"has {num_more} more faults, which are left out: put these right first")
+        )
     return tuple(found)
 
 
 def _short(part: str | int) -> str | int:
-    return f"{part[:_MAX_NAME_CHARS]}…" if isinstance(part, str) and len(part) > _MAX_NAME_CHARS else part
+    return (
+        f"{part[:_MAX_NAME_CHARS]}…"
+        if isinstance(part, str) and len(part) > _MAX_NAME_CHARS
+        else part
+    )
 
 
 def _cut(message: str) -> str:
     return message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}…"
 
 
-def _locate(model: type[BaseModel], raw: Any, fault: ErrorDetails) -> tuple[tuple[str | int, ...], list[str]]:
-    """The path of keys that the user wrote or should have written, without the tags that pydantic adds at unions; and the fields
-    that there are beside the last of them."""
+def _locate(
+    model: type[BaseModel], raw: Any, fault: ErrorDetails
+) -> tuple[tuple[str | int, ...], list[str]]:
+    """The path of keys that the user wrote or should have written, without the tags that pydantic
+    adds at unions; and the fields that there are beside the last of them."""
     path: list[str | int] = []
     siblings: list[str] = []
     node, annotation = raw, typing.cast(Any, model)
@@ -125,14 +145,19 @@ def _item_of(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
 
 
-def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any, *, suggest: bool) -> str:
+def _words(
+    fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any, *, suggest: bool
+) -> str:
     """The message, with the way out where pydantic's own does not say it."""
     context = fault.get("ctx", {})
     match fault["type"]:
         case "string_type" if isinstance(fault["input"], bool | int | float):
             written = _as_written(fault["input"], loc, raw)
             what = "key" if fault["loc"][-1] == "[key]" else "value"
-            return f'must be text, but the {what} {written} is {_kind(fault["input"])}; quote it: "{written}"'
+            return (
+                f"must be text, but the {what} {written} is {_kind(fault['input'])}; quote it: "
+                f'"{written}"'
+            )
         case "string_type" if fault["input"] is None:
             return 'must be text, but is empty; write "" for no text, or leave it out'
         case "extra_forbidden":
@@ -146,7 +171,9 @@ def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str],
         case "union_tag_not_found":
             return "is required"
         case "union_tag_invalid":
-            return f"{context.get('tag')!r} is not known; choose one of {context.get('expected_tags')}"
+            return (
+                f"{context.get('tag')!r} is not known; choose one of {context.get('expected_tags')}"
+            )
         case "model_type" | "model_attributes_type":
             return "must be a mapping of fields to values"
         case _:
@@ -154,7 +181,8 @@ def _words(fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str],
 
 
 def _as_written(value: float, loc: tuple[str | int, ...], raw: Any) -> str:
-    """How a person wrote a number or boolean: in the file, where that is known, else as JSON has it."""
+    """How a person wrote a number or boolean: in the file, where that is known, else as JSON has
+    it."""
     written: dict[tuple[str | int, ...], str] = getattr(raw, "written", {})
     return written.get(loc) or json.dumps(value)
 

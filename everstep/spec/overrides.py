@@ -17,8 +17,8 @@ from everstep.spec.yaml_file import parse_yaml
 def apply_overrides(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """A copy of the spec ``raw`` with every ``path=value`` put in, in order; the values are YAML.
 
-    Whether a value fits its field is for ``parse_spec`` to say. Raises UsageError for what is no ``path=value``, and InvalidSpec
-    that names the path where there is no such field.
+    Whether a value fits its field is for ``parse_spec`` to say. Raises UsageError for what is no
+    ``path=value``, and InvalidSpec that names the path where there is no such field.
 
     >>> apply_overrides({"name": "a"}, ["train.epochs=3", "tags.team=vision"])
     {'name': 'a', 'train': {'epochs': 3}, 'tags': {'team': 'vision'}}
@@ -28,7 +28,9 @@ def apply_overrides(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, A
         path, separator, text = setting.partition("=")
         parts = path.strip().split(".")
         if not separator or not all(parts):
-            raise UsageError(f"--set {setting!r} is not FIELD=VALUE, for example --set train.epochs=3")
+            raise UsageError(
+                f"--set {setting!r} is not FIELD=VALUE, for example --set train.epochs=3"
+            )
         _put(spec, parts, text)
     return spec
 
@@ -46,7 +48,8 @@ def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
             default, annotation = None, _value_annotation(annotation)
             if annotation is None or typing.get_origin(annotation) is dict:
                 raise _unknown(parts, position, spec)
-            if part != parts[-1]:  # a key of a free mapping may hold dots: env and tags do, and nothing lies deeper
+            # a key of a free mapping may hold dots: env and tags do, and nothing lies deeper
+            if part != parts[-1]:
                 part = ".".join(parts[position:])
                 parts = [*parts[:position], part]
         if position == len(parts) - 1:
@@ -54,7 +57,8 @@ def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
             return
         inner = node.get(part)
         if not isinstance(inner, dict):
-            # What the spec leaves to its default is named, so that one field of it can be set alone.
+            # What the spec leaves to its default is named, so that one field of it can be set
+            # alone.
             name = getattr(default, "name", None)
             node[part] = inner = {"name": name} if isinstance(name, str) else {}
         node = inner
@@ -75,7 +79,8 @@ def _value_annotation(annotation: Any) -> Any:
 
 
 def _value(annotation: Any, text: str, parts: list[str]) -> Any:
-    """YAML, but where the field takes text and nothing else the text as it stands: ``env.OMP_NUM_THREADS=1``."""
+    """YAML, but where the field takes text and nothing else the text as it stands:
+    ``env.OMP_NUM_THREADS=1``."""
     bare = annotation
     while typing.get_origin(bare) is typing.Annotated:
         bare = typing.get_args(bare)[0]

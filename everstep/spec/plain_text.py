@@ -1,9 +1,10 @@
-"""Text that every part can keep and send on: no halves of a surrogate pair, which UTF-8 cannot say, and no NUL, which neither a
-column of PostgreSQL nor an environment variable can hold.
+"""Text that every part can keep and send on: no halves of a surrogate pair, which UTF-8 cannot say,
+and no NUL, which neither a column of PostgreSQL nor an environment variable can hold.
 
-Both come from outside: Python makes such halves of file names that are not UTF-8, and they end up in messages and log lines. What
-users ask for is refused (``faults``); what has happened is told all the same, with these characters written out (``written_out``).
-What goes to a terminal loses more (``printable``, ``json_line``).
+Both come from outside: Python makes such halves of file names that are not UTF-8, and they end up
+in messages and log lines. What users ask for is refused (``faults``); what has happened is told all
+the same, with these characters written out (``written_out``). What goes to a terminal loses more
+(``printable``, ``json_line``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ MAX_DEPTH = 64
 _UNSAYABLE = re.compile("[\x00\ud800-\udfff]")
 _STEERING = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1, which terminals obey
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # turn the order of what follows around, or end a line
+    # turn the order of what follows around, or end a line
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
     "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # are not seen
     "\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Return one line without characters that steer a terminal or hide what is written: names and log lines come from others."""
+    """Return one line without characters that steer a terminal or hide what is written: names and
+    log lines come from others."""
     return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text.replace("\t", "    "))
 
 
@@ -37,8 +40,11 @@ def printable_lines(text: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """Return a value as one line of JSON that is safe on a terminal: such characters are escaped, and so nothing is lost."""
-    return _STEERING.sub(lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False))
+    """Return a value as one line of JSON that is safe on a terminal: such characters are escaped,
+    and so nothing is lost."""
+    return _STEERING.sub(
+        lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False)
+    )
 
 
 def is_sayable(text: str) -> bool:
@@ -46,7 +52,8 @@ def is_sayable(text: str) -> bool:
 
 
 def written_out(value: Any) -> Any:
-    """A JSON value with such characters in any text of it as escapes: NUL as ``\\x00``, halves as ``\\udce9``."""
+    """A JSON value with such characters in any text of it as escapes: NUL as ``\\x00``, halves as
+    ``\\udce9``."""
     if isinstance(value, str):
         return _UNSAYABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
     if isinstance(value, dict):
@@ -57,14 +64,17 @@ def written_out(value: Any) -> Any:
 
 
 def may_need_it(line: bytes) -> bool:
-    """Whether ``written_out`` may change what this JSON, as Python writes it, holds. Cheap; true for some that need nothing."""
+    """Whether ``written_out`` may change what this JSON, as Python writes it, holds. Cheap; true
+    for some that need nothing."""
     return b"\\ud" in line or b"\\u0000" in line
 
 
 def parse_json(data: bytes) -> Any:
-    """Return what JSON holds that others wrote. Raises ValueError, also for what is nested more than MAX_DEPTH levels deep.
+    """Return what JSON holds that others wrote. Raises ValueError, also for what is nested more
+    than MAX_DEPTH levels deep.
 
-    Deeper values could be read here, and then fail whoever writes them into an answer or a database.
+    Deeper values could be read here, and then fail whoever writes them into an answer or a
+    database.
     """
     try:
         value = json.loads(data)
@@ -83,7 +93,10 @@ def is_shallow(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
-            item for node in level if isinstance(node, dict | list) for item in (node.values() if isinstance(node, dict) else node)
+            item
+            for node in level
+            if isinstance(node, dict | list)
+            for item in (node.values() if isinstance(node, dict) else node)
         ]
         if not level:
             return True
@@ -97,10 +110,12 @@ def loads(line: bytes) -> Any:
 
 
 def faults(value: Any) -> tuple[FieldError, ...]:
-    """One entry for each text or key of a parsed document, at any depth, that holds such a character."""
+    """One entry for each text or key of a parsed document, at any depth, that holds such a
+    character."""
     found: list[FieldError] = []
     left: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
-    seen: set[int] = set()  # a document may hold one part in many places, and mean more than memory could
+    # a document may hold one part in many places, and mean more than memory could
+    seen: set[int] = set()
     while left:
         loc, item = left.pop()
         if isinstance(item, dict | list):
@@ -108,12 +123,30 @@ def faults(value: Any) -> tuple[FieldError, ...]:
                 continue
             seen.add(id(item))
         if isinstance(item, str) and not is_sayable(item):
-            found.append(FieldError(loc, f"holds {written_out(_UNSAYABLE.findall(item)[0])}, which is no text; leave it out"))
+            found.append(
+                FieldError(
+                    loc,
+                    (
+                        f"holds {written_out(_UNSAYABLE.findall(item)[0])}, which is no text; "
+                        "leave "
+                        "it out"
+                    ),
+                )
+            )
         elif isinstance(item, dict):
             for key in item:
                 if isinstance(key, str) and not is_sayable(key):
-                    found.append(FieldError((*loc, written_out(key)), "is no name: a character of it is no text; leave it out"))
-            left += [((*loc, key), each) for key, each in reversed(item.items()) if not isinstance(key, str) or is_sayable(key)]
+                    found.append(
+                        FieldError(
+                            (*loc, written_out(key)),
+                            "is no name: a character of it is no text; leave it out",
+                        )
+                    )
+            left += [
+                ((*loc, key), each)
+                for key, each in reversed(item.items())
+                if not isinstance(key, str) or is_sayable(key)
+            ]
         elif isinstance(item, list):
             left += [((*loc, position), each) for position, each in reversed(list(enumerate(item)))]
     return tuple(found)

@@ -1,4 +1,5 @@
-"""RunSpec: everything that a training request says. Frozen, and validated completely at the edge."""
+"""RunSpec: everything that a training request says. Frozen, and validated completely at the
+edge."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ from everstep.wire.metric_names import mode_of
 Seconds = PositiveFiniteFloat
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
 """Of a resource; Ray counts them in ten-thousandths."""
-_RAYS_OWN = {"cpu": "CPU", "gpu": "GPU", "memory": "memory", "object_store_memory": "object_store_memory"}
+_RAYS_OWN = {
+    "cpu": "CPU",
+    "gpu": "GPU",
+    "memory": "memory",
+    "object_store_memory": "object_store_memory",
+}
 """Resources that every node of Ray has, by their names in lower case."""
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
@@ -46,7 +52,10 @@ def _max_reaches_min(value: float, info: ValidationInfo) -> float:
     if least is not None and value < least:
         raise PydanticCustomError(
             "max_below_min",
-            "{greatest} {value} is smaller than {smallest} {least}; raise {greatest} or lower {smallest}",
+            (
+                "{greatest} {value} is smaller than {smallest} {least}; raise {greatest} or lower "
+                "{smallest}"
+            ),
             {"greatest": greatest, "smallest": smallest, "value": value, "least": least},
         )
     return value
@@ -71,8 +80,8 @@ class TrainSpec(Frozen):
     global_batch_size: PositiveInt = 128
     """Samples in one optimizer step, whatever the world size."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Samples in one forward pass; which rank runs it does not matter. ``auto`` picks one that divides well over likely world
-    sizes."""
+    """Samples in one forward pass; which rank runs it does not matter. ``auto`` picks one that
+    divides well over likely world sizes."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward; fp16 uses a loss scaler."""
     grad_clip_norm: PositiveFiniteFloat | None = None
@@ -88,7 +97,8 @@ class TrainSpec(Frozen):
     loader: LoaderSpec = LoaderSpec()
     """How samples are loaded."""
     ema_decay: Fraction | None = None
-    """Decay of an exponential moving average of the weights, evaluated and saved beside them; None keeps none."""
+    """Decay of an exponential moving average of the weights, evaluated and saved beside them; None
+    keeps none."""
 
     @field_validator("micro_batch_size")
     @classmethod
@@ -97,7 +107,11 @@ class TrainSpec(Frozen):
         if isinstance(value, int) and largest is not None and value > largest:
             raise PydanticCustomError(
                 "micro_exceeds_global",
-                "micro_batch_size {value} is larger than global_batch_size {largest}; make it at most {largest}",
+                (
+                    "micro_batch_size {value} is larger than global_batch_size {largest}; make it "
+                    "at "
+                    "most {largest}"
+                ),
                 {"value": value, "largest": largest},
             )
         return value
@@ -108,7 +122,9 @@ class ScalingSpec(Frozen):
     """The run waits below this many ranks."""
     max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS), AfterValidator(_max_reaches_min)] = 1
     """Ranks that the run uses where the cluster has room."""
-    resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(
+        default_factory=lambda: {"CPU": 1.0}
+    )
     """Ray resources of one rank; GPUs are added by ``use_gpu``."""
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU a rank; ``auto`` uses GPUs where the cluster has them. NCCL on GPU, gloo on CPU."""
@@ -122,7 +138,8 @@ class ScalingSpec(Frozen):
     def _accelerator_needs_gpu(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("use_gpu") is False:
             raise PydanticCustomError(
-                "accelerator_without_gpu", "accelerator_type needs use_gpu true or auto, but use_gpu is false"
+                "accelerator_without_gpu",
+                "accelerator_type needs use_gpu true or auto, but use_gpu is false",
             )
         return value
 
@@ -133,31 +150,39 @@ def _default_is_inferred(schema: dict[str, Any]) -> None:
 
 class CheckpointSpec(Frozen):
     every_steps: PositiveInt | Literal["auto"] | None = 50
-    """Optimizer steps between two checkpoints; None saves by time only, and always at the end. ``auto`` saves as often as loses
-    the least: from the measured cost of a save and the mean time between failures, by the formula of Young and Daly."""
+    """Optimizer steps between two checkpoints; None saves by time only, and always at the end.
+    ``auto`` saves as often as loses the least: from the measured cost of a save and the mean time
+    between failures, by the formula of Young and Daly."""
     every_s: Seconds | None = None
     """Seconds between two checkpoints; None saves by steps only."""
     mtbf_s: Seconds | None = None
-    """Mean seconds between failures for ``every_steps: auto``; None estimates it from the failures that the run has had."""
+    """Mean seconds between failures for ``every_steps: auto``; None estimates it from the failures
+    that the run has had."""
     min_interval_s: Seconds = 5.0
-    """Shortest time between two checkpoints that ``auto`` may choose; also when the first one is made."""
+    """Shortest time between two checkpoints that ``auto`` may choose; also when the first one is
+    made."""
     max_interval_s: Annotated[Seconds, AfterValidator(_max_reaches_min)] = 1800.0
     """Longest time between two checkpoints that ``auto`` may choose."""
     keep_latest: PositiveInt = 3
     """Newest checkpoints that are kept; the best one is kept besides."""
     best_metric: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Validation metric that names the best checkpoint, for example ``accuracy``; None keeps only the latest."""
-    best_mode: Literal["min", "max"] = Field(default=None, validate_default=True, json_schema_extra=_default_is_inferred)
-    """Whether the best is the smallest or the largest value. Left out, it follows from the metric's name: ``min`` where that ends
-    in loss, error, perplexity or the like (mse, mae, nll, wer, cer), else ``max``."""
+    """Validation metric that names the best checkpoint, for example ``accuracy``; None keeps only
+    the latest."""
+    best_mode: Literal["min", "max"] = Field(
+        default=None, validate_default=True, json_schema_extra=_default_is_inferred
+    )
+    """Whether the best is the smallest or the largest value. Left out, it follows from the metric's
+    name: ``min`` where that ends in loss, error, perplexity or the like (mse, mae, nll, wer, cer),
+    else ``max``."""
     safetensors: bool = False
     """Write the weights as ``model.safetensors`` too, beside ``model.pt``."""
     max_failed_saves: PositiveInt = 5
-    """Saves that may fail one after the other before the run says ``storage_unavailable``. Training goes on, and saving is tried
-    again and again with growing pauses of up to a minute."""
+    """Saves that may fail one after the other before the run says ``storage_unavailable``. Training
+    goes on, and saving is tried again and again with growing pauses of up to a minute."""
     on_failed_saves: Literal["continue", "pause"] = "continue"
-    """What a run does that is ``storage_unavailable``: train on without new checkpoints, or pause. A paused run holds no
-    resources; when it is resumed it goes on from its newest checkpoint, and the steps since are done again."""
+    """What a run does that is ``storage_unavailable``: train on without new checkpoints, or pause.
+    A paused run holds no resources; when it is resumed it goes on from its newest checkpoint, and
+    the steps since are done again."""
 
     @field_validator("best_mode", mode="before")
     @classmethod
@@ -167,11 +192,13 @@ class CheckpointSpec(Frozen):
 
 class RecoverySpec(Frozen):
     max_user_errors: NonNegativeInt = 1
-    """Restarts after an exception of user code; the same error at the same step twice stops at once."""
+    """Restarts after an exception of user code; the same error at the same step twice stops at
+    once."""
     max_system_failures: NonNegativeInt = 100
     """Restarts after lost workers, nodes and the like; progress gives the budget back."""
     hang_timeout_s: Seconds | None = None
-    """A rank without a step for so long is taken for hung; None learns it: max(60 s, 10 x p99 of its steps)."""
+    """A rank without a step for so long is taken for hung; None learns it: max(60 s, 10 x p99 of
+    its steps)."""
     deadline_s: Seconds | None = None
     """The run fails with ``deadline_exceeded`` so many seconds after its creation; None never."""
 
@@ -180,17 +207,20 @@ class ResumeFrom(Frozen):
     run_id: Annotated[str, Field(min_length=1, max_length=64)]
     """Run of the same project whose checkpoint this one begins from."""
     step: NonNegativeInt | Literal["latest", "best"] = "latest"
-    """Steps in that checkpoint; ``latest`` and ``best`` (by that run's ``checkpoint.best_metric``) become a number when the run is
-    submitted."""
+    """Steps in that checkpoint; ``latest`` and ``best`` (by that run's ``checkpoint.best_metric``)
+    become a number when the run is submitted."""
 
 
 def _json_value(value: Any) -> Any:
-    """Refuse what JSON cannot say, at any depth: it could neither be stored nor given to the code as it was written."""
+    """Refuse what JSON cannot say, at any depth: it could neither be stored nor given to the code
+    as it was written."""
     level = [value]
     while level:
         for item in level:
             if isinstance(item, float) and not math.isfinite(item):
-                raise PydanticCustomError("not_finite", "holds {value}; numbers must be finite", {"value": str(item)})
+                raise PydanticCustomError(
+                    "not_finite", "holds {value}; numbers must be finite", {"value": str(item)}
+                )
             if isinstance(item, dict) and not all(isinstance(key, str) for key in item):
                 raise PydanticCustomError("not_json", "holds a key that is not text")
             if item is not None and not isinstance(item, str | int | float | list | dict):
@@ -199,7 +229,11 @@ def _json_value(value: Any) -> Any:
                     "holds a {kind}; only text, numbers, booleans, null, lists and mappings",
                     {"kind": type(item).__name__},
                 )
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        inner = [
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
         level = [item for items in inner for item in items]
     return value
 
@@ -209,7 +243,8 @@ Arguments = Annotated[dict[str, Any], AfterValidator(_json_value)]
 
 
 class CodeSpec(Frozen):
-    """Code of one's own: an uploaded archive, and what of it is run. Either ``task`` or ``train_fn``."""
+    """Code of one's own: an uploaded archive, and what of it is run. Either ``task`` or
+    ``train_fn``."""
 
     archive: Annotated[str, Field(pattern=DIGEST_PATTERN)]
     """Digest that POST /v1/code answered with."""
@@ -226,7 +261,9 @@ class CodeSpec(Frozen):
     @classmethod
     def _one_of_both(cls, value: str | None, info: ValidationInfo) -> str | None:
         if "task" in info.data and (value is None) == (info.data["task"] is None):
-            raise PydanticCustomError("task_or_train_fn", "give either task or train_fn: what of the archive is to run")
+            raise PydanticCustomError(
+                "task_or_train_fn", "give either task or train_fn: what of the archive is to run"
+            )
         return value
 
     @field_validator("args", "config")
@@ -235,7 +272,9 @@ class CodeSpec(Frozen):
         owner, other = ("task", "config") if info.field_name == "args" else ("train_fn", "args")
         if value and info.data.get(owner, "") is None:
             raise PydanticCustomError(
-                "argument_of_the_other", "belongs to {owner}; put it into {other}", {"owner": owner, "other": other}
+                "argument_of_the_other",
+                "belongs to {owner}; put it into {other}",
+                {"owner": owner, "other": other},
             )
         return value
 
@@ -255,8 +294,8 @@ class NotifySpec(Frozen):
 
     url: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]+(/[!-~]*)?$", max_length=2048)]
     """Its origin must be one that the operator allows."""
-    on: list[Literal["RUNNING", "RECOVERING", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED"]] = Field(
-        default=["SUCCEEDED", "FAILED", "CANCELLED"], min_length=1, max_length=6
+    on: list[Literal["RUNNING", "RECOVERING", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED"]] = (
+        Field(default=["SUCCEEDED", "FAILED", "CANCELLED"], min_length=1, max_length=6)
     )
     """Statuses that are told when the run gets into them."""
 
@@ -275,9 +314,9 @@ class RunSpec(Frozen):
     """Project that the run belongs to."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher runs start first."""
-    tags: dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=256)]] = Field(
-        default_factory=dict, max_length=64
-    )
+    tags: dict[
+        Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=256)]
+    ] = Field(default_factory=dict, max_length=64)
     """Free labels to filter by."""
     code: CodeSpec | None = None
     """Own code, in place of ``task``."""
@@ -296,15 +335,20 @@ class RunSpec(Frozen):
     recovery: RecoverySpec = RecoverySpec()
     """Budgets and time-outs."""
     resume_from: ResumeFrom | None = None
-    """Begin from a checkpoint of another run: at its step, with its weights, optimizer and place in the data."""
-    env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=256)
+    """Begin from a checkpoint of another run: at its step, with its weights, optimizer and place in
+    the data."""
+    env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=dict, max_length=256
+    )
     """Environment of every rank, set before the process group exists."""
     secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
-    """Variables of every rank that are read from files which the operator put on the nodes: variable to name of the file."""
+    """Variables of every rank that are read from files which the operator put on the nodes:
+    variable to name of the file."""
     notify: NotifySpec | None = None
     """A webhook; null tells nobody."""
     runtime_env: RuntimeEnvSpec | None = None
-    """Packages that ``code`` needs beside those of the nodes; denied unless the operator allows it."""
+    """Packages that ``code`` needs beside those of the nodes; denied unless the operator allows
+    it."""
 
     @field_validator("task")
     @classmethod
@@ -312,22 +356,36 @@ class RunSpec(Frozen):
         if value is None and info.data.get("code", "faulty") is None:
             raise PydanticCustomError("task_or_code", "is required, or code in its place")
         if value is not None and info.data.get("code") is not None:
-            raise PydanticCustomError("task_and_code", "code takes its place; leave one of the two out")
+            raise PydanticCustomError(
+                "task_and_code", "code takes its place; leave one of the two out"
+            )
         return value
 
     @field_validator("optimizer", "schedule", "train")
     @classmethod
     def _loop_has_use_for_it(cls, value: Any, info: ValidationInfo) -> Any:
         code: CodeSpec | None = info.data.get("code")
-        if code is not None and code.train_fn is not None and value != cls.model_fields[str(info.field_name)].default:
-            raise PydanticCustomError("not_used", "says nothing to code.train_fn, which trains by itself; put it into code.config")
+        if (
+            code is not None
+            and code.train_fn is not None
+            and value != cls.model_fields[str(info.field_name)].default
+        ):
+            raise PydanticCustomError(
+                "not_used",
+                "says nothing to code.train_fn, which trains by itself; put it into code.config",
+            )
         return value
 
     @field_validator("runtime_env")
     @classmethod
-    def _packages_are_for_code(cls, value: RuntimeEnvSpec | None, info: ValidationInfo) -> RuntimeEnvSpec | None:
+    def _packages_are_for_code(
+        cls, value: RuntimeEnvSpec | None, info: ValidationInfo
+    ) -> RuntimeEnvSpec | None:
         if value is not None and info.data.get("code", "faulty") is None:
-            raise PydanticCustomError("runtime_env_without_code", "is for code of your own; leave it out, or set it to null")
+            raise PydanticCustomError(
+                "runtime_env_without_code",
+                "is for code of your own; leave it out, or set it to null",
+            )
         return value
 
     @field_validator("secrets")
@@ -336,7 +394,11 @@ class RunSpec(Frozen):
         twice = sorted(value.keys() & info.data.get("env", {}).keys())
         if twice:
             names = " and ".join(twice)
-            raise PydanticCustomError("secret_in_env", "{names}: in env, too; set each in one of the two", {"names": names})
+            raise PydanticCustomError(
+                "secret_in_env",
+                "{names}: in env, too; set each in one of the two",
+                {"names": names},
+            )
         return value
 
     @field_validator("scaling")
@@ -350,7 +412,8 @@ class RunSpec(Frozen):
         if value.min_workers > num_micro:
             raise PydanticCustomError(
                 "more_workers_than_micro_batches",
-                "min_workers {workers} ranks would share {num_micro} micro-batches of a global batch; "
+                "min_workers {workers} ranks would share {num_micro} micro-batches of a global "
+                "batch; "
                 "lower scaling.min_workers or train.micro_batch_size",
                 {"workers": value.min_workers, "num_micro": num_micro},
             )
@@ -374,26 +437,34 @@ def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:
 
 
 def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
-    """Samples per micro-batch that divide evenly over as many of the likely world sizes as is cheap.
+    """Samples per micro-batch that divide evenly over as many of the likely world sizes as is
+    cheap.
 
-    Takes the count of micro-batches that divides by max_workers and by as many smaller world sizes as possible, at most four
-    micro-batches a rank at full size, so that a shrunk group still shares evenly.
+    Takes the count of micro-batches that divides by max_workers and by as many smaller world sizes
+    as possible, at most four micro-batches a rank at full size, so that a shrunk group still shares
+    evenly.
     """
-    candidates = [max_workers * factor for factor in (1, 2, 3, 4) if max_workers * factor <= global_batch_size]
+    candidates = [
+        max_workers * factor for factor in (1, 2, 3, 4) if max_workers * factor <= global_batch_size
+    ]
     if not candidates:
         return 1
 
     def evenness(count: int) -> tuple[int, int, int]:
-        smaller = sum(count % size == 0 for size in range(max(1, max_workers // 2), max_workers + 1))
+        smaller = sum(
+            count % size == 0 for size in range(max(1, max_workers // 2), max_workers + 1)
+        )
         return (global_batch_size % count == 0, smaller, -count)
 
     return math.ceil(global_batch_size / max(candidates, key=evenness))
 
 
 def parse_spec(raw: Any) -> RunSpec:
-    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found at once.
+    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found
+    at once.
 
-    What a run was once taken with is read by ``RunSpec`` itself, which refuses nothing that it did not refuse then.
+    What a run was once taken with is read by ``RunSpec`` itself, which refuses nothing that it did
+    not refuse then.
     """
     faults = (*plain_text.faults(raw), *_amount_faults(raw), *_env_faults(raw))
     try:
@@ -401,7 +472,9 @@ def parse_spec(raw: Any) -> RunSpec:
     except ValidationError as exc:
         found = field_errors(RunSpec, raw, exc)
         named = {fault.loc for fault in found}
-        raise InvalidSpec((*found, *few([fault for fault in faults if fault.loc not in named]))) from exc
+        raise InvalidSpec(
+            (*found, *few([fault for fault in faults if fault.loc not in named]))
+        ) from exc
     if faults:
         raise InvalidSpec(few(faults))
     return spec
@@ -411,8 +484,16 @@ def _env_faults(raw: Any) -> list[FieldError]:
     found = []
     for field in ("env", "secrets"):
         variables = raw.get(field) if isinstance(raw, dict) else None
-        names = [name for name in variables if isinstance(name, str)] if isinstance(variables, dict) else []
-        found += [FieldError((field, name), reason) for name in names if (reason := reserved_reason(name)) is not None]
+        names = (
+            [name for name in variables if isinstance(name, str)]
+            if isinstance(variables, dict)
+            else []
+        )
+        found += [
+            FieldError((field, name), reason)
+            for name in names
+            if (reason := reserved_reason(name)) is not None
+        ]
     return found
 
 
@@ -421,16 +502,28 @@ def _amount_faults(raw: Any) -> list[FieldError]:
     node = raw
     for part in path:
         node = node.get(part) if isinstance(node, dict) else None
-    amounts = {name: amount for name, amount in node.items() if isinstance(amount, int | float)} if isinstance(node, dict) else {}
+    amounts = (
+        {name: amount for name, amount in node.items() if isinstance(amount, int | float)}
+        if isinstance(node, dict)
+        else {}
+    )
     return [
         FieldError(
-            (*path, str(name)), f"is no resource of Ray's, which tells upper from lower case; did you mean {_RAYS_OWN[near]}?"
+            (*path, str(name)),
+            (
+                "is no resource of Ray's, which tells upper from lower case; did you mean "
+                f"{_RAYS_OWN[near]}?"
+            ),
         )
         for name in (node if isinstance(node, dict) else ())
         if (near := str(name).casefold().removesuffix("s")) in _RAYS_OWN and name != _RAYS_OWN[near]
     ] + [
         FieldError(
-            (*path, str(name)), f"must be at least {_LEAST_AMOUNT:g}, the least that Ray counts, and at most {_MOST_AMOUNT:g}"
+            (*path, str(name)),
+            (
+                f"must be at least {_LEAST_AMOUNT:g}, the least that Ray counts, and at most "
+                f"{_MOST_AMOUNT:g}"
+            ),
         )
         for name, amount in amounts.items()
         if not _LEAST_AMOUNT <= amount <= _MOST_AMOUNT

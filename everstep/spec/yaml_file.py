@@ -20,7 +20,8 @@ MAX_SPEC_BYTES = 4 << 20
 class _Loader(yaml.SafeLoader):
     """Safe YAML with the scalars of YAML 1.2, as JSON has them, and keys that stand once.
 
-    In YAML 1.1 ``on``, ``yes`` and ``no`` are booleans, ``010`` is 8, ``12:30`` is 750, 1e-3 is text, and a date is no text.
+    In YAML 1.1 ``on``, ``yes`` and ``no`` are booleans, ``010`` is 8, ``12:30`` is 750, 1e-3 is
+    text, and a date is no text.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - as its base has it
@@ -29,12 +30,17 @@ class _Loader(yaml.SafeLoader):
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?\d+(_\d+)*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    "float": (r"[-+]?(\.\d+|\d+(_\d+)*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."),
+    "float": (
+        r"[-+]?(\.\d+|\d+(_\d+)*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "merge": (r"<<", "<"),
 }
 for _name, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), list(_first))
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), list(_first)
+    )
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -46,17 +52,22 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 class WrittenSpec(dict[str, Any]):
-    """A spec from a file. ``written`` has how a person wrote the numbers and booleans of its inner mappings: 1.10 is not 1.1."""
+    """A spec from a file. ``written`` has how a person wrote the numbers and booleans of its inner
+    mappings: 1.10 is not 1.1."""
 
     written: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
 
-def _mapping_without_doubles(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+def _mapping_without_doubles(
+    loader: _Loader, node: yaml.MappingNode, deep: bool = False
+) -> dict[Any, Any]:
     seen = set[str]()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
             seen.add(key.value)
     return yaml.SafeLoader.construct_mapping(loader, node, deep)
 
@@ -87,7 +98,9 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = exc.problem_mark or exc.context_mark
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
         tab = "; indent with spaces, not tabs" if "'\\t'" in str(exc.problem) else ""
-        raise UsageError(f"{where}: {exc.problem or exc.context}{tab}{_excerpt(text, mark.line) if mark else ''}") from exc
+        raise UsageError(
+            f"{where}: {exc.problem or exc.context}{tab}{_excerpt(text, mark.line) if mark else ''}"
+        ) from exc
     except yaml.reader.ReaderError as exc:
         line = text.count("\n", 0, exc.position) + 1
         raise UsageError(f"{source}, line {line}: {exc.reason}") from exc
@@ -96,7 +109,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _written(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Path and text of every scalar in a mapping of a mapping's that YAML takes for something else than text."""
+    """Path and text of every scalar in a mapping of a mapping's that YAML takes for something else
+    than text."""
     for key, inner in node.value if isinstance(node, yaml.MappingNode) else ():
         for name, value in inner.value if isinstance(inner, yaml.MappingNode) else ():
             if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:str":
@@ -111,14 +125,19 @@ def read_spec(path: str) -> dict[str, Any]:
         raise UsageError(f"{source} is empty; it should hold a spec (see examples/digits.yaml)")
     if not isinstance(value, dict):
         raise UsageError(
-            f"{source} holds a {type(value).__name__}; a spec is a mapping of fields to values, such as `name: digits`"
+            f"{source} holds a {type(value).__name__}; a spec is a mapping of fields to values, "
+            "such as `name: digits`"
         )
     return value
 
 
 def _text(path: str, source: str) -> str:
     try:
-        data = sys.stdin.buffer.read(MAX_SPEC_BYTES + 1) if path == "-" else _read(Path(path).expanduser())
+        data = (
+            sys.stdin.buffer.read(MAX_SPEC_BYTES + 1)
+            if path == "-"
+            else _read(Path(path).expanduser())
+        )
         if len(data) > MAX_SPEC_BYTES:
             raise UsageError(f"{source} is larger than {MAX_SPEC_BYTES >> 20} MiB; that is no spec")
         return data.decode("utf-8-sig")
@@ -126,8 +145,13 @@ def _text(path: str, source: str) -> str:
         raise UsageError(f"{source} is not UTF-8 text (byte {exc.start})") from exc
     except FileNotFoundError as exc:
         wanted = Path(path).expanduser()
-        near = difflib.get_close_matches(wanted.name, [entry.name for entry in wanted.parent.glob("*.*")], n=1)
-        raise UsageError(f"{source} does not exist{f'; did you mean {wanted.with_name(near[0])}?' if near else ''}") from exc
+        near = difflib.get_close_matches(
+            wanted.name, [entry.name for entry in wanted.parent.glob("*.*")], n=1
+        )
+        raise UsageError(
+            f"{source} does not "
+            f"exist{f'; did you mean {wanted.with_name(near[0])}?' if near else ''}"
+        ) from exc
     except OSError as exc:
         raise UsageError(f"{source} cannot be read: {exc.strerror or exc}") from exc
 

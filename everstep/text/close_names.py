@@ -1,4 +1,5 @@
-"""Suggest the name that somebody meant, with work that stays small however many and however long the names are."""
+"""Suggest the name that somebody meant, with work that stays small however many and however long
+the names are."""
 
 from __future__ import annotations
 
@@ -11,13 +12,18 @@ _MOST_NAMES = 500
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like ``name``; None where none is, or where there is too much to compare.
+    """Return the name most like ``name``; None where none is, or where there is too much to
+    compare.
 
     >>> closest("epohcs", ["epochs", "max_steps"])
     'epochs'
     """
     if len(name) > _LONGEST_CHARS:
         return None
-    near = (each for each in islice(names, 100 * _MOST_NAMES) if abs(len(each) - len(name)) <= len(name) // 2 + 1)
+    near = (
+        each
+        for each in islice(names, 100 * _MOST_NAMES)
+        if abs(len(each) - len(name)) <= len(name) // 2 + 1
+    )
     found = difflib.get_close_matches(name, islice(near, _MOST_NAMES), n=1)
     return found[0] if found else None

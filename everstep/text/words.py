@@ -48,7 +48,11 @@ def duration(seconds: float) -> str:
 
 def ago(at: datetime | None, now: datetime | None = None) -> str | None:
     """``5.0 s ago``."""
-    return None if at is None else f"{duration(max(0.0, ((now or datetime.now(UTC)) - at).total_seconds()))} ago"
+    return (
+        None
+        if at is None
+        else f"{duration(max(0.0, ((now or datetime.now(UTC)) - at).total_seconds()))} ago"
+    )
 
 
 def number(value: float | None) -> str:
@@ -114,7 +118,8 @@ def failure(fault: Failure) -> str:
 def exception_line(text: str) -> str:
     """Return the line of an exception's text that says its type and what it says first.
 
-    That is the first line, unless the text is a whole traceback, or wraps one: then the last line that is not indented.
+    That is the first line, unless the text is a whole traceback, or wraps one: then the last line
+    that is not indented.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     if not lines:
@@ -122,7 +127,9 @@ def exception_line(text: str) -> str:
     if not _TYPE_AND_MESSAGE.match(lines[0]) or "\nOriginal Traceback (" in text:
         return [line for line in lines if not line[0].isspace()][-1].strip()
     is_type_alone = " " not in lines[0] and lines[0].endswith(":")
-    return f"{lines[0]} {lines[1].strip()}" if is_type_alone and len(lines) > 1 else lines[0].strip()
+    return (
+        f"{lines[0]} {lines[1].strip()}" if is_type_alone and len(lines) > 1 else lines[0].strip()
+    )
 
 
 def _evidence(fault: Failure) -> list[str]:
@@ -134,23 +141,38 @@ def _evidence(fault: Failure) -> list[str]:
     if evidence.get("oom_line"):
         lines.append(f"kernel: {str(evidence['oom_line']).strip()}")
     elif evidence.get("oom_kills"):
-        lines.append(f"kernel: killed {count(evidence['oom_kills'], 'process')} there for want of memory since the rank began")
+        lines.append(
+            f"kernel: killed {count(evidence['oom_kills'], 'process')} there for want of memory "
+            "since the rank began"
+        )
     if evidence.get("node_alive") is not None:
         lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
-    collateral = [str(rank.get("rank")) for rank in evidence.get("ranks") or () if rank.get("state") == "collateral"]
+    collateral = [
+        str(rank.get("rank"))
+        for rank in evidence.get("ranks") or ()
+        if rank.get("state") == "collateral"
+    ]
     if collateral:
         lines.append(f"other ranks: {', '.join(collateral)} only lost their peer")
     if evidence.get("stack"):
-        lines += ["it stood at:", *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:])]
+        lines += [
+            "it stood at:",
+            *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:]),
+        ]
     if fault.last_lines:
         lines += ["its last lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
     return lines
 
 
 def _first_words(text: str) -> str:
-    """Ray's account of a death without its list of usual causes: the line that tells how the process ended, else the first."""
+    """Ray's account of a death without its list of usual causes: the line that tells how the
+    process ended, else the first."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    telling = [line for line in lines if "exit" in line.lower() or "memory" in line.lower() or "killed" in line.lower()]
+    telling = [
+        line
+        for line in lines
+        if "exit" in line.lower() or "memory" in line.lower() or "killed" in line.lower()
+    ]
     return (telling or lines or [""])[0][:500]
 
 
@@ -169,7 +191,11 @@ def _outcome(fault: Failure) -> str:
     if fault.recovery_s is not None:
         phases = fault.evidence.get("recovery_phases") or {}
         slowest = max(phases, key=lambda name: phases[name], default=None)
-        most = f" (most of it: {slowest.replace('_', ' ')}, {duration(phases[slowest])})" if slowest else ""
+        most = (
+            f" (most of it: {slowest.replace('_', ' ')}, {duration(phases[slowest])})"
+            if slowest
+            else ""
+        )
         parts.append(f"training again after {duration(fault.recovery_s)}{most}")
     if fault.budget:
         parts.append(f"counted on {fault.budget}")
@@ -187,47 +213,80 @@ def event(item: Event) -> str | None:
             return f"waiting: {data.get('message') or data.get('code')}"
         case EventKind.ATTEMPT_STARTED:
             workers = ", ".join(
-                f"rank {worker.get('rank')} on {str(worker.get('node_id'))[:8]}" for worker in data.get("workers") or ()
+                f"rank {worker.get('rank')} on {str(worker.get('node_id'))[:8]}"
+                for worker in data.get("workers") or ()
             )
-            return f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: {workers}"
+            return (
+                f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: "
+                f"{workers}"
+            )
         case EventKind.RESTORED if data.get("source") != "fresh":
-            rejected = "".join(f"; rejected {bad.get('name')}: {bad.get('problem')}" for bad in data.get("rejected") or ())
-            return f"goes on from step {data.get('step')} ({data.get('checkpoint') or data.get('source')}){rejected}"
+            rejected = "".join(
+                f"; rejected {bad.get('name')}: {bad.get('problem')}"
+                for bad in data.get("rejected") or ()
+            )
+            return (
+                f"goes on from step {data.get('step')} "
+                f"({data.get('checkpoint') or data.get('source')}){rejected}"
+            )
         case EventKind.TRAINING_STARTED:
             warnings = "".join(f"; warning: {text}" for text in data.get("warnings") or ())
-            return f"training on {data.get('device')} over {data.get('backend')}: {data.get('total_steps')} steps{warnings}"
+            return (
+                f"training on {data.get('device')} over {data.get('backend')}: "
+                f"{data.get('total_steps')} steps{warnings}"
+            )
         case EventKind.SNAPSHOTS if data.get("problem"):
             return f"no state is kept on the nodes: {data.get('problem')}; checkpoints remain"
         case EventKind.SNAPSHOTS:
             return f"from step {data.get('step')} on the state is kept on the nodes again"
         case EventKind.EVALUATED:
-            return f"step {data.get('step')}, epoch {data.get('epoch')}: {numbers(data.get('metrics') or {})}"
+            return (
+                f"step {data.get('step')}, epoch {data.get('epoch')}: "
+                f"{numbers(data.get('metrics') or {})}"
+            )
         case EventKind.CHECKPOINT_COMMITTED:
             return f"checkpoint of step {data.get('step')}, {size(data.get('size_bytes') or 0)}"
         case EventKind.CHECKPOINT_FAILED:
-            return f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training goes on"
+            return (
+                f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training "
+                "goes on"
+            )
         case EventKind.CHECKPOINT_CORRUPT:
             return f"checkpoint {data.get('name')} is corrupt: {data.get('problem')}"
         case EventKind.CHECKPOINT_CADENCE:
-            return f"a checkpoint every {duration(data.get('interval_s') or 0)} from now on: {data.get('reason')}"
+            return (
+                f"a checkpoint every {duration(data.get('interval_s') or 0)} from now on: "
+                f"{data.get('reason')}"
+            )
         case EventKind.FAILURE:
             return _failure_line(item)
         case EventKind.RECOVERED:
             return (
-                f"recovered in {duration(data.get('recovery_s') or 0)}: {data.get('world_size_before')} -> "
-                f"{count(data.get('world_size_after') or 0, 'rank')}, {count(data.get('steps_lost') or 0, 'step')} lost"
+                f"recovered in {duration(data.get('recovery_s') or 0)}: "
+                f"{data.get('world_size_before')} -> "
+                f"{count(data.get('world_size_after') or 0, 'rank')}, "
+                f"{count(data.get('steps_lost') or 0, 'step')} lost"
             )
         case EventKind.STRAGGLER if data.get("slow"):
-            return f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} holds the others up: {_slowness(data)}"
+            return (
+                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} holds the others "
+                f"up: {_slowness(data)}"
+            )
         case EventKind.STRAGGLER:
-            return f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} is as fast as the others again"
+            return (
+                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} is as fast as "
+                "the others again"
+            )
         case EventKind.EVIDENCE:
             found = data.get("oom_line") or "out-of-memory kills were counted on its node"
             return f"rank {data.get('rank')} was killed for want of memory: {found}"
         case EventKind.STOP_REQUESTED:
             return f"asked to {data.get('stop')}"
         case EventKind.WORKERS_LIMITED if data.get("by"):
-            return f"makes room for run {data.get('by')} of a higher priority: goes on with {count(data.get('limit') or 0, 'rank')}"
+            return (
+                f"makes room for run {data.get('by')} of a higher priority: goes on with "
+                f"{count(data.get('limit') or 0, 'rank')}"
+            )
         case EventKind.WORKERS_LIMITED:
             return "may grow again"
         case EventKind.DRILL_STARTED:
@@ -235,9 +294,15 @@ def event(item: Event) -> str | None:
         case EventKind.DRILL_FAILED:
             return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
         case EventKind.PROFILE_STARTED:
-            return f"profile {data.get('id')}: rank {data.get('rank')} is recorded from step {data.get('step')} on"
+            return (
+                f"profile {data.get('id')}: rank {data.get('rank')} is recorded from step "
+                f"{data.get('step')} on"
+            )
         case EventKind.PROFILE_DONE:
-            return f"profile {data.get('id')}: {count(data.get('steps') or 0, 'step')} of rank {data.get('rank')} are kept"
+            return (
+                f"profile {data.get('id')}: {count(data.get('steps') or 0, 'step')} of rank "
+                f"{data.get('rank')} are kept"
+            )
         case EventKind.PROFILE_FAILED:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
         case _:
@@ -252,7 +317,8 @@ def _slowness(data: Mapping[str, Any]) -> str:
 def stragglers(report: StragglerReport) -> list[str]:
     """Ranks that hold the others up now, one line each."""
     return [
-        f"rank {each.rank} on node {each.node_id[:8]} holds the others up since {each.at.astimezone():%H:%M:%S}: "
+        f"rank {each.rank} on node {each.node_id[:8]} holds the others up since "
+        f"{each.at.astimezone():%H:%M:%S}: "
         f"{_slowness(each.model_dump())}"
         for each in report.stragglers
         if each.ended_at is None
@@ -262,4 +328,7 @@ def stragglers(report: StragglerReport) -> list[str]:
 def _failure_line(item: Event) -> str:
     rank = item.data.get("first_rank")
     cause = exception_line(str(item.data.get("exception") or ""))
-    return f"failure: {item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if cause else ''}{cause[:300]}"
+    return (
+        "failure: "
+        f"{item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if cause else ''}{cause[:300]}"
+    )

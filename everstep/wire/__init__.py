@@ -1,4 +1,5 @@
-"""Answers of the service: what a client reads. Times are RFC 3339 UTC, durations in seconds, sizes in bytes."""
+"""Answers of the service: what a client reads. Times are RFC 3339 UTC, durations in seconds, sizes
+in bytes."""
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
 from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readiness
@@ -17,7 +18,15 @@ from everstep.wire.figures import (
     Straggler,
     StragglerReport,
 )
-from everstep.wire.history import Attempt, Checkpoint, CodeArchive, Event, Failure, LogLine, WorkerInfo
+from everstep.wire.history import (
+    Attempt,
+    Checkpoint,
+    CodeArchive,
+    Event,
+    Failure,
+    LogLine,
+    WorkerInfo,
+)
 from everstep.wire.run import (
     TERMINAL_STATUSES,
     Best,

@@ -10,14 +10,19 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
 
 def format_time(value: datetime) -> str:
     """RFC 3339 in UTC with milliseconds, for example ``2026-01-02T03:04:05.678Z``."""
-    return (value if value.tzinfo is UTC else value.astimezone(UTC)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        (value if value.tzinfo is UTC else value.astimezone(UTC))
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 Time = Annotated[AwareDatetime, PlainSerializer(format_time, return_type=str, when_used="json")]
 
 
 class Answer(BaseModel):
-    """Base of answers: immutable; unknown fields are ignored so that an older client can read a newer service."""
+    """Base of answers: immutable; unknown fields are ignored so that an older client can read a
+    newer service."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 

@@ -7,8 +7,8 @@ from typing import Literal
 from everstep.wire.base import Answer, Time
 
 NodeState = Literal["ALIVE", "CORDONED", "DRAINING", "DRAINED", "DEAD"]
-"""``CORDONED``: no new rank goes there, those that are there stay. ``DRAINING``: ranks are leaving. ``DRAINED``: they have left,
-and the node may be taken away. ``DEAD``: the cluster has lost it."""
+"""``CORDONED``: no new rank goes there, those that are there stay. ``DRAINING``: ranks are leaving.
+``DRAINED``: they have left, and the node may be taken away. ``DEAD``: the cluster has lost it."""
 
 
 class NodeMark(Answer):

@@ -1,4 +1,5 @@
-"""What a check of a deployment found, as the service answers it; ``everstep.doctor.findings`` says what it means."""
+"""What a check of a deployment found, as the service answers it; ``everstep.doctor.findings`` says
+what it means."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _PACKAGES = ("everstep", "storage", "train_fn")
 
 
 def source_digest() -> str | None:
-    """SHA-256 over Everstep's own modules as they lie here: two installations of one version may still differ.
+    """SHA-256 over Everstep's own modules as they lie here: two installations of one version may
+    still differ.
 
     None where a package is not installed as files.
     """
@@ -42,7 +44,8 @@ class StorageFacts(Answer):
     differs: tuple[str, ...] = ()
     """Ids of nodes whose file holds other bytes here than were written."""
     write_mb_per_s: float | None = None
-    """Megabytes (10**6 bytes) a second, of one small file with all nodes writing at once: a hint, not a benchmark."""
+    """Megabytes (10**6 bytes) a second, of one small file with all nodes writing at once: a hint,
+    not a benchmark."""
 
 
 class NodeFacts(Answer):

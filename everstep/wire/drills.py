@@ -1,4 +1,5 @@
-"""Drills: faults that an operator puts into a live run to see that it recovers, and how it took them."""
+"""Drills: faults that an operator puts into a live run to see that it recovers, and how it took
+them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class DrillKind(StrEnum):
     DRAIN_NODE = "drain_node"
     """Ray is told that the rank's node will be taken away in 30 s; it gets no more ranks."""
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"
-    """One byte of the newest checkpoint is flipped, then all ranks are killed and what they left in shared memory is removed:
-    the run has to go on from an older checkpoint."""
+    """One byte of the newest checkpoint is flipped, then all ranks are killed and what they left in
+    shared memory is removed: the run has to go on from an older checkpoint."""
 
 
 class DrillState(StrEnum):
@@ -41,7 +42,8 @@ class DrillState(StrEnum):
     FAILED = "failed"
     """It could not be carried out; ``problem`` says why."""
     LAPSED = "lapsed"
-    """The run stopped, ended or went on with another driver before it was taken up, or a newer drill replaced it."""
+    """The run stopped, ended or went on with another driver before it was taken up, or a newer
+    drill replaced it."""
 
 
 class DrillRequest(BaseModel):
@@ -60,16 +62,18 @@ class DrillParity(Answer):
 
     ``in_parity`` is true when all of this holds:
 
-    - the step numbers go on without a gap: of the ten steps before the one that the run went on from up to the newest after it,
-      none is missing (``missing_steps``);
-    - no step has two losses: where one was reported more than once, because it was repeated or reported again, its values differ
-      by no more than 1 part in 10,000, or 1 in 100 where the world size changed (``conflicting_steps``);
-    - the mean loss of the first ten steps after the recovery is not above the mean of the last ten before by more than three of
-      their standard deviations or a tenth, whichever is larger;
-    - the sample ledger of the first epoch that ended since shows each sample used once (``samples_used_once``).
+    - the step numbers go on without a gap: of the ten steps before the one that the run went on
+      from up to the newest after it, none is missing (``missing_steps``);
+    - no step has two losses: where one was reported more than once, because it was repeated or
+      reported again, its values differ by no more than 1 part in 10,000, or 1 in 100 where the
+      world size changed (``conflicting_steps``);
+    - the mean loss of the first ten steps after the recovery is not above the mean of the last ten
+      before by more than three of their standard deviations or a tenth, whichever is larger;
+    - the sample ledger of the first epoch that ended since shows each sample used once
+      (``samples_used_once``).
 
-    It is null while fewer than ten steps were reported after the recovery and more may come. The events that carry the losses are
-    looked for among the 6,000 of their kind around the drill.
+    It is null while fewer than ten steps were reported after the recovery and more may come. The
+    events that carry the losses are looked for among the 6,000 of their kind around the drill.
     """
 
     in_parity: bool | None
@@ -102,8 +106,8 @@ class DrillReport(Answer):
     recovery_s: float | None
     """Seconds of that from noticing the failure on."""
     phases: dict[str, float]
-    """Seconds by phase: ``detect`` until the failure was noticed, then ``leave``, ``decide``, ``start``, ``restore``,
-    ``first_step``, which make up ``recovery_s``."""
+    """Seconds by phase: ``detect`` until the failure was noticed, then ``leave``, ``decide``,
+    ``start``, ``restore``, ``first_step``, which make up ``recovery_s``."""
     steps_lost: int | None
     world_size_before: int | None
     world_size_after: int | None

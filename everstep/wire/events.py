@@ -1,8 +1,8 @@
 """Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
 
-The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the service adds itself are
-``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested``, ``profile_requested`` and
-``checkpoint_corrupt``.
+The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the
+service adds itself are ``run_created``, ``status``, ``stop_requested``, ``workers_limited``,
+``drill_requested``, ``profile_requested`` and ``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -18,91 +18,111 @@ class EventKind(StrEnum):
     STOP_REQUESTED = "stop_requested"
     """By the service. data: stop ("cancel" | "pause")."""
     WORKERS_LIMITED = "workers_limited"
-    """By the service. The run makes room for another one, or need not any more. data: limit (most ranks; null: as many as its spec
-    asks for), by (id of the run that needs the room) | null."""
+    """By the service. The run makes room for another one, or need not any more. data: limit (most
+    ranks; null: as many as its spec asks for), by (id of the run that needs the room) | null."""
     DRILL_REQUESTED = "drill_requested"
     """By the service. data: id, kind, rank."""
     PROFILE_REQUESTED = "profile_requested"
     """By the service. data: id, rank, steps."""
     SUBMISSION_STARTED = "submission_started"
-    """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep, ray, torch, python}."""
+    """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep,
+    ray, torch, python}."""
     WAITING = "waiting"
-    """No worker group yet for want of resources. data: code, message, missing {resource: amount}."""
+    """No worker group yet for want of resources. data: code, message, missing {resource:
+    amount}."""
     ATTEMPT_STARTED = "attempt_started"
     """A worker group runs. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
     RESTORED = "restored"
-    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" | "snapshot" | "fork"), checkpoint | null
-    (RUN_ID/NAME for a fork), rejected [{name, problem}], origin {run_id, checkpoint, step, epoch, samples, digest} of a fork."""
+    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" |
+    "snapshot" | "fork"), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
+    origin {run_id, checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
-    """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples, num_parameters, micro_batch_size,
-    device, backend, snapshots ("published" by rank 0 of a group on one node, left by "survivors", or "none"), guarantee (what may
-    be relied on of the samples' use over restarts, in words) | null where it was told before, warnings [sentences about the task].
-    Of a user's Ray Train function only device, backend, snapshots and guarantee are known; the others are null or not there."""
+    """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples,
+    num_parameters, micro_batch_size, device, backend, snapshots ("published" by rank 0 of a group
+    on one node, left by "survivors", or "none"), guarantee (what may be relied on of the samples'
+    use over restarts, in words) | null where it was told before, warnings [sentences about the
+    task]. Of a user's Ray Train function only device, backend, snapshots and guarantee are known;
+    the others are null or not there."""
     SNAPSHOTS = "snapshots"
-    """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" | "none"), problem | null."""
+    """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" |
+    "none"), problem | null."""
     METRICS = "metrics"
-    """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}]; ``step`` counts steps done."""
+    """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}];
+    ``step`` counts steps done."""
     EVALUATED = "evaluated"
-    """data: step, epoch, metrics {name: float}, rests (the task's ``on_epoch_end`` comes before the next step)."""
+    """data: step, epoch, metrics {name: float}, rests (the task's ``on_epoch_end`` comes before the
+    next step)."""
     EPOCH_COMPLETED = "epoch_completed"
-    """data: epoch, samples, used_once, duplicates, missing, digest, seconds, rests (an evaluation or the task's ``on_epoch_end``
-    comes before the next step), skipped_steps (with fp16: of the run so far)."""
+    """data: epoch, samples, used_once, duplicates, missing, digest, seconds, rests (an evaluation
+    or the task's ``on_epoch_end`` comes before the next step), skipped_steps (with fp16: of the run
+    so far)."""
     EPOCH_HOOK_DONE = "epoch_hook_done"
     """The task's ``on_epoch_end`` has returned on all ranks. data: epoch, seconds."""
     RANK_TIMES = "rank_times"
-    """Every rank's typical step of late. data: step, step_s, ranks [{rank, node_id, micro_batches, own_s, wait_s, skew}]."""
+    """Every rank's typical step of late. data: step, step_s, ranks [{rank, node_id, micro_batches,
+    own_s, wait_s, skew}]."""
     STRAGGLER = "straggler"
-    """A rank has held its peers up for a while, or does so no more. data: rank, node_id, step, slow, own_s, peers_s, skew."""
+    """A rank has held its peers up for a while, or does so no more. data: rank, node_id, step,
+    slow, own_s, peers_s, skew."""
     GPU_USE = "gpu_use"
-    """A rank's GPU of late. data: rank, node_id, name, busy (0 to 1: share of the time in which kernels ran) | null, used_bytes,
-    total_bytes (of the whole GPU), allocated_bytes (the rank's own tensors at most), seconds (that ``busy`` is a mean of)."""
+    """A rank's GPU of late. data: rank, node_id, name, busy (0 to 1: share of the time in which
+    kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (the rank's own
+    tensors at most), seconds (that ``busy`` is a mean of)."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
     CHECKPOINT_FAILED = "checkpoint_failed"
-    """A save failed; training goes on. data: step, error, failed_in_a_row, max_failed_saves (of the spec), retry_s (until the next
-    try)."""
+    """A save failed; training goes on. data: step, error, failed_in_a_row, max_failed_saves (of the
+    spec), retry_s (until the next try)."""
     CHECKPOINT_CADENCE = "checkpoint_cadence"
-    """``checkpoint.every_steps: auto`` chose another interval. data: step, interval_s, cost_s (stall_s + slowdown_s), stall_s,
-    slowdown_s, write_s, mtbf_s, mtbf_source ("given" | "observed"), num_failures, bound ("write" | "min_interval_s" |
-    "max_interval_s") | null, reason (in words)."""
+    """``checkpoint.every_steps: auto`` chose another interval. data: step, interval_s, cost_s
+    (stall_s + slowdown_s), stall_s, slowdown_s, write_s, mtbf_s, mtbf_source ("given" |
+    "observed"), num_failures, bound ("write" | "min_interval_s" | "max_interval_s") | null, reason
+    (in words)."""
     CHECKPOINT_DELETED = "checkpoint_deleted"
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
-    """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" | "verify")."""
+    """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" |
+    "verify")."""
     JOURNAL_DAMAGED = "journal_damaged"
-    """Lines of a journal are not what was written: an event is lost. Told by whoever reads past them, and by the next driver. data:
-    file, lines, problem."""
+    """Lines of a journal are not what was written: an event is lost. Told by whoever reads past
+    them, and by the next driver. data: file, lines, problem."""
     STORAGE_ADOPTED = "storage_adopted"
-    """By the service: an operator had it go on with another storage. data: storage_id, submission_before, submission (the newest in
-    the storage, if that is later), lost (whether the storage lacked what was known of the run)."""
+    """By the service: an operator had it go on with another storage. data: storage_id,
+    submission_before, submission (the newest in the storage, if that is later), lost (whether the
+    storage lacked what was known of the run)."""
     FAILURE = "failure"
     """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
     EVIDENCE = "evidence"
-    """What was found out about a failure after it was told. data: rank, node_id, pid, oom_line | null, oom_kills | null."""
+    """What was found out about a failure after it was told. data: rank, node_id, pid, oom_line |
+    null, oom_kills | null."""
     RECOVERED = "recovered"
-    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before, world_size_after,
-    phases {name: seconds}."""
+    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before,
+    world_size_after, phases {name: seconds}."""
     DRILL_STARTED = "drill_started"
-    """A fault is put in; durable before it is. data: id, kind, rank, node_id | null, pid | null, checkpoint | null."""
+    """A fault is put in; durable before it is. data: id, kind, rank, node_id | null, pid | null,
+    checkpoint | null."""
     DRILL_FAILED = "drill_failed"
     """A drill could not be carried out. data: id, kind, rank, problem."""
     PROFILE_ORDERED = "profile_ordered"
-    """The driver has heard of a profile; the journal's replies tell the ranks. data: id, rank, steps."""
+    """The driver has heard of a profile; the journal's replies tell the ranks. data: id, rank,
+    steps."""
     PROFILE_STARTED = "profile_started"
     """The rank records its steps. data: id, rank, step (the first one in the trace)."""
     PROFILE_DONE = "profile_done"
-    """The trace is kept. data: id, rank, steps, step_s, size_bytes, all_reduces [{bucket | null, size_bytes, count, mean_s,
-    max_s}]."""
+    """The trace is kept. data: id, rank, steps, step_s, size_bytes, all_reduces [{bucket | null,
+    size_bytes, count, mean_s, max_s}]."""
     PROFILE_FAILED = "profile_failed"
     """data: id, rank, problem."""
     ATTEMPT_ENDED = "attempt_ended"
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"
-    """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code, message} | null, step."""
+    """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code,
+    message} | null, step."""
 
 
 NODE_UNFIT = "NodeUnfit"
-"""Type of the exception in the failure of a node that was looked at before a run's ranks began on it, and was not fit."""
+"""Type of the exception in the failure of a node that was looked at before a run's ranks began on
+it, and was not fit."""
 
 BEGINNINGS = frozenset({"fresh", "fork"})
 """Sources of a ``restored`` event that owe nothing to what older submissions of the run did."""

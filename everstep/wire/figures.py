@@ -92,7 +92,8 @@ class EpochSamples(Answer):
 
 
 class SampleOrigin(Answer):
-    """Where a forked run's account begins. What came before is in the other run's; the ledger's chain goes on from there."""
+    """Where a forked run's account begins. What came before is in the other run's; the ledger's
+    chain goes on from there."""
 
     run_id: str
     checkpoint: str
@@ -138,12 +139,15 @@ class ProjectGoodput(Answer):
     wall_s: float
     buckets: GoodputBuckets
     goodput: float | None
-    """Productive share of the time in which a run held resources, that is, of all but ``queued`` and ``paused``; null for none."""
+    """Productive share of the time in which a run held resources, that is, of all but ``queued``
+    and ``paused``; null for none."""
 
 
 MetricPoint = Annotated[
     tuple[int, float, float | None],
-    WithJsonSchema({"type": "array", "items": {"type": ["number", "null"]}, "minItems": 3, "maxItems": 3}),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 3, "maxItems": 3}
+    ),
 ]
 """Step, unix seconds, value; null was not finite."""
 

@@ -1,4 +1,5 @@
-"""What happened in a run: events, attempts, failures, log lines, checkpoints, and the code that it runs."""
+"""What happened in a run: events, attempts, failures, log lines, checkpoints, and the code that it
+runs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Attempt(Answer):
     last_step: int | None
     """Steps that were done when it ended, as far as reported."""
     restored_from: str | None
-    """Name of the checkpoint that it began from, `RUN_ID/NAME` where that is another run's; null for a fresh start."""
+    """Name of the checkpoint that it began from, `RUN_ID/NAME` where that is another run's; null
+    for a fresh start."""
     cause: str | None
     """Why it ended: ``finished``, ``stopped``, ``resized``, or a verdict."""
 
@@ -83,7 +85,8 @@ class Failure(Answer):
     submission: int = 0
     """Ray Job whose attempt failed."""
     last_lines: tuple[LogLine, ...] = ()
-    """What the first failing rank logged last, oldest first; ``seq`` is 0. The driver's where no rank failed first."""
+    """What the first failing rank logged last, oldest first; ``seq`` is 0. The driver's where no
+    rank failed first."""
 
 
 class Checkpoint(Answer):

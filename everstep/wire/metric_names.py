@@ -1,4 +1,5 @@
-"""Names of metrics: an evaluation's ``accuracy`` is the series ``val_accuracy``, beside the training's own ``accuracy``."""
+"""Names of metrics: an evaluation's ``accuracy`` is the series ``val_accuracy``, beside the
+training's own ``accuracy``."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ _SMALLER_IS_BETTER = re.compile(
 
 
 def mode_of(metric: str | None) -> Literal["min", "max"]:
-    """Return which values of a metric are the best ones, by its name: ``min`` for what ends in loss, error and their kin.
+    """Return which values of a metric are the best ones, by its name: ``min`` for what ends in
+    loss, error and their kin.
 
     >>> mode_of("val_loss"), mode_of("wer"), mode_of("accuracy"), mode_of("power")
     ('min', 'min', 'max', 'max')
     """
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric or "").lower()
-    negated = name.removeprefix(PREFIX).startswith(("neg_", "negative_"))  # as scikit-learn calls those that are to grow
+    # as scikit-learn calls those that are to grow
+    negated = name.removeprefix(PREFIX).startswith(("neg_", "negative_"))
     return "min" if _SMALLER_IS_BETTER.search(name) and not negated else "max"
 
 
@@ -38,7 +41,9 @@ class NameLimit:
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.known = set(known)
 
-    def refused(self, names: Iterable[str], most: int = MAX_NAMES, always: Collection[str] = ()) -> list[str]:
+    def refused(
+        self, names: Iterable[str], most: int = MAX_NAMES, always: Collection[str] = ()
+    ) -> list[str]:
         """Return the names that are not admitted; the others are known from now on.
 
         Args:
@@ -56,7 +61,8 @@ class NameLimit:
 
 
 def lookup(values: Mapping[str, float | None], metric: str) -> float | None:
-    """Value of a validation metric, whether it is called ``accuracy`` or ``val_accuracy`` on either side; None where missing."""
+    """Value of a validation metric, whether it is called ``accuracy`` or ``val_accuracy`` on either
+    side; None where missing."""
     short = metric.removeprefix(PREFIX)
     value = values.get(short)
     return value if value is not None else values.get(PREFIX + short)

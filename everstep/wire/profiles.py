@@ -38,10 +38,12 @@ class ProfileRequest(BaseModel):
 
 
 class AllReduce(Answer):
-    """How long all-reduces of one bucket of gradients took, the waiting for slower ranks included."""
+    """How long all-reduces of one bucket of gradients took, the waiting for slower ranks
+    included."""
 
     bucket: int | None
-    """Number of DDP's bucket, in the order in which backward fills them; null for all other all-reduces together."""
+    """Number of DDP's bucket, in the order in which backward fills them; null for all other
+    all-reduces together."""
     size_bytes: int
     """Of one all-reduce; the largest where they differ."""
     count: int

@@ -1,4 +1,5 @@
-"""Relative names of files: one rule for manifests, archives of code and downloads, whoever wrote them."""
+"""Relative names of files: one rule for manifests, archives of code and downloads, whoever wrote
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ _MAX_PART_BYTES = 255
 
 
 def fault_of(name: str) -> str | None:
-    """Return what is wrong with a file's relative name, with ``/`` between its parts; None for a plain one.
+    """Return what is wrong with a file's relative name, with ``/`` between its parts; None for a
+    plain one.
 
     >>> fault_of("ranks/model-0.pt")
     >>> fault_of("../../other/spec.json")
@@ -25,5 +27,8 @@ def fault_of(name: str) -> str | None:
     except UnicodeEncodeError:
         return "is not text that UTF-8 can hold: use another name"
     if max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(sizes) - 1 > _MAX_PATH_BYTES:
-        return f"is longer than {_MAX_PATH_BYTES} bytes, or a part of it than {_MAX_PART_BYTES}: use a shorter name"
+        return (
+            f"is longer than {_MAX_PATH_BYTES} bytes, or a part of it than {_MAX_PART_BYTES}: use "
+            "a shorter name"
+        )
     return None

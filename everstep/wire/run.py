@@ -91,14 +91,16 @@ class LatestCheckpoint(Answer):
 
 
 Loss = Literal["no_steps", "few_steps", "checkpoint"]
-"""What a death costs: no committed step, the few since a node last kept the state, or those since the last durable checkpoint."""
+"""What a death costs: no committed step, the few since a node last kept the state, or those since
+the last durable checkpoint."""
 
 
 class Protection(Answer):
     survives: tuple[Literal["rank", "node", "driver", "head"], ...]
     """What may die now without ending the run."""
     worst_case_steps_lost: int
-    """Steps that would be repeated in the worst of these cases: those since the last durable checkpoint."""
+    """Steps that would be repeated in the worst of these cases: those since the last durable
+    checkpoint."""
     process_loss: Loss | None = None
     """What is lost when processes of ranks die and their nodes live; null while no rank trains."""
     node_loss: Loss | None = None
@@ -174,4 +176,5 @@ class Run(Answer):
     forked_from: ForkedFrom | None = None
     """By `resume_from`; null for a run that began afresh."""
     guarantee: str | None = None
-    """What may be relied on of the samples' use over restarts and other world sizes, in words; null before the first step."""
+    """What may be relied on of the samples' use over restarts and other world sizes, in words; null
+    before the first step."""

@@ -26,7 +26,8 @@ class StorageStatus(Answer):
     problem: str | None
     """Why nothing is begun in the storage, and what to do; null where all is well."""
     behind: tuple[RunBehind, ...]
-    """Runs of which the storage holds more than the database knows: the database is older than its storage."""
+    """Runs of which the storage holds more than the database knows: the database is older than its
+    storage."""
     unknown_runs: tuple[str, ...]
     """Directories of runs that the database does not know, 100 at most."""
 
@@ -39,4 +40,5 @@ class StorageAdoption(Answer):
     caught_up: tuple[str, ...]
     """Runs whose later submissions count again, with what their journals tell."""
     lost: tuple[str, ...]
-    """Runs of which the storage lacks what was known; each goes on from what it holds, if anything."""
+    """Runs of which the storage lacks what was known; each goes on from what it holds, if
+    anything."""

@@ -9,7 +9,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from everstep.wire import Answer, Time
 
 Role = Literal["viewer", "submitter", "admin"]
-"""``viewer`` looks, ``submitter`` also submits and stops runs, ``admin`` does everything in every project."""
+"""``viewer`` looks, ``submitter`` also submits and stops runs, ``admin`` does everything in every
+project."""
 
 ProjectName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 TokenName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
@@ -98,7 +99,10 @@ class NewToken(Token):
     """Why the token can do more than its role says; null where it cannot."""
 
     def __repr__(self) -> str:
-        return f"NewToken(id={self.id!r}, name={self.name!r}, role={self.role!r}, project={self.project!r}, token='…')"
+        return (
+            f"NewToken(id={self.id!r}, name={self.name!r}, role={self.role!r}, "
+            f"project={self.project!r}, token='…')"
+        )
 
     __str__ = __repr__
 

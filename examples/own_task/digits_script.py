@@ -1,4 +1,5 @@
-"""A plain PyTorch script in the style of the tutorials, which knows nothing of Everstep: `python digits_script.py`."""
+"""A plain PyTorch script in the style of the tutorials, which knows nothing of Everstep: `python
+digits_script.py`."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,13 @@ class Net(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+            nn.Flatten(),
+            nn.Linear(64, width),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A Ray Train function as Ray's own documentation has it; nothing in it knows of Everstep.
 
-everstep submit --code examples/own_train_fn --train-fn train:train_fn --set code.config.epochs=20 --watch
+everstep submit --code examples/own_train_fn --train-fn train:train_fn --set code.config.epochs=20
+--watch
 """
 
 import tempfile
@@ -17,12 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def train_fn(config):
     digits = load_digits()
-    images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    loader = DataLoader(TensorDataset(images, labels), batch_size=config.get("batch_size", 64), shuffle=True)
+    images, labels = (
+        torch.tensor(digits.images, dtype=torch.float32) / 16,
+        torch.tensor(digits.target),
+    )
+    loader = DataLoader(
+        TensorDataset(images, labels), batch_size=config.get("batch_size", 64), shuffle=True
+    )
     loader = ray.train.torch.prepare_data_loader(loader)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     model = ray.train.torch.prepare_model(model)
-    bare = getattr(model, "module", model)  # one rank alone is not wrapped: its weights must fit several, and theirs it
+    # one rank alone is not wrapped: its weights must fit several, and theirs it
+    bare = getattr(model, "module", model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("lr", 3e-3))
 
     first_epoch = 0
@@ -47,7 +54,11 @@ def train_fn(config):
         with tempfile.TemporaryDirectory() as directory:
             saved = None
             if ray.train.get_context().get_world_rank() == 0:
-                state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                state = {
+                    "model": bare.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch,
+                }
                 torch.save(state, Path(directory, "state.pt"))
                 saved = ray.train.Checkpoint.from_directory(directory)
             ray.train.report(metrics, checkpoint=saved)

@@ -1,10 +1,13 @@
-"""Sharded training by FSDP as Ray's and torch's own guides have it; nothing in it knows of Everstep.
+"""Sharded training by FSDP as Ray's and torch's own guides have it; nothing in it knows of
+Everstep.
 
-everstep submit --code examples/own_train_fn_fsdp --train-fn train:train_fn --set code.config.epochs=20 \
+everstep submit --code examples/own_train_fn_fsdp --train-fn train:train_fn --set
+code.config.epochs=20 \
     --set scaling.max_workers=2 --watch
 
-Every rank holds a part of the weights and of the optimizer's state, and writes that part alone: torch.distributed.checkpoint names
-the parts in `.metadata`, Ray brings all ranks' files together in one checkpoint, and any number of ranks can load it.
+Every rank holds a part of the weights and of the optimizer's state, and writes that part alone:
+torch.distributed.checkpoint names the parts in `.metadata`, Ray brings all ranks' files together in
+one checkpoint, and any number of ranks can load it.
 """
 
 import tempfile
@@ -34,19 +37,31 @@ class AppState(Stateful):
         return {"model": model, "optimizer": optimizer, "epoch": self.epoch}
 
     def load_state_dict(self, state):
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self.epoch = state["epoch"]
 
 
 def train_fn(config):
     digits = load_digits()
-    images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    loader = DataLoader(TensorDataset(images, labels), batch_size=config.get("batch_size", 64), shuffle=True)
+    images, labels = (
+        torch.tensor(digits.images, dtype=torch.float32) / 16,
+        torch.tensor(digits.target),
+    )
+    loader = DataLoader(
+        TensorDataset(images, labels), batch_size=config.get("batch_size", 64), shuffle=True
+    )
     loader = ray.train.torch.prepare_data_loader(loader)
 
     device = ray.train.torch.get_device()
     mesh = init_device_mesh(device.type, (ray.train.get_context().get_world_size(),))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    ).to(device)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -71,4 +86,7 @@ def train_fn(config):
         state.epoch = epoch
         with tempfile.TemporaryDirectory() as directory:
             dcp.save({"app": state}, checkpoint_id=directory)
-            ray.train.report({"loss": loss.item(), "epoch": epoch}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+            ray.train.report(
+                {"loss": loss.item(), "epoch": epoch},
+                checkpoint=ray.train.Checkpoint.from_directory(directory),
+            )

@@ -29,12 +29,24 @@ def maybe_time(seconds: float | None) -> datetime | None:
 
 
 def event_answer(row: EventRow) -> Event:
-    return Event(seq=row.seq, at=to_time(row.at), kind=row.kind, submission=row.submission, attempt=row.attempt, data=row.data)
+    return Event(
+        seq=row.seq,
+        at=to_time(row.at),
+        kind=row.kind,
+        submission=row.submission,
+        attempt=row.attempt,
+        data=row.data,
+    )
 
 
-def as_json(answer: BaseModel | JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer written once: what a handler returns as a model is made into dicts first, which costs more than the rest of it."""
-    body = answer.model_dump_json(by_alias=True) if isinstance(answer, BaseModel) else to_json(answer)
+def as_json(
+    answer: BaseModel | JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer written once: what a handler returns as a model is made into dicts first, which
+    costs more than the rest of it."""
+    body = (
+        answer.model_dump_json(by_alias=True) if isinstance(answer, BaseModel) else to_json(answer)
+    )
     return Response(body, status, headers, media_type="application/json")
 
 
@@ -56,16 +68,23 @@ def run_json(
     now: float,
     public_url: str | None = None,
 ) -> JsonObject:
-    """The run as it is at ``now``, as JSON says it: models of a page's runs would cost more than to find them.
+    """The run as it is at ``now``, as JSON says it: models of a page's runs would cost more than to
+    find them.
 
     Args:
         run: Its row.
         transitions: Changes of its status, oldest first.
         dashboard_url: Base URL of the Ray dashboard; None while it is not known.
         now: Unix seconds.
-        public_url: Base URL of this service for browsers, without a trailing slash; None links to no page.
+        public_url: Base URL of this service for browsers, without a trailing slash; None links to
+            no page.
     """
-    latest, best, origin, protected = run.latest_checkpoint, run.best, run.resume_from, protection(run)
+    latest, best, origin, protected = (
+        run.latest_checkpoint,
+        run.best,
+        run.resume_from,
+        protection(run),
+    )
     return {
         "id": run.id,
         "name": run.name,
@@ -86,14 +105,22 @@ def run_json(
         "metrics": run.metrics,
         "best": best and {"metric": best["metric"], "value": best["value"], "step": best["step"]},
         "latest_checkpoint": latest
-        and {"step": latest["step"], "committed_at": _told(latest["committed_at"]), "size_bytes": latest["size_bytes"]},
+        and {
+            "step": latest["step"],
+            "committed_at": _told(latest["committed_at"]),
+            "size_bytes": latest["size_bytes"],
+        },
         "restarts": run.restarts,
         "steps_lost": run.steps_lost,
         "protection": _ENDED_JSON if protected is ENDED else protected.model_dump(),
-        "goodput": TimeLedger.load(run.time_ledger).share(now if run.finished_at is None else run.finished_at),
+        "goodput": TimeLedger.load(run.time_ledger).share(
+            now if run.finished_at is None else run.finished_at
+        ),
         "links": {
             "ray_dashboard": dashboard_url,
-            "ray_job": f"{dashboard_url}/#/jobs/{run.ray_job_id}" if dashboard_url and run.ray_job_id else None,
+            "ray_job": f"{dashboard_url}/#/jobs/{run.ray_job_id}"
+            if dashboard_url and run.ray_job_id
+            else None,
             "dashboard": f"{public_url}/runs/{run.id}" if public_url else None,
         },
         "transitions": [

@@ -22,11 +22,16 @@ from service.model.rows import Role, RunRow, TokenRow
 LOCAL_TOKEN_ID: Final = "tok_local"
 METRICS_TOKEN_ID: Final = "tok_metrics"
 EMBEDDED_TRUST: Final = (
-    "the embedded cluster runs the code of runs as the service's own user: everyone who may submit a run is the administrator. "
-    "For people whom you trust less give the service a cluster of its own user: --ray-address (docs/security.md)"
+    "the embedded cluster runs the code of runs as the service's own user: everyone who may "
+    "submit a run is the administrator. "
+    "For people whom you trust less give the service a cluster of its own user: --ray-address "
+    "(docs/security.md)"
 )
 _RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
-_bearer = HTTPBearer(auto_error=False, description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.")
+_bearer = HTTPBearer(
+    auto_error=False,
+    description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.",
+)
 
 
 @dataclass(frozen=True)
@@ -52,19 +57,25 @@ class Principal:
     def require(self, role: Role) -> None:
         """Raises 403 for a lesser role."""
         if not self.may(role):
-            raise ProblemError(403, "forbidden", f"this needs the role {role}; token {self.name!r} is a {self.role}")
+            raise ProblemError(
+                403,
+                "forbidden",
+                f"this needs the role {role}; token {self.name!r} is a {self.role}",
+            )
 
 
 @dataclass(frozen=True)
 class Claimant(Principal):
-    """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says whether it still is."""
+    """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says
+    whether it still is."""
 
     @property
     def claim(self) -> Claim:
         return Claim(self.sha256, self.role, self.project)
 
     def confirm(self, context: ApiContext, connection: Connection) -> None:
-        """Look for the token again, as part of what is asked of the database, or written to it, for it. Raises 401."""
+        """Look for the token again, as part of what is asked of the database, or written to it, for
+        it. Raises 401."""
         if not self.claim.holds(connection, context.clock()):
             raise self.refused(context)
 
@@ -85,26 +96,37 @@ async def principal(request: Request, context: Context, credentials: Credentials
 
 
 def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
-    return credentials.credentials if credentials is not None and credentials.credentials.isascii() else None
+    return (
+        credentials.credentials
+        if credentials is not None and credentials.credentials.isascii()
+        else None
+    )
 
 
 def _unauthorized() -> ProblemError:
     return ProblemError(
         401,
         "unauthorized",
-        "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the content of $EVERSTEP_HOME/token)",
+        (
+            "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
+            "content "
+            "of $EVERSTEP_HOME/token)"
+        ),
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
-def admitted(request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None) -> Principal:
+def admitted(
+    request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None
+) -> Principal:
     """Return whom a token that was found stands for, and note the call.
 
     Args:
         request: What is asked.
         context: The service's.
         found: The token; None is none that is valid.
-        session: SHA-256 of the browser's session that led to the token; None where the token itself came.
+        session: SHA-256 of the browser's session that led to the token; None where the token itself
+            came.
 
     Raises 401 without a token, 429 for one that asks too often.
     """
@@ -120,14 +142,22 @@ def admitted(request: Request, context: ApiContext, found: TokenRow | None, sess
         entry.token_id, entry.token_name, entry.role = found.id, found.name, found.role
         entry.status = getattr(request.scope.get("route"), "status_code", None) or 200
         entry.target = request.path_params.get("run_id") or request.path_params.get("node_id")
-    return Principal(found.id, found.name, found.role, found.project, session or found.sha256, session is not None)
+    return Principal(
+        found.id,
+        found.name,
+        found.role,
+        found.project,
+        session or found.sha256,
+        session is not None,
+    )
 
 
 Caller = Annotated[Principal, Depends(principal)]
 
 
 async def claimant(request: Request, context: Context, credentials: Credentials) -> Claimant:
-    """As ``principal``, without asking the database for a token that is known; for requests that ask it for more anyhow."""
+    """As ``principal``, without asking the database for a token that is known; for requests that
+    ask it for more anyhow."""
     secret = _secret(credentials)
     digest = None if secret is None else sha256_of(secret)
     found = None if digest is None else context.known_tokens.get(digest)
@@ -156,8 +186,11 @@ async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunR
 VisibleRun = Annotated[RunRow, Depends(visible_run)]
 
 
-async def seen_run(run_id: RunPath, request: Request, context: Context, credentials: Credentials) -> SeenRun:
-    """What ``principal`` and ``visible_run`` find, with the run's transitions, by one question to the database."""
+async def seen_run(
+    run_id: RunPath, request: Request, context: Context, credentials: Credentials
+) -> SeenRun:
+    """What ``principal`` and ``visible_run`` find, with the run's transitions, by one question to
+    the database."""
     secret = _secret(credentials)
     token, found = (None, None)
     if secret is not None:
@@ -180,11 +213,13 @@ async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
 ControlledRun = Annotated[RunRow, Depends(controlled_run)]
 
 
-def ensure_local_token(tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID) -> None:
+def ensure_local_token(
+    tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID
+) -> None:
     """See that ``path`` holds a valid admin token, readable by its owner only.
 
-    A missing file, or one that does not hold a valid token, is made again; the token that it held, of id ``token_id``, is then
-    worthless.
+    A missing file, or one that does not hold a valid token, is made again; the token that it held,
+    of id ``token_id``, is then worthless.
     """
     try:
         secret = path.read_text().strip()
@@ -206,7 +241,8 @@ def ensure_local_token(tokens: TokenStore, path: pathlib.Path, token_id: str = L
 
 
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
-    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all projects."""
+    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all
+    projects."""
 
     def known() -> bool:
         found = tokens.find(secret)

@@ -13,8 +13,8 @@ _ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IG
 def asked_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     """(first byte, byte behind the last) that ``Range`` asks for.
 
-    None for all: no header, another unit, several ranges or none that can be read, all of which a server may ignore. Raises 416
-    where no byte of the content lies in it.
+    None for all: no header, another unit, several ranges or none that can be read, all of which a
+    server may ignore. Raises 416 where no byte of the content lies in it.
     """
     match = _ONE_RANGE.fullmatch(header or "")
     if match is None or match[0].strip().endswith("=-"):

@@ -29,7 +29,8 @@ Which = Annotated[str, Path(max_length=32, description="A step, `latest` or `bes
 
 @router.get("", summary="Checkpoints of a run", responses=problem_answers(404))
 async def list_checkpoints(run: VisibleRun, context: Context) -> Page[Checkpoint]:
-    """Every checkpoint of the committed lineage, oldest first; those that retention deleted are listed as `deleted`."""
+    """Every checkpoint of the committed lineage, oldest first; those that retention deleted are
+    listed as `deleted`."""
     return Page(items=tuple(await _all(context, run)), next_cursor=None)
 
 
@@ -56,20 +57,31 @@ async def get_archive(
     context: Context,
     step: Which,
     range_: Annotated[
-        str | None, Header(alias="Range", description="`bytes=FIRST-LAST`, `bytes=FIRST-` or `bytes=-COUNT`.")
+        str | None,
+        Header(alias="Range", description="`bytes=FIRST-LAST`, `bytes=FIRST-` or `bytes=-COUNT`."),
     ] = None,
-    if_range: Annotated[str | None, Header(description="The `ETag` of the earlier part; all is sent where it is another.")] = None,
+    if_range: Annotated[
+        str | None,
+        Header(description="The `ETag` of the earlier part; all is sent where it is another."),
+    ] = None,
 ) -> StreamingResponse:
-    """An uncompressed tar file: `manifest.json` first, then every file. Each file that is sent whole is verified as it is sent;
-    the connection breaks off before the archive's end where one is not what the manifest says.
+    """An uncompressed tar file: `manifest.json` first, then every file. Each file that is sent
+    whole is verified as it is sent; the connection breaks off before the archive's end where one is
+    not what the manifest says.
 
-    The bytes are the same every time, so that a download that broke off goes on with `Range` and `If-Range`. Who puts parts
-    together compares the digests of the manifest."""
+    The bytes are the same every time, so that a download that broke off goes on with `Range` and
+    `If-Range`. Who puts parts together compares the digests of the manifest."""
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
-        raise not_found(f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept")
+        raise not_found(
+            f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept"
+        )
     run_dir = context.storage.run_dir(run.id)
-    hold = None if run.status.terminal else await context.storage_call(CheckpointHold, run_dir, checkpoint.name)
+    hold = (
+        None
+        if run.status.terminal
+        else await context.storage_call(CheckpointHold, run_dir, checkpoint.name)
+    )
     archive = await context.storage_call(run_dir.checkpoints.archive, checkpoint.name)
     etag = f'"{archive.manifest.digest}"'
     wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
@@ -91,7 +103,8 @@ async def get_archive(
 
 
 def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:
-    """The same blocks. A download that broke off leaves its hold for a while, so that it can go on."""
+    """The same blocks. A download that broke off leaves its hold for a while, so that it can go
+    on."""
     for block in blocks:
         hold.renew()
         yield block
@@ -99,21 +112,33 @@ def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool)
         hold.release()
 
 
-@router.post("/{step}/verify", summary="Read a checkpoint back", responses=problem_answers(403, 404, 409, 422))
+@router.post(
+    "/{step}/verify",
+    summary="Read a checkpoint back",
+    responses=problem_answers(403, 404, 409, 422),
+)
 async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -> Checkpoint:
-    """Re-reads and re-hashes every file. The answer's `state` is `corrupt` where one is not what the manifest says, and
-    `problem` says which."""
+    """Re-reads and re-hashes every file. The answer's `state` is `corrupt` where one is not what
+    the manifest says, and `problem` says which."""
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
-        raise ProblemError(409, "checkpoint_deleted", f"checkpoint {checkpoint.name} was deleted; there is nothing to verify")
-    await context.storage_call(context.storage_gate.require)  # what another storage lacks is no damage
+        raise ProblemError(
+            409,
+            "checkpoint_deleted",
+            f"checkpoint {checkpoint.name} was deleted; there is nothing to verify",
+        )
+    # what another storage lacks is no damage
+    await context.storage_call(context.storage_gate.require)
     problem = await context.storage_call(_verify, context, run.id, checkpoint.name)
-    await context.database_call(context.events.record_check, run.id, checkpoint.name, problem, "verify")
+    await context.database_call(
+        context.events.record_check, run.id, checkpoint.name, problem, "verify"
+    )
     return await _find(context, run, str(checkpoint.step))
 
 
 def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
-    """What is wrong with a checkpoint; None where every file has its size and digest. Raises StorageError for other trouble."""
+    """What is wrong with a checkpoint; None where every file has its size and digest. Raises
+    StorageError for other trouble."""
     try:
         context.storage.run_dir(run_id).checkpoints.verify(name)
     except (CorruptCheckpoint, StorageNotFound) as exc:

@@ -37,7 +37,13 @@ ARCHIVE_BODY: Final[dict[str, Any]] = {
                 "schema": {
                     "type": "object",
                     "required": ["file"],
-                    "properties": {"file": {"type": "string", "format": "binary", "description": "A zip or tar.gz archive."}},
+                    "properties": {
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "A zip or tar.gz archive.",
+                        }
+                    },
                 }
             }
         },
@@ -58,21 +64,32 @@ async def upload_code(
     caller: Caller,
     project: Annotated[
         str | None,
-        Query(max_length=64, description="Whose runs may use it; by default the token's own project, `default` for an admin."),
+        Query(
+            max_length=64,
+            description=(
+                "Whose runs may use it; by default the token's own project, `default` for an admin."
+            ),
+        ),
     ] = None,
     create_project: CreateProject = False,
 ) -> CodeArchive:
-    """Takes a zip or tar.gz with a Python module or package, for the runs of one project. The same bytes have the same digest, and
-    count once, however often they are sent; beyond what a project may have the answer is 409. Refused with 422 are links, paths
-    that lead elsewhere, archives that unpack to too much, and modules whose names belong to Everstep, torch, Ray or Python."""
+    """Takes a zip or tar.gz with a Python module or package, for the runs of one project. The same
+    bytes have the same digest, and count once, however often they are sent; beyond what a project
+    may have the answer is 409. Refused with 422 are links, paths that lead elsewhere, archives that
+    unpack to too much, and modules whose names belong to Everstep, torch, Ray or Python."""
     caller.require("submitter")
     owner = project or caller.project or DEFAULT_PROJECT
     if not caller.reaches(owner):
-        raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {owner!r}")
+        raise ProblemError(
+            403,
+            "forbidden",
+            f"token {caller.name!r} belongs to project {caller.project!r}, not {owner!r}",
+        )
     data = await _read_file(request)
     await context.storage_call(context.storage_gate.require)
     found = await context.storage_call(look_at, data)
-    # The record first: an upload that is over the limit leaves nothing behind, and one that breaks off is simply sent again.
+    # The record first: an upload that is over the limit leaves nothing behind, and one that breaks
+    # off is simply sent again.
     await context.database_call(
         context.code_archives.record,
         owner,
@@ -89,20 +106,28 @@ async def upload_code(
 async def check_code(context: ApiContext, caller: Principal, project: str, code: CodeSpec) -> None:
     """Look at the code that a run of a project brings, without running any of it.
 
-    An archive is one of the project's own; administrators, who reach all projects, may take any. Raises InvalidSpec with every
-    fault that can be seen.
+    An archive is one of the project's own; administrators, who reach all projects, may take any.
+    Raises InvalidSpec with every fault that can be seen.
     """
-    if caller.project is not None and not await context.database_look(context.code_archives.holds, project, code.archive):
+    if caller.project is not None and not await context.database_look(
+        context.code_archives.holds, project, code.archive
+    ):
         raise InvalidSpec((_missing(project),))
     faults = await context.storage_call(_look, CodeStore(context.storage), project, code)
     if faults:
         raise InvalidSpec(tuple(faults))
-    if caller.project is None:  # the project's own people may then use what an administrator gave it
-        await context.database_call(context.code_archives.share, project, code.archive, caller.token_id)
+    # the project's own people may then use what an administrator gave it
+    if caller.project is None:
+        await context.database_call(
+            context.code_archives.share, project, code.archive, caller.token_id
+        )
 
 
 def _missing(project: str) -> FieldError:
-    words = f"no such archive in project {project!r}; upload the code first (client.code.upload, POST /v1/code)"
+    words = (
+        f"no such archive in project {project!r}; upload the code first (client.code.upload, POST "
+        "/v1/code)"
+    )
     return FieldError(("code", "archive"), words)
 
 
@@ -116,16 +141,21 @@ def _look(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
 
 
 async def _read_file(request: Request) -> bytes:
-    """The form's ``file``, of which no more than the limit is ever taken. Raises 400, 413, 415 or 422."""
+    """The form's ``file``, of which no more than the limit is ever taken. Raises 400, 413, 415 or
+    422."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         raise ProblemError(
-            415, "unsupported_media_type", f"send the archive as multipart/form-data, field 'file', not {media_type[:80]!r}"
+            415,
+            "unsupported_media_type",
+            f"send the archive as multipart/form-data, field 'file', not {media_type[:80]!r}",
         )
     async with _Limited(request).request.form(max_files=1, max_fields=8) as form:
         upload = form.get("file")
         if upload is None or isinstance(upload, str):
-            raise invalid_request("file", msg="is required: a zip or tar.gz archive as a file of the form")
+            raise invalid_request(
+                "file", msg="is required: a zip or tar.gz archive as a file of the form"
+            )
         return await upload.read()
 
 
@@ -144,6 +174,9 @@ class _Limited:
             raise ProblemError(
                 413,
                 "body_too_large",
-                f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and weights out of it (.everstepignore)",
+                (
+                    f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and "
+                    "weights out of it (.everstepignore)"
+                ),
             )
         return message

@@ -1,4 +1,5 @@
-"""What handlers work with: stores, storage, the view of the cluster, and threads for calls that block."""
+"""What handlers work with: stores, storage, the view of the cluster, and threads for calls that
+block."""
 
 from __future__ import annotations
 
@@ -56,14 +57,17 @@ class ClusterView(Protocol):
 
     @property
     def dashboard_url(self) -> str | None:
-        """Base URL of the Ray dashboard without a trailing slash; None while it is not known. Never blocks."""
+        """Base URL of the Ray dashboard without a trailing slash; None while it is not known. Never
+        blocks."""
 
     async def cluster(self) -> ClusterInfo:
-        """The cluster and its nodes as Ray tells now; ``available`` False where it does not answer. Never raises for that."""
+        """The cluster and its nodes as Ray tells now; ``available`` False where it does not answer.
+        Never raises for that."""
 
 
 class ApiContext:
-    """One for each app. Storage has its own threads, so that a store that hangs does not stop the database's."""
+    """One for each app. Storage has its own threads, so that a store that hangs does not stop the
+    database's."""
 
     def __init__(
         self,
@@ -94,7 +98,8 @@ class ApiContext:
         self.pip_rule = pip_rule
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
-        """Base URL of this service as browsers reach it, without a trailing slash; None where it is not known."""
+        """Base URL of this service as browsers reach it, without a trailing slash; None where it is
+        not known."""
         self.max_upload_bytes = max_upload_bytes
         self.max_code_bytes = max_code_bytes
         self.storage_roots = storage_roots
@@ -130,22 +135,26 @@ class ApiContext:
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method in a thread."""
-        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._database_threads)
+        return await anyio.to_thread.run_sync(
+            partial(call, *args, **kwargs), limiter=self._database_threads
+        )
 
     async def database_look(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a store's method that only looks for few rows, by an index, in the event loop."""
         return await self.database.do_in_loop(partial(call, *args, **kwargs))
 
     async def database_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that looks and writes, where many requests do so at once: on SQLite in one thread, for one
-        commit."""
+        """Run a store's method that looks and writes, where many requests do so at once: on SQLite
+        in one thread, for one commit."""
         if self.database.is_sqlite:
             return await self._writes.do(partial(call, *args, **kwargs))
         return await self.database.do_in_loop(partial(call, *args, **kwargs), writes=True)
 
     async def storage_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call that reads or writes storage in a thread."""
-        return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._storage_threads)
+        return await anyio.to_thread.run_sync(
+            partial(call, *args, **kwargs), limiter=self._storage_threads
+        )
 
 
 async def _context(request: Request) -> ApiContext:

@@ -24,16 +24,25 @@ class CheckOrder(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     all_reduce_s: float = Field(
-        5.0, gt=0, le=LONGEST_ALL_REDUCE_S, allow_inf_nan=False, description="Seconds of sums over the nodes that run ranks."
+        5.0,
+        gt=0,
+        le=LONGEST_ALL_REDUCE_S,
+        allow_inf_nan=False,
+        description="Seconds of sums over the nodes that run ranks.",
     )
 
 
-Order = Annotated[CheckOrder | None, Body(openapi_examples={"ten seconds": {"value": {"all_reduce_s": 10}}})]
+Order = Annotated[
+    CheckOrder | None, Body(openapi_examples={"ten seconds": {"value": {"all_reduce_s": 10}}})
+]
 
 
-@router.post("", status_code=202, summary="Check the deployment", responses=problem_answers(403, 422, 503))
+@router.post(
+    "", status_code=202, summary="Check the deployment", responses=problem_answers(403, 422, 503)
+)
 async def start_check(context: Context, caller: Caller, order: Order = None) -> DeploymentCheck:
-    """A process on every live node looks at versions, storage, ports, clocks and a sum. `everstep doctor` reads the report."""
+    """A process on every live node looks at versions, storage, ports, clocks and a sum. `everstep
+    doctor` reads the report."""
     caller.require("admin")
     try:
         return await context.deployment_checks.start((order or CheckOrder()).all_reduce_s)
@@ -43,9 +52,13 @@ async def start_check(context: Context, caller: Caller, order: Order = None) -> 
         raise unavailable("unavailable", str(exc)) from exc
 
 
-@router.get("/{check_id}", summary="One check of the deployment", responses=problem_answers(403, 404, 503))
+@router.get(
+    "/{check_id}", summary="One check of the deployment", responses=problem_answers(403, 404, 503)
+)
 async def get_check(
-    context: Context, caller: Caller, check_id: Annotated[str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Its id.")]
+    context: Context,
+    caller: Caller,
+    check_id: Annotated[str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Its id.")],
 ) -> DeploymentCheck:
     """While it runs, `running`; afterwards with its report, or why there is none."""
     caller.require("admin")

@@ -25,10 +25,14 @@ router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
 
 
 async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> RunRow:
-    """The run of the path, to be broken. Raises 403 for others than admins, and where the operator has not enabled drills."""
+    """The run of the path, to be broken. Raises 403 for others than admins, and where the operator
+    has not enabled drills."""
     caller.require("admin")
     if not context.drills_enabled:
-        detail = "drills are off here; start the service with --drills or with EVERSTEP_DRILLS=1 in its environment"
+        detail = (
+            "drills are off here; start the service with --drills or with EVERSTEP_DRILLS=1 in "
+            "its environment"
+        )
         raise ProblemError(403, "drills_disabled", detail)
     return run
 
@@ -44,7 +48,8 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
     openapi_extra=DRILL_BODY,
 )
 async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
-    """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second; the list says how it went."""
+    """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second;
+    the list says how it went."""
     wanted = await read_model(DrillRequest, request)
     now = context.clock()
     data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
@@ -57,12 +62,17 @@ async def request_drill(request: Request, run: DrillableRun, context: Context) -
 @router.get("", summary="Drills of a run", responses=problem_answers(404))
 async def list_drills(run: VisibleRun, context: Context) -> Page[Drill]:
     """Every drill with its report, oldest first."""
-    return Page(items=tuple([await _answer(context, run, story) for story in await _stories(context, run)]), next_cursor=None)
+    return Page(
+        items=tuple([await _answer(context, run, story) for story in await _stories(context, run)]),
+        next_cursor=None,
+    )
 
 
 @router.get("/{drill_id}", summary="One drill", responses=problem_answers(404))
 async def get_drill(
-    run: VisibleRun, context: Context, drill_id: Annotated[str, Path(max_length=32, description="Id of the drill: `drill_…`.")]
+    run: VisibleRun,
+    context: Context,
+    drill_id: Annotated[str, Path(max_length=32, description="Id of the drill: `drill_…`.")],
 ) -> Drill:
     for story in await _stories(context, run):
         if story.id == drill_id:
@@ -71,7 +81,9 @@ async def get_drill(
 
 
 async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
-    return drills.stories(await context.database_call(context.events.of_kinds, run.id, drills.KINDS))
+    return drills.stories(
+        await context.database_call(context.events.of_kinds, run.id, drills.KINDS)
+    )
 
 
 async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Drill:

@@ -1,4 +1,5 @@
-"""Live events for any number of followers: one task asks the database for all of them, and encodes each event once."""
+"""Live events for any number of followers: one task asks the database for all of them, and encodes
+each event once."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class EventFeed:
 
     async def tick(self) -> None:
         """Fetch what is new for every followed run, once."""
-        tails = dict(self._tails)  # who comes to follow meanwhile is not asked about: that is no sign that a run is gone
+        # who comes to follow meanwhile is not asked about: that is no sign that a run is gone
+        tails = dict(self._tails)
         heads = await self._context.database_call(self._context.events.heads, list(tails))
         for run_id, tail in tails.items():
             if run_id not in heads:
@@ -89,7 +91,9 @@ class EventFeed:
             if head == tail.head and status == tail.status:
                 continue
             while tail.end < head:
-                rows = await self._context.database_call(self._context.events.after, run_id, tail.end, _BATCH_EVENTS)
+                rows = await self._context.database_call(
+                    self._context.events.after, run_id, tail.end, _BATCH_EVENTS
+                )
                 if not rows:
                     break
                 tail.extend([encode(row) for row in rows])
@@ -97,7 +101,8 @@ class EventFeed:
             tail.wake()
 
     async def follow(self, run_id: str, after: int) -> AsyncGenerator[bytes]:
-        """Frames of every event behind ``after``, then of new ones as they come, until the run has ended or is deleted."""
+        """Frames of every event behind ``after``, then of new ones as they come, until the run has
+        ended or is deleted."""
         tail = await self._attach(run_id)
         if tail is None:
             return
@@ -105,7 +110,9 @@ class EventFeed:
             while not self.closed:
                 changed = tail.changed
                 if after < tail.base:
-                    rows = await self._context.database_call(self._context.events.after, run_id, after, _BATCH_EVENTS)
+                    rows = await self._context.database_call(
+                        self._context.events.after, run_id, after, _BATCH_EVENTS
+                    )
                     if not rows:
                         return
                     after = rows[-1].seq
@@ -131,7 +138,8 @@ class EventFeed:
             tail.wake()
 
     async def _attach(self, run_id: str) -> _Tail | None:
-        """The run's tail, begun at its head where nobody follows it yet; None where the run is gone."""
+        """The run's tail, begun at its head where nobody follows it yet; None where the run is
+        gone."""
         if run_id not in self._tails:
             heads = await self._context.database_call(self._context.events.heads, [run_id])
             if run_id not in heads:

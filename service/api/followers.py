@@ -1,4 +1,5 @@
-"""Whoever follows a stream: a token that is revoked, or a session that ends, ends its streams as well."""
+"""Whoever follows a stream: a token that is revoked, or a session that ends, ends its streams as
+well."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger(__name__)
 
 CONFIRM_S: Final = 2.0
-"""Between two questions to the database, each about all who follow; an idle service asks nothing."""
+"""Between two questions to the database, each about all who follow; an idle service asks
+nothing."""
 
 
 @dataclass(eq=False)
@@ -29,7 +31,8 @@ class _Follower:
 
 
 class Followers:
-    """Those whose streams are open on this replica. ``run`` confirms them for as long as there are any."""
+    """Those whose streams are open on this replica. ``run`` confirms them for as long as there are
+    any."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -41,7 +44,9 @@ class Followers:
         """Streams that are open now."""
         return len(self._followers)
 
-    async def confirmed(self, caller: Principal, chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async def confirmed(
+        self, caller: Principal, chunks: AsyncGenerator[bytes]
+    ) -> AsyncGenerator[bytes]:
         """Yield a stream's chunks until the caller's token or session is found to have ended."""
         follower = _Follower(caller)
         self._followers.add(follower)
@@ -70,7 +75,10 @@ class Followers:
     async def confirm(self) -> None:
         """Look once whether those who follow still may. Raises DatabaseUnavailable."""
         context = self._context
-        for by_session, still_valid in ((False, context.tokens.still_valid), (True, context.sessions.still_valid)):
+        for by_session, still_valid in (
+            (False, context.tokens.still_valid),
+            (True, context.sessions.still_valid),
+        ):
             asked = [each for each in self._followers if each.caller.by_session is by_session]
             if not asked:
                 continue

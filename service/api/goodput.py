@@ -20,7 +20,8 @@ async def get_goodput(
     caller: Caller,
     project: Annotated[str | None, Query(max_length=64, description="This project only.")] = None,
 ) -> Page[ProjectGoodput]:
-    """The ledgers of all runs added up, for each project that the token reaches. A run that was deleted is left out."""
+    """The ledgers of all runs added up, for each project that the token reaches. A run that was
+    deleted is left out."""
     asked = [name for name in (project, caller.project) if name is not None]
     wanted = asked or None
     if len(set(asked)) > 1:

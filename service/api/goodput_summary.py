@@ -1,4 +1,5 @@
-"""Where the time of all runs went, by project: every run's ledger added up, without reading again those that have ended."""
+"""Where the time of all runs went, by project: every run's ledger added up, without reading again
+those that have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class TimeBook:
         self._ended: dict[str, dict[str, int]] = {}
 
     def by_project(self, now: float, projects: Iterable[str] | None = None) -> list[ProjectGoodput]:
-        """Time of every run that there is, up to ``now`` (unix seconds), by project in the order of their names.
+        """Time of every run that there is, up to ``now`` (unix seconds), by project in the order of
+        their names.
 
         Args:
             projects: These only; None takes all.
@@ -31,14 +33,18 @@ class TimeBook:
         wanted = None if projects is None else set(projects)
         with self._lock:
             heads = self._runs.heads()
-            self._ended = {run_id: spent for run_id, spent in self._ended.items() if run_id in heads}
+            self._ended = {
+                run_id: spent for run_id, spent in self._ended.items() if run_id in heads
+            }
             ledgers = self._runs.ledgers([run_id for run_id in heads if run_id not in self._ended])
             totals: dict[str, tuple[int, dict[str, int]]] = {}
             for run_id, (project, status) in heads.items():
                 spent = self._ended.get(run_id)
                 if spent is None and run_id in ledgers:
                     state, finished_at = ledgers[run_id]
-                    spent = _spent(TimeLedger.load(state), now if finished_at is None else finished_at)
+                    spent = _spent(
+                        TimeLedger.load(state), now if finished_at is None else finished_at
+                    )
                     if RunStatus(status).terminal and finished_at is not None:
                         self._ended[run_id] = spent
                 if spent is None or (wanted is not None and project not in wanted):

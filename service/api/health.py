@@ -30,8 +30,8 @@ async def healthz() -> Liveness:
     responses={503: {"model": Readiness, "description": "The database or the storage is away."}},
 )
 async def readyz(response: Response, context: Context) -> Readiness:
-    """503 only when the database or the storage is away; Ray's state and the reconciler's lag are told besides. The answer may be a
-    second old."""
+    """503 only when the database or the storage is away; Ray's state and the reconciler's lag are
+    told besides. The answer may be a second old."""
     answer = await context.readiness.answer()
     if answer.status == "unavailable":
         response.status_code = 503

@@ -20,7 +20,9 @@ from service.projections.goodput import TimeLedger
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
 
-EventLimit = Annotated[int, Query(ge=1, le=1000, description="Most events of one page; a stream has no limit.")]
+EventLimit = Annotated[
+    int, Query(ge=1, le=1000, description="Most events of one page; a stream has no limit.")
+]
 After = Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind this `seq`.")]
 
 
@@ -42,12 +44,16 @@ async def get_events(
 ) -> Page[Event] | Response:
     """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already.
 
-    With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the event. It follows the run,
-    honours `Last-Event-ID`, and ends after the event that ends the run.
+    With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the
+    event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
     """
     if sse.wanted(request):
-        return sse.response(context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
-    found = await context.database_call(context.events.after, run.id, position(cursor, after), limit + 1)
+        return sse.response(
+            context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after))
+        )
+    found = await context.database_call(
+        context.events.after, run.id, position(cursor, after), limit + 1
+    )
     items = tuple(event_answer(row) for row in found[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
 
@@ -63,34 +69,49 @@ async def get_attempts(run: VisibleRun, context: Context) -> Page[Attempt]:
 async def get_failures(
     run: VisibleRun,
     context: Context,
-    lines: Annotated[int, Query(ge=0, le=200, description="Most last lines of the first failing rank, for each failure.")] = 10,
+    lines: Annotated[
+        int,
+        Query(
+            ge=0, le=200, description="Most last lines of the first failing rank, for each failure."
+        ),
+    ] = 10,
 ) -> Page[Failure]:
     """Every failure with its verdict, its evidence and what was done, oldest first.
 
-    `last_lines` is what the first failing rank logged last; the newest 20 failures have it, as far as storage answers.
+    `last_lines` is what the first failing rank logged last; the newest 20 failures have it, as far
+    as storage answers.
     """
     events = await context.database_call(context.events.of_kinds, run.id, failures.KINDS)
-    return Page(items=await with_last_lines(context, run.id, failures.failures(events), lines), next_cursor=None)
+    return Page(
+        items=await with_last_lines(context, run.id, failures.failures(events), lines),
+        next_cursor=None,
+    )
 
 
 @router.get("/stragglers", summary="Ranks that hold their peers up", responses=problem_answers(404))
 async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
-    """Each rank's own time in a step and the time that it waits for the others, as told last, by rank and by node; and every rank
-    that was found slow for long enough to matter."""
+    """Each rank's own time in a step and the time that it waits for the others, as told last, by
+    rank and by node; and every rank that was found slow for long enough to matter."""
     events = await context.database_call(context.events.of_kinds, run.id, stragglers.KINDS)
     times = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
-    use = await context.database_call(context.events.newest, run.id, EventKind.GPU_USE, stragglers.GPU_EVENTS)
+    use = await context.database_call(
+        context.events.newest, run.id, EventKind.GPU_USE, stragglers.GPU_EVENTS
+    )
     return stragglers.stragglers(events, times[0] if times else None, use)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
 async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
-    """Every second since the run's creation lies in exactly one bucket; `goodput` is the productive share."""
-    return TimeLedger.load(run.time_ledger).close(context.clock() if run.finished_at is None else run.finished_at)
+    """Every second since the run's creation lies in exactly one bucket; `goodput` is the productive
+    share."""
+    return TimeLedger.load(run.time_ledger).close(
+        context.clock() if run.finished_at is None else run.finished_at
+    )
 
 
 @router.get("/samples", summary="Samples that a run used", responses=problem_answers(404))
 async def get_samples(run: VisibleRun, context: Context) -> Samples:
-    """For each epoch that ended, over the committed lineage: how many samples, how many of them once, twice or never."""
+    """For each epoch that ended, over the committed lineage: how many samples, how many of them
+    once, twice or never."""
     events = await context.database_call(context.events.of_kinds, run.id, samples.KINDS)
     return samples.samples(events)

@@ -1,4 +1,5 @@
-"""What was answered about runs that have ended: such an answer is written once, however often a list of runs has it."""
+"""What was answered about runs that have ended: such an answer is written once, however often a
+list of runs has it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _OVERHEAD_BYTES: Final = 300
 
 
 class KeptAnswers:
-    """JSON of runs by id, each for one version of its row. Those that were not asked for longest make room. Any thread may ask."""
+    """JSON of runs by id, each for one version of its row. Those that were not asked for longest
+    make room. Any thread may ask."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -24,7 +26,8 @@ class KeptAnswers:
         self._answers: OrderedDict[str, tuple[int, object, bytes]] = OrderedDict()
 
     def get(self, run: RunHead, about: object) -> bytes | None:
-        """The answer, where the run has not changed since, nor ``about``: what else the answer tells of."""
+        """The answer, where the run has not changed since, nor ``about``: what else the answer
+        tells of."""
         with self._lock:
             found = self._answers.get(run.id)
             if found is None or found[0] != run.row_version or found[1] != about:

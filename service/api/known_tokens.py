@@ -1,4 +1,5 @@
-"""Tokens that were valid a moment ago, by the hash of their secret: whom a request claims to come from."""
+"""Tokens that were valid a moment ago, by the hash of their secret: whom a request claims to come
+from."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _MOST: Final = 1000
 
 
 class KnownTokens:
-    """Those that were used last. Whatever is done for one is confirmed by the database, so that it may be revoked meanwhile."""
+    """Those that were used last. Whatever is done for one is confirmed by the database, so that it
+    may be revoked meanwhile."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[str, TokenRow] = OrderedDict()

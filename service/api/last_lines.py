@@ -18,18 +18,29 @@ if TYPE_CHECKING:
 _FAILURES: Final = 20
 
 
-async def with_last_lines(context: ApiContext, run_id: str, failures: Sequence[Failure], limit: int) -> tuple[Failure, ...]:
-    """The failures, the newest 20 of them with at most ``limit`` last lines; without any where storage does not answer."""
+async def with_last_lines(
+    context: ApiContext, run_id: str, failures: Sequence[Failure], limit: int
+) -> tuple[Failure, ...]:
+    """The failures, the newest 20 of them with at most ``limit`` last lines; without any where
+    storage does not answer."""
     newest = failures[-_FAILURES:] if limit else ()
-    told = await asyncio.gather(*(_last_lines(context, run_id, failure, limit) for failure in newest))
-    completed = [each.model_copy(update={"last_lines": lines}) for each, lines in zip(newest, told, strict=True)]
+    told = await asyncio.gather(
+        *(_last_lines(context, run_id, failure, limit) for failure in newest)
+    )
+    completed = [
+        each.model_copy(update={"last_lines": lines})
+        for each, lines in zip(newest, told, strict=True)
+    ]
     return (*failures[: len(failures) - len(newest)], *completed)
 
 
 def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
     if failure.first_rank is not None:
-        return last_rank_lines(run_dir, failure.submission, failure.attempt, failure.first_rank, limit)
-    # The driver that was lost may be the one that tells of it, after it lost its controller, or the one of the submission before.
+        return last_rank_lines(
+            run_dir, failure.submission, failure.attempt, failure.first_rank, limit
+        )
+    # The driver that was lost may be the one that tells of it, after it lost its controller, or the
+    # one of the submission before.
     before = failure.at.timestamp()
     told = [
         last_rank_lines(run_dir, submission, failure.attempt, None, limit, before)
@@ -38,7 +49,9 @@ def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
     return [line for lines in told for line in lines][-limit:]
 
 
-async def _last_lines(context: ApiContext, run_id: str, failure: Failure, limit: int) -> tuple[LogLine, ...]:
+async def _last_lines(
+    context: ApiContext, run_id: str, failure: Failure, limit: int
+) -> tuple[LogLine, ...]:
     if failure.first_rank is None and failure.verdict != Verdict.CONTROL_PLANE:
         return ()
     try:

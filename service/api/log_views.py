@@ -1,9 +1,11 @@
-"""Positions in the merged log of a run: every line gets a ``seq`` when it is first read, and keeps it.
+"""Positions in the merged log of a run: every line gets a ``seq`` when it is first read, and keeps
+it.
 
-Storage merges the logs of ranks that still write, so the order in which lines are found depends on when one looks. A view
-therefore numbers lines once for all readers of this service: the newest stay in memory, and of older ones it remembers which log
-each is from and storage's cursors, from which they are read again in the same order. A service that starts anew numbers anew; the
-order is then that of storage, and differs only where ranks logged at one time.
+Storage merges the logs of ranks that still write, so the order in which lines are found depends on
+when one looks. A view therefore numbers lines once for all readers of this service: the newest stay
+in memory, and of older ones it remembers which log each is from and storage's cursors, from which
+they are read again in the same order. A service that starts anew numbers anew; the order is then
+that of storage, and differs only where ranks logged at one time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class _Mark:
 class LogView:
     """One order of lines."""
 
-    def __init__(self, context: ApiContext, key: ViewKey, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, context: ApiContext, key: ViewKey, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self._context = context
         self._key = key
         self._monotonic = monotonic
@@ -84,7 +88,8 @@ class LogView:
         Args:
             after: Position of the last line that is known.
             limit: Most lines.
-            fresh: False looks at storage only where nobody did for POLL_S, so that many followers cost no more than one.
+            fresh: False looks at storage only where nobody did for POLL_S, so that many followers
+                cost no more than one.
 
         Raises:
             StorageError: The logs cannot be read now.
@@ -105,7 +110,8 @@ class LogView:
             return list(islice(self._ring, after - in_memory, after - in_memory + limit))
 
     async def newest(self) -> int:
-        """Position of the last line that there is now; looks at storage no more often than ``read`` for followers does.
+        """Position of the last line that there is now; looks at storage no more often than ``read``
+        for followers does.
 
         Raises StorageError.
         """
@@ -138,8 +144,9 @@ class LogView:
     async def _read_again(self, after: int, kept: set[_Source]) -> tuple[list[LogLine], int]:
         """Old lines, to the next mark, and its position.
 
-        From the mark before them every log is read as far as it was read then, and its lines are put where they were put then. A
-        log that grew too long has lost its oldest part: what is not ``kept`` is left out.
+        From the mark before them every log is read as far as it was read then, and its lines are
+        put where they were put then. A log that grew too long has lost its oldest part: what is not
+        ``kept`` is left out.
         """
         position = bisect_right(self._marks, after, key=lambda mark: mark.seq)
         mark, end = self._marks[position - 1], self._marks[position].seq
@@ -150,13 +157,18 @@ class LogView:
         while missing.total() > 0:
             lines, cursor = await self._fetch(cursor)
             if not lines:
-                raise StorageNotFound(f"log lines of run {self._key.run_id} that were there are gone; ask again from the start")
+                raise StorageNotFound(
+                    f"log lines of run {self._key.run_id} that were there are gone; ask again "
+                    "from the start"
+                )
             for line in lines:
                 source = _source_of(line)
                 if missing[source] > 0:
                     missing[source] -= 1
                     found[source].append(line)
-        numbered = [(seq, source) for seq, source in enumerate(order, start=mark.seq + 1) if source in kept]
+        numbered = [
+            (seq, source) for seq, source in enumerate(order, start=mark.seq + 1) if source in kept
+        ]
         again = [_answer(seq, found[source].popleft()) for seq, source in numbered]
         return [line for line in again if line.seq > after], end
 
@@ -164,11 +176,16 @@ class LogView:
         """The logs that are still there."""
         run_dir = self._context.storage.run_dir(self._key.run_id)
         logs = await self._context.storage_call(run_dir.rank_logs)
-        return {_Source(log.submission, log.attempt, None if log.rank < 0 else log.rank, log.part) for log in logs}
+        return {
+            _Source(log.submission, log.attempt, None if log.rank < 0 else log.rank, log.part)
+            for log in logs
+        }
 
     async def _fetch(self, cursor: dict[str, str]) -> tuple[list[LoggedLine], dict[str, str]]:
         run_dir = self._context.storage.run_dir(self._key.run_id)
-        return await self._context.storage_call(read_rank_logs, run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES)
+        return await self._context.storage_call(
+            read_rank_logs, run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES
+        )
 
 
 class LogViews:

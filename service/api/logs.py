@@ -33,40 +33,65 @@ async def get_logs(
     run: VisibleRun,
     context: Context,
     caller: Caller,
-    rank: Annotated[int | None, Query(ge=0, le=2**31, description="Lines of this rank only.")] = None,
-    attempt: Annotated[
-        int | None, Query(ge=0, le=2**31, description="Lines of this attempt only; the driver's are attempt 0.")
+    rank: Annotated[
+        int | None, Query(ge=0, le=2**31, description="Lines of this rank only.")
     ] = None,
-    after: Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind this `seq`, under the same filters.")] = 0,
-    follow: Annotated[bool, Query(description="Stream, and wait for more until the run has ended.")] = False,
-    limit: Annotated[int, Query(ge=1, le=5000, description="Most lines of one page; a stream has no limit.")] = 1000,
+    attempt: Annotated[
+        int | None,
+        Query(
+            ge=0, le=2**31, description="Lines of this attempt only; the driver's are attempt 0."
+        ),
+    ] = None,
+    after: Annotated[
+        int,
+        Query(
+            ge=0, le=2**53, description="Only what comes behind this `seq`, under the same filters."
+        ),
+    ] = 0,
+    follow: Annotated[
+        bool, Query(description="Stream, and wait for more until the run has ended.")
+    ] = False,
+    limit: Annotated[
+        int, Query(ge=1, le=5000, description="Most lines of one page; a stream has no limit.")
+    ] = 1000,
     cursor: Cursor = None,
     last_event_id: sse.LastEventId = None,
 ) -> Page[LogLine] | Response:
-    """Lines of every rank and of the driver over all attempts, by attempt and time; kept after their node is gone.
+    """Lines of every rank and of the driver over all attempts, by attempt and time; kept after
+    their node is gone.
 
-    With `follow=true` or `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the line. It waits
-    while the run is QUEUED, honours `Last-Event-ID`, and ends after the last line of a run that has ended.
+    With `follow=true` or `Accept: text/event-stream` a stream of server-sent events: `id` is the
+    `seq`, `data` the line. It waits while the run is QUEUED, honours `Last-Event-ID`, and ends
+    after the last line of a run that has ended.
     """
     view = context.logs.view(run.id, rank, attempt)
     if follow or sse.wanted(request):
         start = sse.resume_after(last_event_id, position(cursor, after))
-        return sse.response(context, caller, _follow(context, run.id, view, start, until_ended=follow))
+        return sse.response(
+            context, caller, _follow(context, run.id, view, start, until_ended=follow)
+        )
     lines = await view.read(position(cursor, after), limit)
-    return Page(items=tuple(lines), next_cursor=str(lines[-1].seq) if view.holds_more(lines) else None)
+    return Page(
+        items=tuple(lines), next_cursor=str(lines[-1].seq) if view.holds_more(lines) else None
+    )
 
 
-async def _follow(context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool) -> AsyncGenerator[bytes]:
-    """Frames of lines behind ``after``; new ones as they come, where asked for, until the run has ended or is deleted."""
+async def _follow(
+    context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool
+) -> AsyncGenerator[bytes]:
+    """Frames of lines behind ``after``; new ones as they come, where asked for, until the run has
+    ended or is deleted."""
     quiet_s = 0.0
     while not context.feed.closed:
-        # The status first: once a run has ended no line is written, so what is read after that is all there is.
+        # The status first: once a run has ended no line is written, so what is read after that is
+        # all there is.
         run = await context.database_call(context.runs.get, run_id)
         ended = run is None or run.status.terminal or not until_ended
         try:
             lines = await view.read(after, _STREAM_LINES, fresh=ended)
         except StorageError:
-            return  # the answer has begun: end it, and let the client come back with its Last-Event-ID
+            # the answer has begun: end it, and let the client come back with its Last-Event-ID
+            return
         if lines:
             after, quiet_s = lines[-1].seq, 0.0
             yield b"".join(sse.frame(line.seq, line.model_dump_json()) for line in lines)

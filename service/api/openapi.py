@@ -21,14 +21,19 @@ _REF: Final = "#/components/schemas/{model}"
 _MEANINGS: Final = {
     400: "The request cannot be read (`malformed_json`, `too_deep`).",
     401: "No valid token (`unauthorized`).",
-    403: "The token's role or project does not allow this (`forbidden`), or this service does not (`drills_disabled`).",
+    403: (
+        "The token's role or project does not allow this (`forbidden`), or this service does not "
+        "(`drills_disabled`)."
+    ),
     404: "No such thing, or it belongs to another project (`not_found`).",
-    409: "The state or a quota does not allow this (`invalid_transition`, `idempotency_conflict`, `corrupt_checkpoint`, "
+    409: "The state or a quota does not allow this (`invalid_transition`, `idempotency_conflict`, "
+    "`corrupt_checkpoint`, "
     "`quota_exceeded`, `conflict`).",
     413: "The body is too large (`body_too_large`).",
     416: "No byte of the content lies in the `Range` (`range_not_satisfiable`).",
     415: "The body is not of the type that this route takes (`unsupported_media_type`).",
-    422: "A parameter, the spec or an archive is wrong; `errors` has one entry for each fault (`invalid_request`, `invalid_spec`, "
+    422: "A parameter, the spec or an archive is wrong; `errors` has one entry for each fault "
+    "(`invalid_request`, `invalid_spec`, "
     "`invalid_archive`).",
     429: "The token asks too often (`rate_limited`); try again after `Retry-After` seconds.",
     503: "Database or storage is away; try again after `Retry-After` seconds.",
@@ -58,16 +63,25 @@ SPEC_BODY: Final[dict[str, Any]] = {
 
 def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
     """What to tell of a body that a route reads by itself."""
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}, "example": example}}
+    content = {
+        "application/json": {"schema": {"$ref": _REF.format(model=model)}, "example": example}
+    }
     return {"requestBody": {"required": True, "content": content}}
 
 
 DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
 PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
-PROJECT_BODY: Final = json_body("ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}})
-TOKEN_BODY: Final = json_body("TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"})
+PROJECT_BODY: Final = json_body(
+    "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
+)
+TOKEN_BODY: Final = json_body(
+    "TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"}
+)
 
-CreateProject = Annotated[bool, Query(description="Make the project where there is none of this name; else that is a fault.")]
+CreateProject = Annotated[
+    bool,
+    Query(description="Make the project where there is none of this name; else that is a fault."),
+]
 
 STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
 """Second media type of a 200 answer that may be a stream."""
@@ -85,7 +99,8 @@ def problem_answers(*statuses: int) -> Responses:
 
 
 def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
-    """FastAPI's own shape of a 422, which it adds where a route declares none; this service never answers so."""
+    """FastAPI's own shape of a 422, which it adds where a route declares none; this service never
+    answers so."""
     for methods in schema["paths"].values():
         for operation in methods.values():
             content = operation["responses"].get("422", {}).get("content", {})
@@ -111,24 +126,43 @@ _LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ..
             ("delete", "/v1/runs/{run_id}"),
         ),
     ),
-    ("/v1/runs/{run_id}/pause", "202", _RUN, (("post", "/v1/runs/{run_id}/resume"), ("post", "/v1/runs/{run_id}/cancel"))),
-    ("/v1/runs/{run_id}/cancel", "202", _RUN, (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume"))),
+    (
+        "/v1/runs/{run_id}/pause",
+        "202",
+        _RUN,
+        (("post", "/v1/runs/{run_id}/resume"), ("post", "/v1/runs/{run_id}/cancel")),
+    ),
+    (
+        "/v1/runs/{run_id}/cancel",
+        "202",
+        _RUN,
+        (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume")),
+    ),
     (
         "/v1/projects",
         "201",
         {"project": "$response.body#/name"},
         (("get", "/v1/projects/{project}"), ("delete", "/v1/projects/{project}")),
     ),
-    ("/v1/tokens", "201", {"token_id": "$response.body#/id"}, (("delete", "/v1/tokens/{token_id}"),)),
+    (
+        "/v1/tokens",
+        "201",
+        {"token_id": "$response.body#/id"},
+        (("delete", "/v1/tokens/{token_id}"),),
+    ),
 )
-"""What can be done with what a POST answered: route, status, where the parameter is in the answer, and the routes that take it."""
+"""What can be done with what a POST answered: route, status, where the parameter is in the answer,
+and the routes that take it."""
 
 
 def _add_parameter_problems(schema: dict[str, Any]) -> None:
-    """Wherever there is a parameter, it can be one that cannot be: 422; and a body, one that cannot be read: 400, 413."""
+    """Wherever there is a parameter, it can be one that cannot be: 422; and a body, one that cannot
+    be read: 400, 413."""
     for methods in schema["paths"].values():
         for operation in methods.values():
-            wrong = [422] * bool(operation.get("parameters")) + [400, 413] * bool(operation.get("requestBody"))
+            wrong = [422] * bool(operation.get("parameters")) + [400, 413] * bool(
+                operation.get("requestBody")
+            )
             for status in wrong:
                 operation["responses"].setdefault(str(status), problem_answers(status)[status])
 
@@ -139,7 +173,10 @@ def _add_links(schema: dict[str, Any]) -> None:
         links = paths[path]["post"]["responses"][status].setdefault("links", {})
         for method, target in targets:
             operation = paths[target][method]
-            links[operation["summary"]] = {"operationId": operation["operationId"], "parameters": dict(parameters)}
+            links[operation["summary"]] = {
+                "operationId": operation["operationId"],
+                "parameters": dict(parameters),
+            }
 
 
 def install(app: FastAPI) -> None:
@@ -147,10 +184,21 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schema = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
             _, definitions = models_json_schema(
                 [
-                    *((model, "validation") for model in (RunSpec, DrillRequest, ProfileRequest, ProjectRequest, TokenRequest)),
+                    *(
+                        (model, "validation")
+                        for model in (
+                            RunSpec,
+                            DrillRequest,
+                            ProfileRequest,
+                            ProjectRequest,
+                            TokenRequest,
+                        )
+                    ),
                     (Problem, "serialization"),
                 ],
                 ref_template=_REF,

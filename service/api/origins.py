@@ -1,4 +1,5 @@
-"""``resume_from``: the checkpoint of another run that a new one begins from, made exact and held before the run is recorded."""
+"""``resume_from``: the checkpoint of another run that a new one begins from, made exact and held
+before the run is recorded."""
 
 from __future__ import annotations
 
@@ -13,15 +14,22 @@ from service.model.rows import RunRow
 from service.projections import checkpoints
 from storage.errors import CorruptCheckpoint, StorageNotFound
 
-_SAME: Final = (("train", "global_batch_size"), ("train", "seed"), ("optimizer", "name"), ("task", "data", "name"))
-"""What both specs must say: with it the place in the data and the optimizer's moments mean the same."""
+_SAME: Final = (
+    ("train", "global_batch_size"),
+    ("train", "seed"),
+    ("optimizer", "name"),
+    ("task", "data", "name"),
+)
+"""What both specs must say: with it the place in the data and the optimizer's moments mean the
+same."""
 
 
 async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
-    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention until the run has its own; not
-    kept where there will be no such run (``keep``).
+    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention
+    until the run has its own; not kept where there will be no such run (``keep``).
 
-    Whether the model fits only a rank can tell, which builds it. Raises InvalidSpec naming the field, StorageError.
+    Whether the model fits only a rank can tell, which builds it. Raises InvalidSpec naming the
+    field, StorageError.
     """
     wanted = spec.resume_from
     if wanted is None:
@@ -51,13 +59,22 @@ def _fault(field: str, msg: str) -> InvalidSpec:
 def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[Checkpoint]) -> None:
     """Raises InvalidSpec that says which checkpoints there are."""
     kept = sorted({each.step for each in found if each.state == "committed"})
-    instead = f"; there are those of steps {', '.join(map(str, kept[-10:]))}" if kept else "; there is none to begin from"
+    instead = (
+        f"; there are those of steps {', '.join(map(str, kept[-10:]))}"
+        if kept
+        else "; there is none to begin from"
+    )
     if checkpoint is None:
         raise _fault("step", f"{missing}{instead}")
     if checkpoint.state == "deleted":
-        raise _fault("step", f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}")
+        raise _fault(
+            "step", f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}"
+        )
     if checkpoint.state == "corrupt":
-        raise _fault("step", f"the checkpoint of step {checkpoint.step} is corrupt: {checkpoint.problem}{instead}")
+        raise _fault(
+            "step",
+            f"the checkpoint of step {checkpoint.step} is corrupt: {checkpoint.problem}{instead}",
+        )
 
 
 def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
@@ -67,11 +84,17 @@ def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
     for path in _SAME:
         there, here = _at(parent.spec, path), _at(own, path)
         if there is not None and here is not None and there != here:
-            msg = f"must be {there!r}, as in run {parent.id}, whose place in the data and optimizer this run takes over"
+            msg = (
+                f"must be {there!r}, as in run {parent.id}, whose place in the data and optimizer "
+                "this run takes over"
+            )
             faults.append(FieldError(path, msg))
     named, wanted = (_patterns(each) for each in (parent.spec, own))
     if named != wanted:
-        msg = f"must name {named} in this order, as in run {parent.id}, whose moments this run takes over; the rest may change"
+        msg = (
+            f"must name {named} in this order, as in run {parent.id}, whose moments this run "
+            "takes over; the rest may change"
+        )
         faults.append(FieldError(("optimizer", "groups"), msg))
     return faults
 
@@ -95,17 +118,27 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     if step < total:
         return []
     field = "epochs" if total == by_epochs else "max_steps"
-    return [FieldError(("train", field), f"ends the run at step {total}, and its checkpoint has {step} steps already; raise it")]
+    return [
+        FieldError(
+            ("train", field),
+            f"ends the run at step {total}, and its checkpoint has {step} steps already; raise it",
+        )
+    ]
 
 
 def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
-    """Keep the checkpoint, then see that it is there: in this order, retention cannot come in between unnoticed."""
+    """Keep the checkpoint, then see that it is there: in this order, retention cannot come in
+    between unnoticed."""
     context.kept_steps.hold(run_id, checkpoint.step)
     try:
         context.storage.run_dir(run_id).checkpoints.manifest(checkpoint.name)
     except StorageNotFound:
         raise _fault(
-            "step", f"the checkpoint of step {checkpoint.step} was just deleted by retention; choose a newer one"
+            "step",
+            (
+                f"the checkpoint of step {checkpoint.step} was just deleted by retention; choose a "
+                "newer one"
+            ),
         ) from None
     except CorruptCheckpoint as exc:
         raise _fault("step", f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc

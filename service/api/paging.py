@@ -20,7 +20,12 @@ T = TypeVar("T")
 Key = tuple[float | str, ...]
 
 Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
-Cursor = Annotated[str | None, Query(max_length=200, description="`next_cursor` of the page before; leave it out for the first.")]
+Cursor = Annotated[
+    str | None,
+    Query(
+        max_length=200, description="`next_cursor` of the page before; leave it out for the first."
+    ),
+]
 
 
 def run_cursor(run: RunHead) -> str:
@@ -34,26 +39,34 @@ def encode_run_cursor(created_at: float, run_id: str) -> str:
 
 
 def parse_run_cursor(cursor: str | None) -> Place | None:
-    """(created_at, id) of the last run of the page before. Raises 422 for what was not made by ``run_cursor``."""
+    """(created_at, id) of the last run of the page before. Raises 422 for what was not made by
+    ``run_cursor``."""
     if cursor is None:
         return None
     match _decode(cursor):
-        case [float(created_at), str(run_id)] if math.isfinite(created_at) and RUN_ID_PATTERN.fullmatch(run_id):
+        case [float(created_at), str(run_id)] if math.isfinite(
+            created_at
+        ) and RUN_ID_PATTERN.fullmatch(run_id):
             return created_at, run_id
     raise _not_ours()
 
 
-def page_of(items: Sequence[T], key: Callable[[T], Key], cursor: str | None, limit: int) -> tuple[Sequence[T], str | None]:
-    """A page of a short list in the order of ``key``, which no two items share, and the cursor behind it.
+def page_of(
+    items: Sequence[T], key: Callable[[T], Key], cursor: str | None, limit: int
+) -> tuple[Sequence[T], str | None]:
+    """A page of a short list in the order of ``key``, which no two items share, and the cursor
+    behind it.
 
-    The cursor says behind which item to go on, not how many came before: what is deleted meanwhile makes nothing be passed over.
-    Raises 422 for a cursor of another list.
+    The cursor says behind which item to go on, not how many came before: what is deleted meanwhile
+    makes nothing be passed over. Raises 422 for a cursor of another list.
     """
     ordered = sorted(items, key=key)
     if cursor is not None:
         place = _decode(cursor)
         like = [type(part) for part in key(ordered[0])] if ordered else None
-        if not isinstance(place, list) or (like is not None and [type(part) for part in place] != like):
+        if not isinstance(place, list) or (
+            like is not None and [type(part) for part in place] != like
+        ):
             raise _not_ours()
         ordered = [item for item in ordered if key(item) > tuple(place)]
     return ordered[:limit], _encode(key(ordered[limit - 1])) if len(ordered) > limit else None
@@ -72,11 +85,14 @@ def _decode(cursor: str) -> Any:
 
 
 def _not_ours() -> ProblemError:
-    return invalid_request("cursor", msg="is not a cursor of this list; take next_cursor of the page before")
+    return invalid_request(
+        "cursor", msg="is not a cursor of this list; take next_cursor of the page before"
+    )
 
 
 def position(cursor: str | None, after: int) -> int:
-    """Where to go on in a list that counts its items: ``cursor`` where given, else ``after``. Raises 422."""
+    """Where to go on in a list that counts its items: ``cursor`` where given, else ``after``.
+    Raises 422."""
     if cursor is None:
         return after
     if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18:

@@ -1,4 +1,5 @@
-"""Errors as RFC 9457 answers: one place maps every exception to a status, a code and words that say what to do."""
+"""Errors as RFC 9457 answers: one place maps every exception to a status, a code and words that say
+what to do."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def unavailable(code: str, detail: str) -> ProblemError:
 
 
 def invalid_request(*loc: str | int, msg: str) -> ProblemError:
-    return ProblemError(422, "invalid_request", f"{'.'.join(map(str, loc))}: {msg}", errors=[FieldError(loc, msg)])
+    return ProblemError(
+        422, "invalid_request", f"{'.'.join(map(str, loc))}: {msg}", errors=[FieldError(loc, msg)]
+    )
 
 
 def problem_response(problem: ProblemError) -> Response:
@@ -72,12 +75,18 @@ def problem_response(problem: ProblemError) -> Response:
 
 
 def as_problem(exc: Exception) -> ProblemError:
-    """What a client may know of an exception; what it must not is logged and becomes ``internal_error``."""
+    """What a client may know of an exception; what it must not is logged and becomes
+    ``internal_error``."""
     match exc:
         case ProblemError():
             return exc
         case InvalidSpec(errors=errors):
-            return ProblemError(422, "invalid_spec", f"the spec has {len(errors)} fault(s); see errors", errors=errors)
+            return ProblemError(
+                422,
+                "invalid_spec",
+                f"the spec has {len(errors)} fault(s); see errors",
+                errors=errors,
+            )
         case TransitionConflict(found=None):
             return not_found(f"run {exc.run_id} does not exist")
         case TransitionConflict():
@@ -92,20 +101,30 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(409, "idempotency_conflict", str(exc))
         case DatabaseUnavailable():
             logger.error("database_unavailable", error=str(exc))
-            return unavailable("database_unavailable", "the database does not answer; nothing was changed, try again")
+            return unavailable(
+                "database_unavailable",
+                "the database does not answer; nothing was changed, try again",
+            )
         case Unstorable():
-            return ProblemError(422, "invalid_request", f"the request holds what the database cannot: {exc}")
+            return ProblemError(
+                422, "invalid_request", f"the request holds what the database cannot: {exc}"
+            )
         case StorageNotFound():
             return not_found(str(exc))
         case InvalidArchive():
-            return ProblemError(422, "invalid_archive", str(exc), errors=[FieldError(("file",), str(exc))])
+            return ProblemError(
+                422, "invalid_archive", str(exc), errors=[FieldError(("file",), str(exc))]
+            )
         case CorruptCheckpoint():
             return ProblemError(409, "corrupt_checkpoint", str(exc))
         case StorageError():
             logger.error("storage_unavailable", error=str(exc))
             return unavailable("storage_unavailable", str(exc))
         case RequestValidationError():
-            faults = [FieldError(tuple(error["loc"][1:]) or tuple(error["loc"]), error["msg"]) for error in exc.errors()]
+            faults = [
+                FieldError(tuple(error["loc"][1:]) or tuple(error["loc"]), error["msg"])
+                for error in exc.errors()
+            ]
             return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
         case HTTPException(status_code=413):
             return ProblemError(413, "body_too_large", str(exc.detail))
@@ -115,7 +134,9 @@ def as_problem(exc: Exception) -> ProblemError:
             code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
             return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
         case ClientDisconnect():
-            return ProblemError(400, "client_disconnected", "the client went away before its request was complete")
+            return ProblemError(
+                400, "client_disconnected", "the client went away before its request was complete"
+            )
         case _:
             return ProblemError(500, "internal_error", "the service failed; its log says how")
 

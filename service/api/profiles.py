@@ -39,13 +39,14 @@ ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `
     openapi_extra=PROFILE_BODY,
 )
 async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
-    """For runs that are RUNNING. The rank records its next steps with torch's profiler; the other ranks go on as they are, and no
-    result changes. The list says when the trace is there."""
+    """For runs that are RUNNING. The rank records its next steps with torch's profiler; the other
+    ranks go on as they are, and no result changes. The list says when the trace is there."""
     return await order_profile(run, context, await read_model(ProfileRequest, request))
 
 
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
-    """Ask for a profile. Raises 409 for a run that does not train, 422 for a rank that it does not have."""
+    """Ask for a profile. Raises 409 for a run that does not train, 422 for a rank that it does not
+    have."""
     now = context.clock()
     data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
     event = await rank_orders.record(context, run, orders.PROFILE, now, data)
@@ -72,7 +73,10 @@ async def get_profile(run: VisibleRun, context: Context, profile_id: ProfileId) 
     "/{profile_id}/trace",
     summary="Download a profile's trace",
     response_class=StreamingResponse,
-    responses={200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}}, **problem_answers(404)},
+    responses={
+        200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}},
+        **problem_answers(404),
+    },
 )
 async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) -> StreamingResponse:
     """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens as it is."""
@@ -81,7 +85,11 @@ async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) ->
         why = profile.problem or f"the profile is {profile.state}"
         raise not_found(f"profile {profile.id} of run {run.id} has no trace: {why}")
     trace = await context.storage_call(begun, _chunks(context, run.id, profile.id))
-    headers = {"Content-Disposition": f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'}
+    headers = {
+        "Content-Disposition": (
+            f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'
+        )
+    }
     return StreamingResponse(trace, headers=headers, media_type=GZIP)
 
 
@@ -93,4 +101,6 @@ def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes
 
 
 async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
-    return profiles.profiles(await context.database_call(context.events.of_kinds, run.id, profiles.KINDS))
+    return profiles.profiles(
+        await context.database_call(context.events.of_kinds, run.id, profiles.KINDS)
+    )

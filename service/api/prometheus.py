@@ -1,5 +1,6 @@
-"""Figures for Prometheus: what is now, read from the database when it is asked for, the API's latency, and what happened since
-this process began (service/figures.py). docs/observability.md says what each one means."""
+"""Figures for Prometheus: what is now, read from the database when it is asked for, the API's
+latency, and what happened since this process began (service/figures.py). docs/observability.md says
+what each one means."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class _StateCollector(Collector):
         self._context = context
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: collect() reads the database, which must not happen when the registry is made."""
+        """Nothing: collect() reads the database, which must not happen when the registry is
+        made."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -55,16 +57,24 @@ class _StateCollector(Collector):
             runs.add_metric((status.value,), count)
         yield runs
         checked = GaugeMetricFamily(
-            "everstep_checked_checkpoints", "Checkpoints by what they were when they were last read back.", labels=("result",)
+            "everstep_checked_checkpoints",
+            "Checkpoints by what they were when they were last read back.",
+            labels=("result",),
         )
-        for result, count in zip(("sound", "corrupt"), self._context.runs.checkpoints.count_checks(), strict=True):
+        for result, count in zip(
+            ("sound", "corrupt"), self._context.runs.checkpoints.count_checks(), strict=True
+        ):
             checked.add_metric((result,), count)
         yield checked
         yield from self._waiting_and_training()
         yield from self._time()
         lag = self._context.reconciler_lag_s()
         if lag is not None:
-            yield GaugeMetricFamily("everstep_reconciler_lag_seconds", "Seconds since the reconciler's last finished tick.", lag)
+            yield GaugeMetricFamily(
+                "everstep_reconciler_lag_seconds",
+                "Seconds since the reconciler's last finished tick.",
+                lag,
+            )
 
     def _waiting_and_training(self) -> Iterator[GaugeMetricFamily]:
         now = self._context.clock()
@@ -89,12 +99,17 @@ class _StateCollector(Collector):
         yield training
 
     def _time(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges: time that turns out to be something else moves between buckets, and a counter must never fall."""
+        """Gauges: time that turns out to be something else moves between buckets, and a counter
+        must never fall."""
         spent = GaugeMetricFamily(
-            "everstep_run_time_seconds", "Wall time of all runs by what it went into.", labels=("project", "bucket")
+            "everstep_run_time_seconds",
+            "Wall time of all runs by what it went into.",
+            labels=("project", "bucket"),
         )
         share = GaugeMetricFamily(
-            "everstep_goodput_ratio", "Productive share of all time but queued and paused, over all runs.", labels=("project",)
+            "everstep_goodput_ratio",
+            "Productive share of all time but queued and paused, over all runs.",
+            labels=("project",),
         )
         for project in self._context.time_book.by_project(self._context.clock()):
             for bucket, seconds in project.buckets.model_dump().items():
@@ -109,15 +124,25 @@ class _StateCollector(Collector):
     "/metrics",
     summary="Figures for Prometheus",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problem_answers()},
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+        **problem_answers(),
+    },
 )
 async def get_figures(request: Request, context: Context, caller: Caller) -> Response:
-    """In Prometheus' text format. It tells of every project: a token that reaches one only gets 403."""
+    """In Prometheus' text format. It tells of every project: a token that reaches one only gets
+    403."""
     if caller.project is not None:
-        raise ProblemError(403, "forbidden", f"figures are of all projects; token {caller.name!r} reaches {caller.project} only")
+        raise ProblemError(
+            403,
+            "forbidden",
+            f"figures are of all projects; token {caller.name!r} reaches {caller.project} only",
+        )
     figures: Figures = request.app.state.figures
     told = await context.database_call(generate_latest, figures.registry)
-    return Response(told + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        told + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 class LatencyMiddleware:

@@ -1,4 +1,5 @@
-"""How many requests a token may make: a bucket that fills steadily, and from which each request takes one."""
+"""How many requests a token may make: a bucket that fills steadily, and from which each request
+takes one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from service.settings import DEFAULT_RATE_PER_S
 BURST_S: Final = 2.0
 """So many seconds' worth of requests may come at once."""
 _MAX_TOKENS: Final = 10_000
-"""Buckets that are held; of more tokens, those that were silent longest begin with a full one again."""
+"""Buckets that are held; of more tokens, those that were silent longest begin with a full one
+again."""
 
 
 class RateLimit:
@@ -24,7 +26,11 @@ class RateLimit:
         monotonic: Seconds that never go back.
     """
 
-    def __init__(self, rate_per_s: float = DEFAULT_RATE_PER_S, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rate_per_s: float = DEFAULT_RATE_PER_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._rate_per_s = rate_per_s
         self._burst = max(1.0, rate_per_s * BURST_S)
         self._monotonic = monotonic
@@ -32,7 +38,8 @@ class RateLimit:
         """By token id: what is in it, and when that was."""
 
     def wait_s(self, token_id: str) -> int:
-        """Take one request. 0 where it may be served, else whole seconds after which the next one will be."""
+        """Take one request. 0 where it may be served, else whole seconds after which the next one
+        will be."""
         if self._rate_per_s <= 0:
             return 0
         now = self._monotonic()

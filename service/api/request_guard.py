@@ -28,8 +28,9 @@ _LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 class AddressMiddleware:
     """Answer 400 to a request whose address cannot be put together.
 
-    The framework does that of the Host header and the query wherever the address is asked for, as for a redirect, and raises
-    ValueError where one holds half of a bracket or bytes that are no text.
+    The framework does that of the Host header and the query wherever the address is asked for, as
+    for a redirect, and raises ValueError where one holds half of a bracket or bytes that are no
+    text.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -45,9 +46,13 @@ class AddressMiddleware:
 
 def _address_problem(scope: Scope) -> ProblemError | None:
     if any(name == b"host" and not _HOST.fullmatch(value) for name, value in scope["headers"]):
-        return ProblemError(400, "malformed_host", "the Host header is no host; send HOST or HOST:PORT")
+        return ProblemError(
+            400, "malformed_host", "the Host header is no host; send HOST or HOST:PORT"
+        )
     if not scope["query_string"].isascii():
-        return ProblemError(400, "malformed_query", "the query holds bytes beyond ASCII; write them as %XX")
+        return ProblemError(
+            400, "malformed_query", "the query holds bytes beyond ASCII; write them as %XX"
+        )
     return None
 
 
@@ -62,7 +67,9 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._max_upload_bytes if scope["path"].rstrip("/") in UPLOAD_PATHS else MAX_BODY_BYTES
+        limit = (
+            self._max_upload_bytes if scope["path"].rstrip("/") in UPLOAD_PATHS else MAX_BODY_BYTES
+        )
         received = 0
 
         async def limited_receive() -> Message:
@@ -80,10 +87,11 @@ class BodyLimitMiddleware:
 class AuditMiddleware:
     """Every call that may change something gets a line in the audit log.
 
-    What a call writes takes its line along in the same transaction; a call that wrote nothing, mostly because it was refused, gets
-    one before its answer, so that the log's order is that of the answers. A fault of the service's own, mostly a database that is
-    away, is answered first. Calls that are not let in, without a valid token or too many of them, are told to the service's own log
-    only: anybody could fill this one with them.
+    What a call writes takes its line along in the same transaction; a call that wrote nothing,
+    mostly because it was refused, gets one before its answer, so that the log's order is that of
+    the answers. A fault of the service's own, mostly a database that is away, is answered first.
+    Calls that are not let in, without a valid token or too many of them, are told to the service's
+    own log only: anybody could fill this one with them.
     """
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
@@ -120,11 +128,21 @@ class AuditMiddleware:
 
     async def _record(self, entry: AuditEntry) -> None:
         begin_entry(None)  # what is written from here on is the log itself
-        words = {"method": entry.method, "path": entry.path, "address": entry.address, "status": entry.status}
+        words = {
+            "method": entry.method,
+            "path": entry.path,
+            "address": entry.address,
+            "status": entry.status,
+        }
         if entry.token_id is None:
             logger.info("a call was not let in", **words)
             return
         try:
             await self._context.database_call(self._context.audit.complete, entry)
         except DatabaseError as exc:
-            logger.warning("a call is missing in the audit log", token=entry.token_id, problem=str(exc), **words)
+            logger.warning(
+                "a call is missing in the audit log",
+                token=entry.token_id,
+                problem=str(exc),
+                **words,
+            )

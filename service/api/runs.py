@@ -15,7 +15,14 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec, parse_spec
 from everstep.wire import Page, Run, RunStatus
 from service.api.answers import JsonObject, as_json, run_answer, run_json
-from service.api.auth import CallerToConfirm, Claimant, ControlledRun, Principal, SeenRunOfPath, VisibleRun
+from service.api.auth import (
+    CallerToConfirm,
+    Claimant,
+    ControlledRun,
+    Principal,
+    SeenRunOfPath,
+    VisibleRun,
+)
 from service.api.code import check_code
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
@@ -53,13 +60,21 @@ async def create_run(
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
-        Header(description="1 to 255 printable ASCII characters. The same key and body give the same run again with 200."),
+        Header(
+            description=(
+                "1 to 255 printable ASCII characters. The same key and body give the same "
+                "run again with 200."
+            )
+        ),
     ] = None,
     create_project: CreateProject = False,
 ) -> Response:
-    """Validates the spec completely and records the run as QUEUED; it starts when the cluster has room for it."""
+    """Validates the spec completely and records the run as QUEUED; it starts when the cluster has
+    room for it."""
     confirm = partial(caller.confirm, context)
-    made, is_new = await submitted(context, caller, raw, idempotency_key, confirm, create_project=create_project)
+    made, is_new = await submitted(
+        context, caller, raw, idempotency_key, confirm, create_project=create_project
+    )
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
 
@@ -85,7 +100,11 @@ async def submitted(
     caller.require("submitter")
     spec = await validated(parse_spec, raw)
     if not caller.reaches(spec.project):
-        raise ProblemError(403, "forbidden", f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}")
+        raise ProblemError(
+            403,
+            "forbidden",
+            f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}",
+        )
     idempotency = _idempotency(idempotency_key, caller, raw)
     faults: list[FieldError] = []
     with _gathered(faults):
@@ -94,12 +113,15 @@ async def submitted(
         _check_notify(context, spec)
     with _gathered(faults):
         context.storage_roots.check_data(spec)
-    if confirm is not None and (spec.code is not None or spec.resume_from is not None):  # what follows tells of what there is
+    # what follows tells of what there is
+    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
         await context.database_look(_confirmed, context, confirm)
     if spec.code is not None:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
-    if spec.resume_from is not None and not await context.database_call(context.runs.knows, idempotency):
+    if spec.resume_from is not None and not await context.database_call(
+        context.runs.knows, idempotency
+    ):
         with _gathered(faults):
             spec = await with_origin(context, spec, keep=not faults)
     if faults:
@@ -116,7 +138,9 @@ async def submitted(
         (run, transitions), is_new = await context.database_write(_made, context, make)
     except UnknownProject as exc:
         raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    return run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url), is_new
+    return run_json(
+        run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url
+    ), is_new
 
 
 @contextmanager
@@ -141,9 +165,14 @@ def _confirmed(context: ApiContext, confirm: Guard) -> None:
         confirm(connection)
 
 
-def _made(context: ApiContext, make: Callable[[], tuple[RunRow, bool]]) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
+def _made(
+    context: ApiContext, make: Callable[[], tuple[RunRow, bool]]
+) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
     run, is_new = make()
-    return (run, [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id]), is_new
+    return (
+        run,
+        [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id],
+    ), is_new
 
 
 def _idempotency(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
@@ -158,34 +187,59 @@ def _idempotency(key: str | None, caller: Principal, raw: object) -> Idempotency
 async def list_runs(
     context: Context,
     caller: CallerToConfirm,
-    project: Annotated[str | None, Query(max_length=64, description="Runs of this project only.")] = None,
+    project: Annotated[
+        str | None, Query(max_length=64, description="Runs of this project only.")
+    ] = None,
     status: Annotated[
-        list[str] | None, Query(description="Runs in one of these statuses only; repeat it, or separate several by commas.")
+        list[str] | None,
+        Query(
+            description=(
+                "Runs in one of these statuses only; repeat it, or separate several by commas."
+            )
+        ),
     ] = None,
-    name: Annotated[str | None, Query(max_length=128, description="Runs of exactly this name only.")] = None,
+    name: Annotated[
+        str | None, Query(max_length=128, description="Runs of exactly this name only.")
+    ] = None,
     search: Annotated[
-        str | None, Query(max_length=128, description="Runs whose id, name, or a tag's key or value holds this text.")
+        str | None,
+        Query(
+            max_length=128,
+            description="Runs whose id, name, or a tag's key or value holds this text.",
+        ),
     ] = None,
-    tag: Annotated[list[str] | None, Query(description="`key=value` or `key`; runs with every one of these tags only.")] = None,
+    tag: Annotated[
+        list[str] | None,
+        Query(description="`key=value` or `key`; runs with every one of these tags only."),
+    ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Response:
     """Newest first; those of the token's project."""
-    wanted = RunFilter(project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ()))
+    wanted = RunFilter(
+        project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
+    )
     before = parse_run_cursor(cursor)
-    # A search reads run after run, and many take long to tell of: meanwhile the event loop serves others.
+    # A search reads run after run, and many take long to tell of: meanwhile the event loop serves
+    # others.
     ask = context.database_call if search or limit > _SHORT_PAGE else context.database_look
     answer = await ask(_confirmed_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 
-async def found_runs(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None) -> Page[Run]:
+async def found_runs(
+    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None
+) -> Page[Run]:
     """A page of those of the runs that the caller may see."""
-    found = await context.database_call(_page, context, caller, wanted, limit, parse_run_cursor(cursor))
+    found = await context.database_call(
+        _page, context, caller, wanted, limit, parse_run_cursor(cursor)
+    )
     return Page[Run].model_validate_json(found)
 
 
-def _confirmed_page(context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
+def _confirmed_page(
+    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
+) -> bytes:
     """The page in JSON. Raises 401 where the caller's token is worth nothing any more."""
     with context.database.look() as connection:
         if not _reaches_any(caller, wanted):
@@ -197,9 +251,15 @@ def _confirmed_page(context: ApiContext, caller: Claimant, wanted: RunFilter, li
         return _page_of(context, heads, limit)
 
 
-def _page(context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None) -> bytes:
+def _page(
+    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None
+) -> bytes:
     """The page in JSON, for a caller who was confirmed."""
-    heads = context.runs.page(_reached(caller, wanted), limit + 1, before) if _reaches_any(caller, wanted) else []
+    heads = (
+        context.runs.page(_reached(caller, wanted), limit + 1, before)
+        if _reaches_any(caller, wanted)
+        else []
+    )
     return _page_of(context, heads, limit)
 
 
@@ -215,7 +275,8 @@ def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes
     """These runs in JSON, ``limit`` of them at most."""
     answers = _answers_about(context, heads[:limit])
     cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
-    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)  # one may have been deleted since
+    # one may have been deleted since
+    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)
     return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
 
 
@@ -224,7 +285,10 @@ def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, b
     about = dashboard_url, public_url = context.cluster_view.dashboard_url, context.public_url
     kept = {head.id: context.kept_answers.get(head, about) for head in heads}
     found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
-    now, fresh = context.clock(), context.runs.listed([run_id for run_id in kept if run_id not in found])
+    now, fresh = (
+        context.clock(),
+        context.runs.listed([run_id for run_id in kept if run_id not in found]),
+    )
     for head in heads:
         if head.id in fresh:
             run, transitions = fresh[head.id]
@@ -238,7 +302,10 @@ def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
     names = [name.strip().upper() for text in given for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in set(RunStatus)]
     if unknown:
-        raise invalid_request("status", msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}")
+        raise invalid_request(
+            "status",
+            msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}",
+        )
     return tuple(RunStatus(name) for name in names)
 
 
@@ -254,7 +321,15 @@ def parse_tag(text: str) -> tuple[str, str | None]:
 async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
     """Where it is in its life, how far it came, and what it is protected against."""
     run, transitions = seen
-    return as_json(run_json(run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url))
+    return as_json(
+        run_json(
+            run,
+            transitions,
+            context.cluster_view.dashboard_url,
+            context.clock(),
+            context.public_url,
+        )
+    )
 
 
 @router.get("/{run_id}/spec", summary="The spec as resolved", responses=problem_answers(404))
@@ -263,38 +338,63 @@ async def get_spec(run: VisibleRun) -> RunSpec:
     return RunSpec.model_validate(run.spec)
 
 
-@router.post("/{run_id}/cancel", status_code=202, summary="Cancel a run", responses=problem_answers(403, 404, 409))
+@router.post(
+    "/{run_id}/cancel",
+    status_code=202,
+    summary="Cancel a run",
+    responses=problem_answers(403, 404, 409),
+)
 async def cancel_run(run: ControlledRun, context: Context) -> Run:
-    """A run that trains commits a last checkpoint first. Asking again while it stops changes nothing."""
+    """A run that trains commits a last checkpoint first. Asking again while it stops changes
+    nothing."""
     stopped = await context.database_call(context.runs.request_stop, run.id, "cancel")
     return (await run_answers(context, [stopped]))[0]
 
 
-@router.post("/{run_id}/pause", status_code=202, summary="Pause a run", responses=problem_answers(403, 404, 409))
+@router.post(
+    "/{run_id}/pause",
+    status_code=202,
+    summary="Pause a run",
+    responses=problem_answers(403, 404, 409),
+)
 async def pause_run(run: ControlledRun, context: Context) -> Run:
     """A run that trains commits a checkpoint first, and gives its resources back."""
     stopped = await context.database_call(context.runs.request_stop, run.id, "pause")
     return (await run_answers(context, [stopped]))[0]
 
 
-@router.post("/{run_id}/resume", status_code=202, summary="Resume a paused run", responses=problem_answers(403, 404, 409))
+@router.post(
+    "/{run_id}/resume",
+    status_code=202,
+    summary="Resume a paused run",
+    responses=problem_answers(403, 404, 409),
+)
 async def resume_run(run: ControlledRun, context: Context) -> Run:
     """It queues again, and goes on from its last checkpoint."""
     resumed = await context.database_call(context.runs.resume, run.id)
     return (await run_answers(context, [resumed]))[0]
 
 
-@router.delete("/{run_id}", status_code=204, summary="Delete a run", responses=problem_answers(403, 404, 409))
+@router.delete(
+    "/{run_id}", status_code=204, summary="Delete a run", responses=problem_answers(403, 404, 409)
+)
 async def delete_run(run: ControlledRun, context: Context) -> None:
-    """Runs that have ended only. Removes its directory with every checkpoint and log, then its history."""
+    """Runs that have ended only. Removes its directory with every checkpoint and log, then its
+    history."""
     if not run.status.terminal:
-        raise TransitionConflict(run.id, run.status, "only a run that has ended can be deleted; cancel it first")
+        raise TransitionConflict(
+            run.id, run.status, "only a run that has ended can be deleted; cancel it first"
+        )
     if run.id in await context.database_call(context.runs.checkpoints.awaited):
         raise TransitionConflict(
-            run.id, run.status, "another run is to begin from its checkpoint; wait until that trains, or cancel that"
+            run.id,
+            run.status,
+            "another run is to begin from its checkpoint; wait until that trains, or cancel that",
         )
-    await context.storage_call(context.storage_gate.require)  # its directory would stay behind in the other storage
-    # The directory first: a crash between the two leaves a run that can be deleted again, never bytes that nobody owns.
+    # its directory would stay behind in the other storage
+    await context.storage_call(context.storage_gate.require)
+    # The directory first: a crash between the two leaves a run that can be deleted again, never
+    # bytes that nobody owns.
     await context.storage_call(context.storage.run_dir(run.id).delete)
     await context.database_call(context.runs.delete, run.id)
     context.logs.forget(run.id)
@@ -304,4 +404,6 @@ async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
     """The runs as clients read them, in the same order."""
     transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
-    return [run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in runs]
+    return [
+        run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in runs
+    ]

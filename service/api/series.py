@@ -23,12 +23,18 @@ async def get_metrics(
     context: Context,
     names: Annotated[
         str | None,
-        Query(max_length=4096, description="Names separated by commas; leave it out for all.", examples=["loss,val_accuracy"]),
+        Query(
+            max_length=4096,
+            description="Names separated by commas; leave it out for all.",
+            examples=["loss,val_accuracy"],
+        ),
     ] = None,
-    max_points: Annotated[int, Query(ge=MIN_POINTS, le=10_000, description="Most points of one series.")] = 500,
+    max_points: Annotated[
+        int, Query(ge=MIN_POINTS, le=10_000, description="Most points of one series.")
+    ] = 500,
 ) -> MetricSeries:
-    """`[step, unix seconds, value]` for each name. Longer series are thinned here so that extremes stay; a value that was not
-    finite is null. A name that was never reported has no points."""
+    """`[step, unix seconds, value]` for each name. Longer series are thinned here so that extremes
+    stay; a value that was not finite is null. A name that was never reported has no points."""
     if names is None:
         wanted = await context.database_call(context.series.names, run.id)
     else:
@@ -36,7 +42,15 @@ async def get_metrics(
     return MetricSeries(series=await thinned(context, run.id, wanted, max_points))
 
 
-async def thinned(context: ApiContext, run_id: str, names: Sequence[str], max_points: int) -> dict[str, list[Point]]:
-    """Series of these names, each read in a thread of its own, so that several cores share a long history."""
-    found = await asyncio.gather(*(context.database_call(context.series.points, run_id, name, max_points) for name in names))
-    return {name: [(point.step, point.at, point.value) for point in points] for name, points in zip(names, found, strict=True)}
+async def thinned(
+    context: ApiContext, run_id: str, names: Sequence[str], max_points: int
+) -> dict[str, list[Point]]:
+    """Series of these names, each read in a thread of its own, so that several cores share a long
+    history."""
+    found = await asyncio.gather(
+        *(context.database_call(context.series.points, run_id, name, max_points) for name in names)
+    )
+    return {
+        name: [(point.step, point.at, point.value) for point in points]
+        for name, points in zip(names, found, strict=True)
+    }

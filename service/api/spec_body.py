@@ -1,4 +1,5 @@
-"""Bodies of requests: read with limits, parsed strictly, and named by its content for idempotency."""
+"""Bodies of requests: read with limits, parsed strictly, and named by its content for
+idempotency."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ _validators: Final = ThreadPoolExecutor(2, "validate")
 
 
 async def validated(parse: Callable[[Any], T], raw: Any) -> T:
-    """Return what ``parse`` makes of a body, in a thread: a large one takes a while, and others are served meanwhile."""
+    """Return what ``parse`` makes of a body, in a thread: a large one takes a while, and others are
+    served meanwhile."""
     return await asyncio.get_running_loop().run_in_executor(_validators, parse, raw)
 
 
 async def read_model(model: type[M], request: Request) -> M:
-    """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as ``read_json``."""
+    """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as
+    ``read_json``."""
     return await validated(partial(_parse_model, model), await read_json(request))
 
 
@@ -57,7 +60,8 @@ def _invalid(faults: Sequence[FieldError]) -> ProblemError:
 async def read_json(request: Request) -> Any:
     """The request's JSON value.
 
-    NaN and Infinity pass: the spec's own check names the field that holds them. Raises 400, 413 or 415.
+    NaN and Infinity pass: the spec's own check names the field that holds them. Raises 400, 413 or
+    415.
     """
     _check_content_type(request.headers.get("content-type"))
     body = await _read_limited(request)
@@ -66,7 +70,9 @@ async def read_json(request: Request) -> Any:
     except RecursionError as exc:
         raise _too_deep() from exc
     except UnicodeDecodeError as exc:
-        raise ProblemError(400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+        raise ProblemError(
+            400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}"
+        ) from exc
     except ValueError as exc:
         raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
     return value
@@ -80,13 +86,21 @@ def _parsed(body: bytes) -> Any:
 
 def content_sha256(value: Any) -> str:
     """Name of a JSON value, whatever its spacing and the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _check_content_type(content_type: str | None) -> None:
     media_type = (content_type or "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
-        raise ProblemError(415, "unsupported_media_type", f"send the body as application/json, not {media_type[:80]!r}")
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        raise ProblemError(
+            415,
+            "unsupported_media_type",
+            f"send the body as application/json, not {media_type[:80]!r}",
+        )
 
 
 async def _read_limited(request: Request) -> bytes:
@@ -95,23 +109,32 @@ async def _read_limited(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ProblemError(413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise ProblemError(
+                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes"
+            )
     return bytes(body)
 
 
 def check_shape(value: Any) -> None:
-    """Raise 400 for what is nested too deeply, 413 for what holds more values than any request needs.
+    """Raise 400 for what is nested too deeply, 413 for what holds more values than any request
+    needs.
 
-    To validate a value takes as long for a few bytes as for many: the size of the body alone is no limit.
+    To validate a value takes as long for a few bytes as for many: the size of the body alone is no
+    limit.
     """
     level, num_values = [value], 1
     for _ in range(MAX_DEPTH):
         level = [
-            item for node in level if isinstance(node, dict | list) for item in (node.values() if isinstance(node, dict) else node)
+            item
+            for node in level
+            if isinstance(node, dict | list)
+            for item in (node.values() if isinstance(node, dict) else node)
         ]
         num_values += len(level)
         if num_values > MAX_VALUES:
-            raise ProblemError(413, "body_too_large", f"the body holds more than {MAX_VALUES} values; send fewer")
+            raise ProblemError(
+                413, "body_too_large", f"the body holds more than {MAX_VALUES} values; send fewer"
+            )
         if not level:
             return
     raise _too_deep()

@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 MEDIA_TYPE: Final = "text/event-stream"
 HEARTBEAT_S: Final = 5.0
 LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", description="`id` of the last event that a client that reconnects has seen.")
+    str | None,
+    Header(
+        alias="Last-Event-ID",
+        description="`id` of the last event that a client that reconnects has seen.",
+    ),
 ]
 HEARTBEAT: Final = b": heartbeat\n\n"
-"""A comment: proxies and clients see that the stream lives, and a client that went away is noticed."""
+"""A comment: proxies and clients see that the stream lives, and a client that went away is
+noticed."""
 
 
 def frame(event_id: int, json_data: str) -> bytes:
@@ -38,11 +43,19 @@ def resume_after(last_event_id: str | None, after: int) -> int:
     if not last_event_id:
         return after
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 18):
-        raise invalid_request("Last-Event-ID", msg=f"{last_event_id[:40]!r} is not the id of an event of this stream")
+        raise invalid_request(
+            "Last-Event-ID", msg=f"{last_event_id[:40]!r} is not the id of an event of this stream"
+        )
     return int(last_event_id)
 
 
-def response(context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]) -> StreamingResponse:
+def response(
+    context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]
+) -> StreamingResponse:
     """Answer with a stream, which ends when the caller's token or session does."""
     frames = context.followers.confirmed(caller, frames)
-    return StreamingResponse(frames, media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    return StreamingResponse(
+        frames,
+        media_type=MEDIA_TYPE,
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )

@@ -7,7 +7,15 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from everstep.wire import Page
-from everstep.wire.team import AuditEntry, NewToken, Project, ProjectRequest, ProjectUsage, Token, TokenRequest
+from everstep.wire.team import (
+    AuditEntry,
+    NewToken,
+    Project,
+    ProjectRequest,
+    ProjectUsage,
+    Token,
+    TokenRequest,
+)
 from service.api.answers import maybe_time, to_time
 from service.api.auth import EMBEDDED_TRUST, Caller, Principal
 from service.api.context import ApiContext, Context
@@ -46,8 +54,11 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
     },
     openapi_extra=PROJECT_BODY,
 )
-async def put_project(_caller: Administrator, request: Request, response: Response, context: Context) -> Project:
-    """The quotas replace what the project had; they count for runs that start or are submitted from now on."""
+async def put_project(
+    _caller: Administrator, request: Request, response: Response, context: Context
+) -> Project:
+    """The quotas replace what the project had; they count for runs that start or are submitted from
+    now on."""
     wanted = await read_model(ProjectRequest, request)
     row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
@@ -55,11 +66,15 @@ async def put_project(_caller: Administrator, request: Request, response: Respon
 
 
 @router.get("/projects", summary="Projects", responses=problem_answers(403, 422))
-async def list_projects(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Project]:
+async def list_projects(
+    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[Project]:
     """Every project with its quotas and what it uses now, by name."""
     found = await context.database_call(context.projects.all)
     shown, behind = page_of(found, lambda each: (each[0].name,), cursor, limit)
-    return Page(items=tuple(_project_answer(row, usage) for row, usage in shown), next_cursor=behind)
+    return Page(
+        items=tuple(_project_answer(row, usage) for row, usage in shown), next_cursor=behind
+    )
 
 
 @router.get("/projects/{project}", summary="One project", responses=problem_answers(403, 404, 422))
@@ -67,7 +82,12 @@ async def get_project(_caller: Administrator, project: ProjectPath, context: Con
     return await _project(context, project)
 
 
-@router.delete("/projects/{project}", status_code=204, summary="Delete a project", responses=problem_answers(403, 404, 409, 422))
+@router.delete(
+    "/projects/{project}",
+    status_code=204,
+    summary="Delete a project",
+    responses=problem_answers(403, 404, 409, 422),
+)
 async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
     """Projects without runs and tokens only."""
     note_target(project)
@@ -84,7 +104,9 @@ async def _project(context: ApiContext, name: str) -> Project:
 
 def _project_answer(row: ProjectRow, usage: Usage) -> Project:
     used = ProjectUsage(workers=usage.workers, running=usage.running, queued=usage.queued)
-    return Project(name=row.name, quotas=quotas_of(row), usage=used, created_at=to_time(row.created_at))
+    return Project(
+        name=row.name, quotas=quotas_of(row), usage=used, created_at=to_time(row.created_at)
+    )
 
 
 # ---------------------------------------------------------------- tokens
@@ -98,17 +120,26 @@ def _project_answer(row: ProjectRow, usage: Usage) -> Project:
     openapi_extra=TOKEN_BODY,
 )
 async def create_token(
-    _caller: Administrator, request: Request, response: Response, context: Context, create_project: CreateProject = False
+    _caller: Administrator,
+    request: Request,
+    response: Response,
+    context: Context,
+    create_project: CreateProject = False,
 ) -> NewToken:
     """The secret is in this answer and nowhere else: only its hash is kept."""
     wanted = await read_model(TokenRequest, request)
     if wanted.role == "admin" and wanted.project is not None:
-        raise invalid_request("project", msg="an admin reaches every project; leave project out, or choose another role")
+        raise invalid_request(
+            "project",
+            msg="an admin reaches every project; leave project out, or choose another role",
+        )
     if wanted.role != "admin" and wanted.project is None:
         raise invalid_request("project", msg=f"a {wanted.role} belongs to a project; name it")
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
     if expires_at is not None and expires_at <= context.clock():
-        raise invalid_request("expires_at", msg="has passed already; give a time to come, or leave it out")
+        raise invalid_request(
+            "expires_at", msg="has passed already; give a time to come, or leave it out"
+        )
     row, secret = await context.database_call(
         context.tokens.create,
         wanted.name,
@@ -123,14 +154,21 @@ async def create_token(
 
 
 @router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
-async def list_tokens(_caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None) -> Page[Token]:
+async def list_tokens(
+    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[Token]:
     """Every token that is not revoked, expired ones too, oldest first; never a secret."""
     found = await context.database_call(context.tokens.valid)
     shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
     return Page(items=tuple(map(_token_answer, shown)), next_cursor=behind)
 
 
-@router.delete("/tokens/{token_id}", status_code=204, summary="Revoke a token", responses=problem_answers(403, 404, 422))
+@router.delete(
+    "/tokens/{token_id}",
+    status_code=204,
+    summary="Revoke a token",
+    responses=problem_answers(403, 404, 422),
+)
 async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
     """From this answer on it is worthless on every replica."""
     note_target(token_id)
@@ -157,7 +195,9 @@ def _token_answer(row: TokenRow) -> Token:
 async def list_audit(
     _caller: Administrator,
     context: Context,
-    token_id: Annotated[str | None, Query(max_length=32, description="Calls of this token only.")] = None,
+    token_id: Annotated[
+        str | None, Query(max_length=32, description="Calls of this token only.")
+    ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[AuditEntry]:

@@ -1,4 +1,5 @@
-"""When tokens were last used: gathered, and written now and then, so that no look at a run costs a write."""
+"""When tokens were last used: gathered, and written now and then, so that no look at a run costs a
+write."""
 
 from __future__ import annotations
 

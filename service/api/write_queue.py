@@ -1,7 +1,8 @@
-"""Writes that requests wait for: one thread does as many as there are, in the order in which they came, and commits them together.
+"""Writes that requests wait for: one thread does as many as there are, in the order in which they
+came, and commits them together.
 
-Threads of their own would wait for one another, and for the interpreter, at every statement: some of them many times as long as
-others.
+Threads of their own would wait for one another, and for the interpreter, at every statement: some
+of them many times as long as others.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class WriteQueue:
         self._work: asyncio.Task[None] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, which writes to the database once all that it wrote is on the disk. Raises what it raises, and
-        DatabaseUnavailable."""
+        """What ``call`` returns, which writes to the database once all that it wrote is on the
+        disk. Raises what it raises, and DatabaseUnavailable."""
         write = _Write(call, copy_context(), asyncio.get_running_loop().create_future())
         self._waiting.append(write)
         if self._work is None:
@@ -56,7 +57,9 @@ class WriteQueue:
     async def _do_all(self) -> None:
         try:
             while self._waiting:
-                writes = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_TOGETHER))]
+                writes = [
+                    self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_TOGETHER))
+                ]
                 await anyio.to_thread.run_sync(self._do, writes, limiter=self._thread)
                 for write in writes:
                     if write.done.done():  # whoever waited for it was cancelled

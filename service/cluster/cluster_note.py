@@ -17,14 +17,16 @@ class NodeNote:
     node_id: str
     is_head: bool
     slot: int
-    """Its place among the nodes, 0 for the head; a node that replaces a dead one takes its place."""
+    """Its place among the nodes, 0 for the head; a node that replaces a dead one takes its
+    place."""
     raylet_pid: int
     raylet_started_at: float
     """Unix seconds."""
     port: int
     """Of the raylet's own service on loopback."""
     pids: tuple[int, ...]
-    """The raylet and its agents; on the head also the GCS and the dashboard. Workers come and go and are not listed."""
+    """The raylet and its agents; on the head also the GCS and the dashboard. Workers come and go
+    and are not listed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class ClusterNote:
     keeper_started_at: float
     """Unix seconds."""
     temp_dir: str
-    """Sockets and logs of all nodes; its unique name is in the environment of every process of the cluster."""
+    """Sockets and logs of all nodes; its unique name is in the environment of every process of the
+    cluster."""
     num_nodes: int
     """Worker nodes that the keeper keeps."""
     cpus_per_node: int

@@ -13,11 +13,13 @@ from service.cluster.ray_jobs import RayError, RayJobs
 from service.model.rows import NodeMarkRow
 
 HEARD_S: Final = 3.0
-"""Drivers look at the marks about once a second; before so long a node without a rank may be about to get one."""
+"""Drivers look at the marks about once a second; before so long a node without a rank may be about
+to get one."""
 
 
 class ClusterView:
-    """Answers what users ask about the cluster. Which runs are on a node, and how it is marked, is not known here: the API adds it.
+    """Answers what users ask about the cluster. Which runs are on a node, and how it is marked, is
+    not known here: the API adds it.
 
     Args:
         ray: The cluster.
@@ -40,7 +42,13 @@ class ClusterView:
         try:
             version, nodes = await asyncio.gather(self._ray.version(), self._ray.nodes())
         except RayError:
-            return ClusterInfo(available=False, address=address, dashboard_url=self._ray.url, ray_version=None, nodes=())
+            return ClusterInfo(
+                available=False,
+                address=address,
+                dashboard_url=self._ray.url,
+                ray_version=None,
+                nodes=(),
+            )
         shown = tuple(
             Node(
                 id=node.node_id,
@@ -51,9 +59,23 @@ class ClusterView:
                 resources_total=dict(node.resources),
                 runs=(),
             )
-            for node in sorted(nodes, key=lambda node: (node.state == "DEAD", not node.is_head, node.hostname, node.node_id))
+            for node in sorted(
+                nodes,
+                key=lambda node: (
+                    node.state == "DEAD",
+                    not node.is_head,
+                    node.hostname,
+                    node.node_id,
+                ),
+            )
         )
-        return ClusterInfo(available=True, address=address, dashboard_url=self._ray.url, ray_version=version, nodes=shown)
+        return ClusterInfo(
+            available=True,
+            address=address,
+            dashboard_url=self._ray.url,
+            ray_version=version,
+            nodes=shown,
+        )
 
 
 def with_mark(node: Node, word: NodeMarkRow | None, *, has_ranks: bool, now: float) -> Node:

@@ -1,4 +1,5 @@
-"""Checks of the deployment: each a short job of ours on the Ray cluster, whose report comes back through the storage."""
+"""Checks of the deployment: each a short job of ours on the Ray cluster, whose report comes back
+through the storage."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ NAME: Final = "everstep-deployment-check"
 
 
 class DeploymentChecks:
-    """Starts checks and tells what became of them. Keeps nothing: a check is its job and its report.
+    """Starts checks and tells what became of them. Keeps nothing: a check is its job and its
+    report.
 
     Args:
         storage: The one that runs use.
@@ -39,13 +41,22 @@ class DeploymentChecks:
     async def start(self, all_reduce_s: float) -> DeploymentCheck:
         """Submit a check. Raises RayError."""
         check_id = new_check_id(self._clock())
-        words = ["python", "-m", "train_fn.deployment_check", "--storage", self._storage.uri, "--check-id", check_id]
+        words = [
+            "python",
+            "-m",
+            "train_fn.deployment_check",
+            "--storage",
+            self._storage.uri,
+            "--check-id",
+            check_id,
+        ]
         command = shlex.join([*words, "--all-reduce-s", f"{all_reduce_s:g}"])
         await self._cluster().submit(check_id, command, {"name": NAME})
         return await self._answer(check_id, "running")
 
     async def get(self, check_id: str) -> DeploymentCheck:
-        """What is known of a check. Raises JobNotFound where there is neither job nor report, RayError, StorageError."""
+        """What is known of a check. Raises JobNotFound where there is neither job nor report,
+        RayError, StorageError."""
         if (report := await self._report(check_id)) is not None:
             return await self._answer(check_id, "done", report=report)
         job = await self._cluster().job(check_id)
@@ -57,7 +68,12 @@ class DeploymentChecks:
         return await self._answer(check_id, "failed", problem=self._failure(job))
 
     async def _answer(
-        self, check_id: str, state: str, *, problem: str | None = None, report: DeploymentReport | None = None
+        self,
+        check_id: str,
+        state: str,
+        *,
+        problem: str | None = None,
+        report: DeploymentReport | None = None,
     ) -> DeploymentCheck:
         facts = await asyncio.to_thread(self._facts)
         return DeploymentCheck.model_validate(
@@ -74,10 +90,14 @@ class DeploymentChecks:
     def _failure(self, job: Job) -> str:
         if job.driver_exit_code == 0:
             return (
-                f"the check ended well, and the service cannot read its report in {self._storage.uri}: head and "
+                "the check ended well, and the service cannot read its report in "
+                f"{self._storage.uri}: head and "
                 "service do not use the same storage, or not the same version of Everstep"
             )
-        return f"the check's job ended {job.status}: {(job.message or 'without a message').strip()[-1500:]}"
+        return (
+            f"the check's job ended {job.status}: "
+            f"{(job.message or 'without a message').strip()[-1500:]}"
+        )
 
     def _cluster(self) -> RayJobs:
         if self._ray is None:
@@ -85,7 +105,10 @@ class DeploymentChecks:
         return self._ray
 
     def _facts(self) -> ServiceFacts:
-        versions: dict[str, str | None] = {"python": platform.python_version(), "everstep": version("everstep")}
+        versions: dict[str, str | None] = {
+            "python": platform.python_version(),
+            "everstep": version("everstep"),
+        }
         return ServiceFacts(
             hostname=socket.gethostname(),
             versions=versions,

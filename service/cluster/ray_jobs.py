@@ -1,4 +1,5 @@
-"""The service's only way to Ray: HTTP to the dashboard's Jobs API and state API, with the cluster's bearer token.
+"""The service's only way to Ray: HTTP to the dashboard's Jobs API and state API, with the cluster's
+bearer token.
 
 RayError
 ├── RayUnavailable   not reachable, too slow, or it answered with an error of its own; the same call may succeed later
@@ -26,7 +27,8 @@ CONNECT_TIMEOUT_S = 2.0
 MOST_SUBMITS = 16
 """So many jobs are submitted at a time."""
 READ_TIMEOUT_S = 10.0
-# Ray answers a submission only once an agent has taken it; on a cluster that has just started that takes a moment.
+# Ray answers a submission only once an agent has taken it; on a cluster that has just started that
+# takes a moment.
 SUBMIT_TIMEOUT_S = 30.0
 MAX_NODES = 10_000
 
@@ -54,7 +56,8 @@ class JobRejected(RayError):
 
 
 class JobStatus(StrEnum):
-    """What Ray says about a job. A fact to weigh, not a verdict: FAILED may be a healthy driver that Ray lost sight of."""
+    """What Ray says about a job. A fact to weigh, not a verdict: FAILED may be a healthy driver
+    that Ray lost sight of."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -80,11 +83,20 @@ class Job:
 
     @property
     def storage_problem(self) -> str | None:
-        """Why the driver left the storage alone and ended, by its last lines; None where it did not."""
+        """Why the driver left the storage alone and ended, by its last lines; None where it did
+        not."""
         if not self.status.ended or self.driver_exit_code != EXIT_STORAGE:
             return None
-        lines = [line.partition(STORAGE_WORDS)[2] for line in (self.message or "").splitlines() if STORAGE_WORDS in line]
-        return lines[-1].strip() if lines else "the driver could not use the run's storage; its job's log says more"
+        lines = [
+            line.partition(STORAGE_WORDS)[2]
+            for line in (self.message or "").splitlines()
+            if STORAGE_WORDS in line
+        ]
+        return (
+            lines[-1].strip()
+            if lines
+            else "the driver could not use the run's storage; its job's log says more"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,20 +126,28 @@ class RayJobs:
     """A client of one Ray cluster's dashboard.
 
     Args:
-        endpoint: Asked before every request, since an embedded cluster that starts again has another address; None means that
-            there is no cluster now.
+        endpoint: Asked before every request, since an embedded cluster that starts again has
+            another address; None means that there is no cluster now.
     """
 
     def __init__(self, endpoint: Callable[[], RayEndpoint | None]) -> None:
         self._endpoint = endpoint
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=False)
-        # A thousand runs may start at once. The client's pool goes through all requests that wait whenever one begins or ends.
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=False
+        )
+        # A thousand runs may start at once. The client's pool goes through all requests that wait
+        # whenever one begins or ends.
         self._submits = asyncio.Semaphore(MOST_SUBMITS)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._client.aclose()
 
     @property
@@ -137,9 +157,11 @@ class RayJobs:
         return endpoint.url if endpoint else None
 
     async def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> str:
-        """Submit a job, or find that it was submitted before: calling again with one id makes one job.
+        """Submit a job, or find that it was submitted before: calling again with one id makes one
+        job.
 
-        No runtime_env and no resources of the entrypoint: either would keep the run's actors from Ray's warm processes.
+        No runtime_env and no resources of the entrypoint: either would keep the run's actors from
+        Ray's warm processes.
 
         Returns:
             The submission id.
@@ -148,9 +170,15 @@ class RayJobs:
             RayUnavailable: It may or may not have been submitted; call again.
             JobRejected: Ray will not take it.
         """
-        body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
+        body = {
+            "submission_id": submission_id,
+            "entrypoint": entrypoint,
+            "metadata": dict(metadata),
+        }
         async with self._submits:
-            response = await self._send("POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S)
+            response = await self._send(
+                "POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S
+            )
         if response.is_success:
             return submission_id
         if "already exists" in response.text:
@@ -166,7 +194,8 @@ class RayJobs:
         return _read(_found(response, submission_id), _job)
 
     async def stop(self, submission_id: str) -> None:
-        """Ask Ray to end a job's driver; one that has ended is left alone. Raises JobNotFound, RayUnavailable."""
+        """Ask Ray to end a job's driver; one that has ended is left alone. Raises JobNotFound,
+        RayUnavailable."""
         _found(await self._send("POST", f"/api/jobs/{submission_id}/stop"), submission_id)
 
     async def jobs(self) -> list[Job]:
@@ -176,11 +205,17 @@ class RayJobs:
 
     async def version(self) -> str:
         """Ray's version, for example ``2.60.0``."""
-        return _read(_successful(await self._send("GET", "/api/version")), lambda answer: str(answer["ray_version"]))
+        return _read(
+            _successful(await self._send("GET", "/api/version")),
+            lambda answer: str(answer["ray_version"]),
+        )
 
     async def live_nodes(self) -> list[RayNode]:
-        """Nodes that are alive, cheaply: draining ones count as alive, and hostnames are addresses."""
-        return await self._nodes({"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE"})
+        """Nodes that are alive, cheaply: draining ones count as alive, and hostnames are
+        addresses."""
+        return await self._nodes(
+            {"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE"}
+        )
 
     async def nodes(self) -> list[RayNode]:
         """Every node that the cluster remembers, dead ones too, with hostnames and drains."""
@@ -195,13 +230,17 @@ class RayJobs:
 
     async def is_dead(self, node_id: str) -> bool:
         """Whether Ray tells this node dead, which it stays; not of one that Ray does not know."""
-        found = await self._nodes({"filter_keys": "node_id", "filter_predicates": "=", "filter_values": node_id})
+        found = await self._nodes(
+            {"filter_keys": "node_id", "filter_predicates": "=", "filter_values": node_id}
+        )
         return any(node.state == "DEAD" for node in found if node.node_id == node_id)
 
     async def _nodes(self, filters: Mapping[str, str]) -> list[RayNode]:
         params = {"limit": str(MAX_NODES), "detail": "1", **filters}
         response = _successful(await self._send("GET", "/api/v0/nodes", params=params))
-        return _read(response, lambda answer: [_node(raw) for raw in answer["data"]["result"]["result"]])
+        return _read(
+            response, lambda answer: [_node(raw) for raw in answer["data"]["result"]["result"]]
+        )
 
     async def _send(
         self,
@@ -227,25 +266,33 @@ class RayJobs:
                 timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S),
             )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise RayUnavailable(f"Ray's dashboard at {endpoint.url} does not answer: {exc or type(exc).__name__}") from exc
+            raise RayUnavailable(
+                f"Ray's dashboard at {endpoint.url} does not answer: {exc or type(exc).__name__}"
+            ) from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise RayRefused(f"Ray's dashboard at {endpoint.url} refuses the token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH")
+            raise RayRefused(
+                f"Ray's dashboard at {endpoint.url} refuses the token: set RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH"
+            )
         return response
 
 
 def _found(response: httpx.Response, submission_id: str) -> httpx.Response:
-    if response.status_code == httpx.codes.NOT_FOUND and "does not exist" in response.text:  # Ray's own words, not a proxy's
+    # Ray's own words, not a proxy's
+    if response.status_code == httpx.codes.NOT_FOUND and "does not exist" in response.text:
         raise JobNotFound(f"Ray knows no job {submission_id}")
     return _successful(response)
 
 
 def _read(response: httpx.Response, parse: Callable[[Any], T]) -> T:
-    """What an answer says. Raises RayUnavailable for one that is not Ray's: a proxy has pages of its own."""
+    """What an answer says. Raises RayUnavailable for one that is not Ray's: a proxy has pages of
+    its own."""
     try:
         return parse(response.json())
     except (ValueError, LookupError, TypeError, AttributeError) as exc:
         raise RayUnavailable(
-            f"what answered {response.status_code} to {response.request.url.path} is not Ray ({type(exc).__name__}: {exc}): "
+            f"what answered {response.status_code} to {response.request.url.path} is not Ray "
+            f"({type(exc).__name__}: {exc}): "
             f"{response.text[:100]!r}"
         ) from exc
 
@@ -257,7 +304,10 @@ def _successful(response: httpx.Response) -> httpx.Response:
 
 
 def _unavailable(response: httpx.Response) -> RayUnavailable:
-    return RayUnavailable(f"Ray answered {response.status_code} to {response.request.url.path}: {_last_line(response)}")
+    return RayUnavailable(
+        f"Ray answered {response.status_code} to {response.request.url.path}: "
+        f"{_last_line(response)}"
+    )
 
 
 def _last_line(response: httpx.Response) -> str:
@@ -300,4 +350,11 @@ def _with_summary(node: RayNode, raw: Mapping[str, Any] | None) -> RayNode:
         return node
     draining = raw["raylet"].get("stateSnapshot", {}).get("state") == "DRAINING"
     state: NodeState = "DRAINING" if draining and node.state == "ALIVE" else node.state
-    return RayNode(node.node_id, node.ip, raw.get("hostname") or node.hostname, state, node.is_head, node.resources)
+    return RayNode(
+        node.node_id,
+        node.ip,
+        raw.get("hostname") or node.hostname,
+        state,
+        node.is_head,
+        node.resources,
+    )

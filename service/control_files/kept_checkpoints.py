@@ -1,4 +1,5 @@
-"""The files that tell drivers which checkpoints other runs are to begin from, and which are damaged, so that retention knows."""
+"""The files that tell drivers which checkpoints other runs are to begin from, and which are
+damaged, so that retention knows."""
 
 from __future__ import annotations
 
@@ -15,17 +16,22 @@ class KeptSteps:
         self._storage = storage
         self._records = records
         self._told: set[str] | None = None
-        """Runs whose file may hold something; None before the first look, which goes over all that have not ended."""
+        """Runs whose file may hold something; None before the first look, which goes over all that
+        have not ended."""
 
     def hold(self, run_id: str, step: int) -> None:
-        """Have a run keep a checkpoint for another one whose row is not there yet. Raises StorageError, DatabaseError."""
+        """Have a run keep a checkpoint for another one whose row is not there yet. Raises
+        StorageError, DatabaseError."""
         known = self._wanted().get(run_id, Kept())
         self._tell(run_id, Kept(known.steps | {step}, known.corrupt))
 
     def publish(self) -> None:
-        """Make the files say what the database says. Raises StorageError, DatabaseError; the next call heals them."""
+        """Make the files say what the database says. Raises StorageError, DatabaseError; the next
+        call heals them."""
         wanted = self._wanted()
-        candidates = wanted.keys() | (set(self._records.unended()) if self._told is None else self._told)
+        candidates = wanted.keys() | (
+            set(self._records.unended()) if self._told is None else self._told
+        )
         for run_id in sorted(candidates):
             self._tell(run_id, wanted.get(run_id, Kept()))
         self._told = set(wanted)
@@ -34,7 +40,8 @@ class KeptSteps:
         awaited, corrupt = self._records.awaited(), self._records.corrupt()
         none: frozenset[str] = frozenset()
         return {
-            run_id: Kept(awaited.get(run_id, frozenset()), corrupt.get(run_id, none)) for run_id in awaited.keys() | corrupt.keys()
+            run_id: Kept(awaited.get(run_id, frozenset()), corrupt.get(run_id, none))
+            for run_id in awaited.keys() | corrupt.keys()
         }
 
     def _tell(self, run_id: str, kept: Kept) -> None:

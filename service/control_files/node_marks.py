@@ -17,8 +17,8 @@ class MarksFile:
     def publish(self) -> bool:
         """Make the file say what the database says; whether it had to be written.
 
-        Whoever writes looks at the database once more afterwards. Two writers at a time, of one process or of two, therefore leave
-        the newer words, whichever of them wrote last.
+        Whoever writes looks at the database once more afterwards. Two writers at a time, of one
+        process or of two, therefore leave the newer words, whichever of them wrote last.
 
         Raises:
             StorageError: The file may be old; the next call heals it.
@@ -35,4 +35,6 @@ class MarksFile:
             wanted = now_wanted
 
     def _wanted(self) -> bytes:
-        return encode_marks(mark for row in self._marks.all().values() if (mark := row.mark) is not None)
+        return encode_marks(
+            mark for row in self._marks.all().values() if (mark := row.mark) is not None
+        )

@@ -1,4 +1,5 @@
-"""The audit log: who changed what, when and from where. What was done is written in the transaction that did it."""
+"""The audit log: who changed what, when and from where. What was done is written in the transaction
+that did it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _INSERT: Final = insert(audit_log)
 
 @dataclass
 class AuditEntry:
-    """One call, filled in as it is understood. It travels with its request's context, also into threads."""
+    """One call, filled in as it is understood. It travels with its request's context, also into
+    threads."""
 
     method: str
     path: str
@@ -78,9 +80,11 @@ class AuditStore:
         self._clock = clock
 
     def join(self, connection: Connection) -> Callable[[], None] | None:
-        """Write the call at hand into its own transaction. Returns what to call once that is committed.
+        """Write the call at hand into its own transaction. Returns what to call once that is
+        committed.
 
-        A transaction that is rolled back takes the entry with it, and its repetition writes it again.
+        A transaction that is rolled back takes the entry with it, and its repetition writes it
+        again.
         """
         entry = _current.get()
         if entry is None or entry.seq is not None or entry.token_id is None:
@@ -96,7 +100,8 @@ class AuditStore:
         return committed
 
     def complete(self, entry: AuditEntry) -> None:
-        """Once a call's answer is known: write it where it wrote nothing itself, and correct it where it was answered otherwise."""
+        """Once a call's answer is known: write it where it wrote nothing itself, and correct it
+        where it was answered otherwise."""
         if entry.seq is None:
             with self._database.write() as connection:
                 key = connection.execute(_INSERT, entry.columns(self._clock())).inserted_primary_key
@@ -107,8 +112,11 @@ class AuditStore:
             with self._database.write() as connection:
                 connection.execute(answered.values(target=entry.target, status=entry.status))
 
-    def page(self, limit: int, before: int | None = None, token_id: str | None = None) -> list[AuditRow]:
-        """Entries, newest first; those before the entry ``before``, and of one token, where given."""
+    def page(
+        self, limit: int, before: int | None = None, token_id: str | None = None
+    ) -> list[AuditRow]:
+        """Entries, newest first; those before the entry ``before``, and of one token, where
+        given."""
         query = select(audit_log).order_by(audit_log.c.seq.desc()).limit(limit)
         if before is not None:
             query = query.where(audit_log.c.seq < before)

@@ -1,4 +1,5 @@
-"""Checkpoints over all runs: which are kept, when each was last read back, and which other runs are to begin from."""
+"""Checkpoints over all runs: which are kept, when each was last read back, and which other runs are
+to begin from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from service.db.planner_hints import Few
 from service.db.tables import checkpoint_checks, runs
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
-_IS_UNENDED: Final = Few(runs.c.status.in_(sorted(status.value for status in RunStatus if not status.terminal)))
+_IS_UNENDED: Final = Few(
+    runs.c.status.in_(sorted(status.value for status in RunStatus if not status.terminal))
+)
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,20 @@ class CheckpointRecords:
         self._database = database
 
     def kept(self) -> list[KeptCheckpoint]:
-        """Every kept checkpoint (of each run the newest 64 at most), the one that was checked longest ago first."""
-        rows = select(runs.c.id, runs.c.status, runs.c.recent_checkpoints).where(runs.c.latest_checkpoint.is_not(None))
+        """Every kept checkpoint (of each run the newest 64 at most), the one that was checked
+        longest ago first."""
+        rows = select(runs.c.id, runs.c.status, runs.c.recent_checkpoints).where(
+            runs.c.latest_checkpoint.is_not(None)
+        )
         with self._database.read() as connection:
             checks = {
                 (run_id, name): at
                 for run_id, name, at in connection.execute(
-                    select(checkpoint_checks.c.run_id, checkpoint_checks.c.name, checkpoint_checks.c.verified_at)
+                    select(
+                        checkpoint_checks.c.run_id,
+                        checkpoint_checks.c.name,
+                        checkpoint_checks.c.verified_at,
+                    )
                 )
             }
             found = [
@@ -58,19 +68,24 @@ class CheckpointRecords:
         return sorted(found, key=lambda kept: kept.checked_at)
 
     def awaited(self) -> dict[str, frozenset[int]]:
-        """Steps by run whose checkpoints other runs are to begin from: those that have not ended, nor a checkpoint of their own."""
+        """Steps by run whose checkpoints other runs are to begin from: those that have not ended,
+        nor a checkpoint of their own."""
         rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
             for (spec,) in connection.execute(rows):
                 origin = spec.get("resume_from")
                 if origin:
-                    found[origin["run_id"]] = found.get(origin["run_id"], frozenset()) | {int(origin["step"])}
+                    found[origin["run_id"]] = found.get(origin["run_id"], frozenset()) | {
+                        int(origin["step"])
+                    }
         return found
 
     def corrupt(self) -> dict[str, frozenset[str]]:
         """Return the names of damaged checkpoints by run, of runs that have not ended."""
-        damaged = select(checkpoint_checks.c.run_id, checkpoint_checks.c.name).where(checkpoint_checks.c.problem.is_not(None))
+        damaged = select(checkpoint_checks.c.run_id, checkpoint_checks.c.name).where(
+            checkpoint_checks.c.problem.is_not(None)
+        )
         query = damaged.join_from(checkpoint_checks, runs).where(_IS_UNENDED)
         found: dict[str, frozenset[str]] = {}
         with self._database.read() as connection:
@@ -91,7 +106,9 @@ class CheckpointRecords:
 
     def count_checks(self) -> tuple[int, int]:
         """How many checkpoints were sound when they were last read back, and how many were not."""
-        query = select(func.count(), func.count(checkpoint_checks.c.problem)).select_from(checkpoint_checks)
+        query = select(func.count(), func.count(checkpoint_checks.c.problem)).select_from(
+            checkpoint_checks
+        )
         with self._database.read() as connection:
             total, corrupt = connection.execute(query).one()
         return total - corrupt, corrupt

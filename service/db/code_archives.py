@@ -1,4 +1,5 @@
-"""Which project uploaded which code: an archive is a project's own, though storage keeps equal ones once."""
+"""Which project uploaded which code: an archive is a project's own, though storage keeps equal ones
+once."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ class CodeArchives:
             return _holds(connection, project, digest)
 
     def share(self, project: str, digest: str, token_id: str) -> None:
-        """Let a project use an archive that another one has uploaded; it counts as nothing of what the project may have."""
+        """Let a project use an archive that another one has uploaded; it counts as nothing of what
+        the project may have."""
         if not self.holds(project, digest):
             with self._database.write() as connection:
                 if not _holds(connection, project, digest):
                     self._insert(connection, project, digest, 0, token_id)
 
     def record(
-        self, project: str, digest: str, size_bytes: int, token_id: str, most_bytes: int, *, create_project: bool = False
+        self,
+        project: str,
+        digest: str,
+        size_bytes: int,
+        token_id: str,
+        most_bytes: int,
+        *,
+        create_project: bool = False,
     ) -> None:
         """Remember that a project uploads an archive; harmless where it did before.
 
@@ -51,22 +60,33 @@ class CodeArchives:
         """
         with self._database.write() as connection:
             ensure_project(connection, project, self._clock(), create=create_project)
-            # Uploads of one project wait for each other here, so that together they keep to the limit.
-            connection.execute(select(projects.c.name).where(projects.c.name == project).with_for_update())
+            # Uploads of one project wait for each other here, so that together they keep to the
+            # limit.
+            connection.execute(
+                select(projects.c.name).where(projects.c.name == project).with_for_update()
+            )
             if _holds(connection, project, digest):
                 return
-            total = select(func.coalesce(func.sum(_COLUMNS.size_bytes), 0)).where(_COLUMNS.project == project)
+            total = select(func.coalesce(func.sum(_COLUMNS.size_bytes), 0)).where(
+                _COLUMNS.project == project
+            )
             used = int(connection.execute(total).scalar_one())
             if most_bytes and used + size_bytes > most_bytes:
                 raise QuotaExceeded(
-                    f"project {project} has {used} bytes of uploaded code; {size_bytes} more are beyond the {most_bytes} that it "
-                    "may have. Leave data and weights out of it (.everstepignore), or raise EVERSTEP_MAX_CODE_BYTES"
+                    f"project {project} has {used} bytes of uploaded code; {size_bytes} more are "
+                    f"beyond the {most_bytes} that it "
+                    "may have. Leave data and weights out of it (.everstepignore), or raise "
+                    "EVERSTEP_MAX_CODE_BYTES"
                 )
             self._insert(connection, project, digest, size_bytes, token_id)
 
-    def _insert(self, connection: Connection, project: str, digest: str, size_bytes: int, token_id: str) -> None:
+    def _insert(
+        self, connection: Connection, project: str, digest: str, size_bytes: int, token_id: str
+    ) -> None:
         row = {"project": project, "digest": digest, "size_bytes": size_bytes}
-        connection.execute(insert(code_archives), row | {"created_by": token_id, "created_at": self._clock()})
+        connection.execute(
+            insert(code_archives), row | {"created_by": token_id, "created_at": self._clock()}
+        )
 
 
 def _holds(connection: Connection, project: str, digest: str) -> bool:

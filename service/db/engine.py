@@ -1,4 +1,5 @@
-"""Connections: SQLite in WAL mode or PostgreSQL behind one small object, migrated when it is opened."""
+"""Connections: SQLite in WAL mode or PostgreSQL behind one small object, migrated when it is
+opened."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ MIGRATIONS: Final = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
 _MIGRATION_LOCK: Final = 0x65766572_73746570
-"""Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the same moment."""
+"""Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the
+same moment."""
 
 Guard = Callable[[Connection], None]
 """Called at the beginning of every write; raises where it must not happen."""
 Companion = Callable[[Connection], Callable[[], None] | None]
-"""Called at the end of every write, to write what belongs to it; returns what to call once all of it is committed."""
+"""Called at the end of every write, to write what belongs to it; returns what to call once all of
+it is committed."""
 
 
 class DatabaseError(Exception):
@@ -49,22 +52,24 @@ class DatabaseUnavailable(DatabaseError):
 
 
 class Unstorable(ValueError):
-    """A value that no column can hold, or be compared with: nothing is wrong with the database, and asking again is no use."""
+    """A value that no column can hold, or be compared with: nothing is wrong with the database, and
+    asking again is no use."""
 
 
 class Database:
     """A database that readers and writers share.
 
-    Every write is one ``BEGIN IMMEDIATE`` transaction on SQLite, so that what it read cannot change before it commits;
-    PostgreSQL gets the same from the run's row lock. ``synchronous=FULL`` makes an acknowledged request survive a power cut,
-    not only the death of the process.
+    Every write is one ``BEGIN IMMEDIATE`` transaction on SQLite, so that what it read cannot change
+    before it commits; PostgreSQL gets the same from the run's row lock. ``synchronous=FULL`` makes
+    an acknowledged request survive a power cut, not only the death of the process.
     """
 
     def __init__(self, url: str) -> None:
         """Open without connecting.
 
         Args:
-            url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db`` or ``postgresql+psycopg://me@db/everstep``.
+            url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db`` or
+                ``postgresql+psycopg://me@db/everstep``.
 
         Raises DatabaseError for a URL that names no database that is served.
         """
@@ -75,16 +80,22 @@ class Database:
         self._engine = create_engine(
             self.url,
             pool_size=POOL_SIZE,
-            # On SQLite a connection is an open file: nobody, least of all the event loop, is to wait for one.
+            # On SQLite a connection is an open file: nobody, least of all the event loop, is to
+            # wait for one.
             max_overflow=-1 if self.is_sqlite else POOL_SIZE,
             **self._options(),
         )
-        # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler sleeps and races.
-        self._shared_commits = SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
+        # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler
+        # sleeps and races.
+        self._shared_commits = (
+            SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
+        )
         self._own = threading.local()
-        """Of a thread: ``reading``, the connection of the transaction that it reads in; ``committed``, what it calls later."""
+        """Of a thread: ``reading``, the connection of the transaction that it reads in;
+        ``committed``, what it calls later."""
         self._looking: ContextVar[Connection | None] = ContextVar("looking", default=None)
-        """The connection of the looks of a thread; of a request in the event loop also that of what it writes."""
+        """The connection of the looks of a thread; of a request in the event loop also that of what
+        it writes."""
         self._loop: postgresql.LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
@@ -94,7 +105,11 @@ class Database:
 
     def _options(self) -> dict[str, Any]:
         connect_args = {} if self.is_sqlite else postgresql.connect_args(BUSY_TIMEOUT_MS)
-        return {"json_serializer": encoded, "json_deserializer": from_json, "connect_args": connect_args}
+        return {
+            "json_serializer": encoded,
+            "json_deserializer": from_json,
+            "connect_args": connect_args,
+        }
 
     def migrate(self) -> None:
         """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
@@ -102,14 +117,19 @@ class Database:
             try:
                 Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
             except OSError as exc:
-                raise DatabaseUnavailable(f"cannot create the directory of {self.url.database}: {exc}") from exc
+                raise DatabaseUnavailable(
+                    f"cannot create the directory of {self.url.database}: {exc}"
+                ) from exc
         with self.write() as connection:
             if not self.is_sqlite:
-                # It is Python that a migration waits for between two statements, and on a busy machine both it and another
-                # replica's migration before it take long. Locks of tables are waited for no longer than ever: others queue behind.
+                # It is Python that a migration waits for between two statements, and on a busy
+                # machine both it and another replica's migration before it take long. Locks of
+                # tables are waited for no longer than ever: others queue behind.
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
                 connection.execute(text("SET LOCAL lock_timeout = '60s'"))
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                connection.execute(
+                    text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
+                )
                 connection.execute(text(f"SET LOCAL lock_timeout = {BUSY_TIMEOUT_MS}"))
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
@@ -118,7 +138,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one snapshot and writes nothing. A read within a read, in the same thread, is part of it."""
+        """A transaction that sees one snapshot and writes nothing. A read within a read, in the
+        same thread, is part of it."""
         begun: Connection | None = getattr(self._own, "reading", None)
         if begun is not None:
             yield begun
@@ -145,7 +166,9 @@ class Database:
             yield begun
             return
         with _mapped_errors(), self._engine.connect() as connection:
-            alone = {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
+            alone = (
+                {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
+            )
             with self._looking_on(connection.execution_options(**alone)) as looking:
                 yield looking
 
@@ -184,14 +207,16 @@ class Database:
         of_loop = self._of_loop()
         if of_loop is not None:
             return postgresql.transaction(of_loop)
-        return self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
+        return (
+            self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
+        )
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """One commit, at the block's end, for all that this thread writes in it: on SQLite only.
 
-        A write that fails is undone alone. Reads in the block see what was written before. Where the commit fails, nothing of it
-        was written, and this raises what ``write`` would.
+        A write that fails is undone alone. Reads in the block see what was written before. Where
+        the commit fails, nothing of it was written, and this raises what ``write`` would.
         """
         assert self._shared_commits is not None
         called_later: list[Callable[[], None]] = []
@@ -205,10 +230,11 @@ class Database:
             call()
 
     async def do_in_loop(self, call: Callable[[], T], *, writes: bool = False) -> T:
-        """What ``call`` returns, which looks, or writes, but does not read, in the event loop's own thread.
+        """What ``call`` returns, which looks, or writes, but does not read, in the event loop's own
+        thread.
 
-        Only where that waits for nobody (SQLite's looks), or goes on with others meanwhile (PostgreSQL): threads wait for one
-        another, and for the interpreter.
+        Only where that waits for nobody (SQLite's looks), or goes on with others meanwhile
+        (PostgreSQL): threads wait for one another, and for the interpreter.
         """
         if self.is_sqlite:
             assert not writes, "a commit would hold up the event loop"
@@ -244,24 +270,33 @@ class Database:
 
 
 def checked_url(url: str) -> URL:
-    """Where a database is, with the driver that is used. Raises DatabaseError for one that is not served."""
+    """Where a database is, with the driver that is used. Raises DatabaseError for one that is not
+    served."""
     try:
         found = make_url(url)
     except SQLAlchemyError as exc:
-        raise DatabaseError("that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…") from exc
-    drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}  # whatever driver the URL names
+        raise DatabaseError(
+            "that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…"
+        ) from exc
+    # whatever driver the URL names
+    drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
     if (backend := found.get_backend_name()) not in drivers:
-        raise DatabaseError(f"{backend} is not served; give sqlite:///PATH or postgresql+psycopg://…")
+        raise DatabaseError(
+            f"{backend} is not served; give sqlite:///PATH or postgresql+psycopg://…"
+        )
     return found.set(drivername=drivers[backend])
 
 
 @contextmanager
 def _mapped_errors() -> Iterator[None]:
-    """The one place where the driver's errors become ours. Integrity errors and bugs stay what they are."""
+    """The one place where the driver's errors become ours. Integrity errors and bugs stay what they
+    are."""
     try:
         yield
     except WriterTimeout as exc:
-        raise DatabaseUnavailable(f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s") from exc
+        raise DatabaseUnavailable(
+            f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s"
+        ) from exc
     except OperationalError as exc:
         raise DatabaseUnavailable(str(exc.orig)) from exc
     except DataError as exc:

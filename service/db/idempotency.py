@@ -38,17 +38,23 @@ def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> Run
     if idempotency is None:
         return None
     keys = idempotency_keys.c
-    query = select(keys.body_sha256, keys.run_id).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    query = select(keys.body_sha256, keys.run_id).where(
+        keys.scope == idempotency.scope, keys.key == idempotency.key
+    )
     found = connection.execute(query).one_or_none()
     if found is None:
         return None
     if found.body_sha256 != idempotency.body_sha256:
         raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a new request"
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
+            "new request"
         )
     run = find_run(connection, found.run_id)
     if run is None:
-        raise IdempotencyConflict(f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use a new key")
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use "
+            "a new key"
+        )
     return run
 
 

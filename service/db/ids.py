@@ -16,7 +16,8 @@ _RANDOM_BITS: Final = 19
 def new_run_id(now: float) -> str:
     """``run_`` and 12 characters: 41 bits of milliseconds, then 19 random bits.
 
-    Two ids of one millisecond may collide (1 in 524,288); the primary key notices and the store draws again.
+    Two ids of one millisecond may collide (1 in 524,288); the primary key notices and the store
+    draws again.
     """
     return "run_" + _dated(now)
 

@@ -1,4 +1,5 @@
-"""A lease on a name: one holder at a time, and a fence that keeps an old holder from writing once another has it."""
+"""A lease on a name: one holder at a time, and a fence that keeps an old holder from writing once
+another has it."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ class Lease:
     fence: int
 
     def check(self, connection: Connection) -> None:
-        """See that the lease is still held, and keep it from changing hands until this transaction ends. Raises LeaseLost."""
+        """See that the lease is still held, and keep it from changing hands until this transaction
+        ends. Raises LeaseLost."""
         query = select(leases.c.fence).where(leases.c.name == self.name).with_for_update(read=True)
         if connection.execute(query).scalar_one_or_none() != self.fence:
-            raise LeaseLost(f"{self.name}: {self.holder} was replaced by another process while it stood still")
+            raise LeaseLost(
+                f"{self.name}: {self.holder} was replaced by another process while it stood still"
+            )
 
 
 class LeaseStore:
-    """Leases by the database's own clock, so that replicas need not agree on the time. ``clock`` serves SQLite, which has none."""
+    """Leases by the database's own clock, so that replicas need not agree on the time. ``clock``
+    serves SQLite, which has none."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -56,14 +61,22 @@ class LeaseStore:
 
     def _take(self, connection: Connection, name: str, holder: str) -> Lease | None:
         now = self._now(connection)
-        found = connection.execute(select(leases).where(leases.c.name == name).with_for_update()).one_or_none()
+        found = connection.execute(
+            select(leases).where(leases.c.name == name).with_for_update()
+        ).one_or_none()
         if found is None:
-            connection.execute(insert(leases).values(name=name, holder=holder, fence=1, expires_at=now + LEASE_S))
+            connection.execute(
+                insert(leases).values(name=name, holder=holder, fence=1, expires_at=now + LEASE_S)
+            )
             return Lease(name, holder, 1)
         if found.holder != holder and found.expires_at > now:
             return None
         fence = found.fence + (found.holder != holder)
-        renewed = update(leases).where(leases.c.name == name).values(holder=holder, fence=fence, expires_at=now + LEASE_S)
+        renewed = (
+            update(leases)
+            .where(leases.c.name == name)
+            .values(holder=holder, fence=fence, expires_at=now + LEASE_S)
+        )
         connection.execute(renewed)
         return Lease(name, holder, fence)
 
@@ -76,4 +89,6 @@ class LeaseStore:
     def _now(self, connection: Connection) -> float:
         if self._database.is_sqlite:
             return self._clock()
-        return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+        return float(
+            connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one()
+        )

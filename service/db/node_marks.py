@@ -13,7 +13,8 @@ from service.db.tables import events, node_marks
 from service.model.rows import MarkWord, NodeFailure, NodeMarkRow
 
 GONE_KEPT_S: Final = 24 * 3600.0
-"""A mark of a node that the cluster no longer has is kept for so long: a head that lost sight of it may find it again."""
+"""A mark of a node that the cluster no longer has is kept for so long: a head that lost sight of it
+may find it again."""
 _FAILURES: Final = text("events.kind = 'failure'")
 """Written out, since a bound value would keep SQLite from the index of failures."""
 
@@ -32,7 +33,13 @@ class NodeMarkStore:
             return {row.node_id: row for row in rows}
 
     def say(
-        self, node_id: str, state: MarkWord, by: str, *, reason: str | None = None, deadline_s: float | None = None
+        self,
+        node_id: str,
+        state: MarkWord,
+        by: str,
+        *,
+        reason: str | None = None,
+        deadline_s: float | None = None,
     ) -> NodeMarkRow:
         """The last word counts: it replaces what was said of the node before.
 
@@ -41,7 +48,8 @@ class NodeMarkStore:
             state: What it is to be.
             by: Who says so.
             reason: Why, in words.
-            deadline_s: Seconds from now at which the node is to be taken away; None where nobody said.
+            deadline_s: Seconds from now at which the node is to be taken away; None where nobody
+                said.
         """
         now = self._clock()
         deadline = None if deadline_s is None else now + deadline_s
@@ -52,10 +60,13 @@ class NodeMarkStore:
         return row
 
     def say_if_silent(self, node_id: str, known_at: float | None, by: str, reason: str) -> bool:
-        """Cordon a node, unless somebody spoke of it since ``known_at``, when the last known word was said; None for none."""
+        """Cordon a node, unless somebody spoke of it since ``known_at``, when the last known word
+        was said; None for none."""
         row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
         with self._database.write() as connection:
-            found = connection.execute(select(node_marks.c.at).where(node_marks.c.node_id == node_id)).scalar_one_or_none()
+            found = connection.execute(
+                select(node_marks.c.at).where(node_marks.c.node_id == node_id)
+            ).scalar_one_or_none()
             if found != known_at:
                 return False
             connection.execute(delete(node_marks).where(node_marks.c.node_id == node_id))
@@ -65,7 +76,8 @@ class NodeMarkStore:
     def note_living(self, living: Collection[str], pardon_s: float) -> tuple[str, ...]:
         """Note which nodes the cluster has, and forget words that no longer matter.
 
-        Those are words about nodes that have been gone for a day, and nodes that were opened again longer than ``pardon_s`` ago.
+        Those are words about nodes that have been gone for a day, and nodes that were opened again
+        longer than ``pardon_s`` ago.
 
         Returns:
             Ids of nodes whose marks were forgotten because they are gone.
@@ -73,7 +85,9 @@ class NodeMarkStore:
         now = self._clock()
         gone = []
         with self._database.write() as connection:
-            for row in [NodeMarkRow.of(found) for found in connection.execute(select(node_marks)).mappings()]:
+            for row in [
+                NodeMarkRow.of(found) for found in connection.execute(select(node_marks)).mappings()
+            ]:
                 here = node_marks.c.node_id == row.node_id
                 if row.node_id in living:
                     if row.gone_since is not None:
@@ -89,11 +103,21 @@ class NodeMarkStore:
 
     def failures_since(self, since: float) -> list[NodeFailure]:
         """Failures of all runs whose first failing rank, and its node, are known; oldest first."""
-        query = select(events.c.run_id, events.c.at, events.c.data).where(_FAILURES, events.c.at >= since).order_by(events.c.at)
+        query = (
+            select(events.c.run_id, events.c.at, events.c.data)
+            .where(_FAILURES, events.c.at >= since)
+            .order_by(events.c.at)
+        )
         with self._database.read() as connection:
             found = [(row.run_id, row.at, row.data) for row in connection.execute(query)]
         return [
-            NodeFailure(run_id, str(data["node_id"]), at, str(data.get("verdict")), str(data.get("exception") or ""))
+            NodeFailure(
+                run_id,
+                str(data["node_id"]),
+                at,
+                str(data.get("verdict")),
+                str(data.get("exception") or ""),
+            )
             for run_id, at, data in found
             if data.get("node_id") and data.get("first_rank") is not None
         ]

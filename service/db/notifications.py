@@ -1,4 +1,5 @@
-"""What webhooks are still to be told: written in the transaction of what it tells of, and kept until it was taken."""
+"""What webhooks are still to be told: written in the transaction of what it tells of, and kept
+until it was taken."""
 
 from __future__ import annotations
 
@@ -31,12 +32,23 @@ class Notification(Row):
 
 
 def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
-    """What to tell of the status that a run has just got into; None where its spec asks for nothing."""
+    """What to tell of the status that a run has just got into; None where its spec asks for
+    nothing."""
     asked: dict[str, Any] | None = run.spec.get("notify")
     if not asked or run.status.value not in asked["on"]:
         return None
-    reason = None if run.reason_code is None else {"code": run.reason_code, "message": run.reason_message}
-    told = {"run_id": run.id, "name": run.name, "project": run.project, "status": run.status.value, "reason": reason}
+    reason = (
+        None
+        if run.reason_code is None
+        else {"code": run.reason_code, "message": run.reason_message}
+    )
+    told = {
+        "run_id": run.id,
+        "name": run.name,
+        "project": run.project,
+        "status": run.status.value,
+        "reason": reason,
+    }
     body = json.dumps({**told, "step": run.step, "seq": seq, "at": at})
     return Notification(run.id, seq, asked["url"], body, at, at, 0)
 
@@ -52,7 +64,10 @@ class NotificationStore:
         """Those whose time has come, the longest due first."""
         query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
         with self._database.read() as connection:
-            return [Notification(*row) for row in connection.execute(query.order_by(notifications.c.next_at).limit(_DUE))]
+            return [
+                Notification(*row)
+                for row in connection.execute(query.order_by(notifications.c.next_at).limit(_DUE))
+            ]
 
     def forget(self, told: Notification) -> None:
         """It was taken, or is given up."""
@@ -62,7 +77,11 @@ class NotificationStore:
     def postpone(self, told: Notification, until: float) -> None:
         """Try again at ``until``."""
         with self._database.write() as connection:
-            connection.execute(update(notifications).where(*_key(told)).values(next_at=until, num_tries=told.num_tries + 1))
+            connection.execute(
+                update(notifications)
+                .where(*_key(told))
+                .values(next_at=until, num_tries=told.num_tries + 1)
+            )
 
     def count(self) -> int:
         with self._database.read() as connection:

@@ -1,4 +1,5 @@
-"""Orders to the ranks of a run that trains (drills, profiles): entries of its history, for which no table of its own is needed."""
+"""Orders to the ranks of a run that trains (drills, profiles): entries of its history, for which no
+table of its own is needed."""
 
 from __future__ import annotations
 
@@ -16,28 +17,40 @@ from service.model.rows import EventRow, RunRow
 from service.model.states import TransitionConflict
 
 TAKE_UP_S: Final = 15.0
-"""A driver takes an order up within about a second; for so long no other one of its kind may take its place."""
+"""A driver takes an order up within about a second; for so long no other one of its kind may take
+its place."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A kind of order: what it is called, the event that records it, and those that show that it was taken up."""
+    """A kind of order: what it is called, the event that records it, and those that show that it
+    was taken up."""
 
     name: str
     requested: EventKind
     taken_up: tuple[EventKind, ...]
 
 
-DRILL: Final = Order("drill", EventKind.DRILL_REQUESTED, (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED))
+DRILL: Final = Order(
+    "drill", EventKind.DRILL_REQUESTED, (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED)
+)
 PROFILE: Final = Order(
     "profile",
     EventKind.PROFILE_REQUESTED,
-    (EventKind.PROFILE_ORDERED, EventKind.PROFILE_STARTED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED),
+    (
+        EventKind.PROFILE_ORDERED,
+        EventKind.PROFILE_STARTED,
+        EventKind.PROFILE_DONE,
+        EventKind.PROFILE_FAILED,
+    ),
 )
 
 
-def record(database: Database, run: RunRow, order: Order, data: dict[str, Any], now: float) -> EventRow:
-    """Record an order for the ranks of ``run`` as the caller saw them, before anybody is told of it.
+def record(
+    database: Database, run: RunRow, order: Order, data: dict[str, Any], now: float
+) -> EventRow:
+    """Record an order for the ranks of ``run`` as the caller saw them, before anybody is told of
+    it.
 
     Args:
         database: Where.
@@ -47,8 +60,8 @@ def record(database: Database, run: RunRow, order: Order, data: dict[str, Any], 
         now: Unix seconds.
 
     Raises:
-        TransitionConflict: The run does not train now, trains with other ranks than the caller saw, or has an order of the kind
-            that its driver has not taken up yet.
+        TransitionConflict: The run does not train now, trains with other ranks than the caller saw,
+            or has an order of the kind that its driver has not taken up yet.
     """
     with database.write() as connection:
         writer = RunWriter.lock(connection, run.id, now)
@@ -56,10 +69,16 @@ def record(database: Database, run: RunRow, order: Order, data: dict[str, Any], 
         if found.status != RunStatus.RUNNING or found.world_size is None:
             raise not_training(found, order)
         if (found.submission, found.attempt) != (run.submission, run.attempt):
-            raise TransitionConflict(run.id, found.status, "its ranks have changed just now; ask again")
+            raise TransitionConflict(
+                run.id, found.status, "its ranks have changed just now; ask again"
+            )
         waiting = _waiting(connection, run.id, order, since=now - TAKE_UP_S)
         if waiting is not None:
-            raise TransitionConflict(run.id, found.status, f"{order.name} {waiting} has not been taken up yet; wait for it")
+            raise TransitionConflict(
+                run.id,
+                found.status,
+                f"{order.name} {waiting} has not been taken up yet; wait for it",
+            )
         event = writer.append(order.requested, now, data, attempt=found.attempt)
         writer.save()
     return event
@@ -67,13 +86,17 @@ def record(database: Database, run: RunRow, order: Order, data: dict[str, Any], 
 
 def not_training(run: RunRow, order: Order) -> TransitionConflict:
     """What to raise for a run that has no ranks."""
-    return TransitionConflict(run.id, run.status, f"a {order.name} needs a run that trains: one that is RUNNING")
+    return TransitionConflict(
+        run.id, run.status, f"a {order.name} needs a run that trains: one that is RUNNING"
+    )
 
 
 def _waiting(connection: Connection, run_id: str, order: Order, since: float) -> str | None:
     """Id of the order that was given last, where that was since then and nothing has come of it."""
     kinds = (order.requested, *order.taken_up)
-    query = select(events.c.kind, events.c.at, events.c.data).where(events.c.run_id == run_id, events.c.kind.in_(kinds))
+    query = select(events.c.kind, events.c.at, events.c.data).where(
+        events.c.run_id == run_id, events.c.kind.in_(kinds)
+    )
     newest: tuple[str, float] | None = None
     for kind, at, data in connection.execute(query.order_by(events.c.seq)):
         if kind == order.requested:

@@ -1,4 +1,5 @@
-"""A condition that few rows meet, said to SQLite, which otherwise expects as many of each value as of every other."""
+"""A condition that few rows meet, said to SQLite, which otherwise expects as many of each value as
+of every other."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from service.model.states import LIVE
 
 
 class Few(FunctionElement[Any]):
-    """The condition itself. Once SQLite has looked at its tables it would read all runs to find the few that have not ended.
+    """The condition itself. Once SQLite has looked at its tables it would read all runs to find the
+    few that have not ended.
 
-    Its type is not said to be boolean: SQLite, which has none, would then be asked whether it equals 1, and use no index.
+    Its type is not said to be boolean: SQLite, which has none, would then be asked whether it
+    equals 1, and use no index.
     """
 
     name = "few"

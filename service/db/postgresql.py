@@ -1,4 +1,5 @@
-"""Connections to PostgreSQL: what each is told, when one is tried out, and those that the event loop waits for itself."""
+"""Connections to PostgreSQL: what each is told, when one is tried out, and those that the event
+loop waits for itself."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 T = TypeVar("T")
 
 LOOKS: Final = 6
-"""So many looks at a time: more of them make PostgreSQL's processes wait for one another, and the slowest wait longest."""
+"""So many looks at a time: more of them make PostgreSQL's processes wait for one another, and the
+slowest wait longest."""
 WRITES: Final = 8
 CONNECT_TIMEOUT_S: Final = 5
 IDLE_S: Final = 1.0
@@ -34,7 +36,8 @@ def connect_args(lock_timeout_ms: int) -> dict[str, Any]:
         "keepalives_interval": 2,
         "keepalives_count": 3,
         "tcp_user_timeout": 15_000,
-        # Nor may a replica that stands still in the middle of a transaction keep its locks, and with them the lease.
+        # Nor may a replica that stands still in the middle of a transaction keep its locks, and
+        # with them the lease.
         "options": f"-c lock_timeout={lock_timeout_ms} -c idle_in_transaction_session_timeout=4000",
     }
 
@@ -50,7 +53,8 @@ def _note_use(_connection: object, record: Any) -> None:
 
 
 def _try_out(connection: Any, record: Any, _proxy: object) -> None:
-    """See that a connection that was not used for a while still is one; the pool makes another where it is not.
+    """See that a connection that was not used for a while still is one; the pool makes another
+    where it is not.
 
     One that was used just now is not asked, which would cost each request a question of its own.
     """
@@ -68,7 +72,8 @@ def _try_out(connection: Any, record: Any, _proxy: object) -> None:
 
 
 class LoopConnections:
-    """A pool for one event loop, whose requests have their turns in the order in which they came."""
+    """A pool for one event loop, whose requests have their turns in the order in which they
+    came."""
 
     def __init__(self, url: URL, options: Mapping[str, Any]) -> None:
         """``options`` are those of an engine."""
@@ -76,7 +81,8 @@ class LoopConnections:
             url,
             pool_size=LOOKS + WRITES,
             max_overflow=0,
-            pool_reset_on_return=None,  # nothing is left open: every statement outside of ``transaction`` stands alone
+            # nothing is left open: every statement outside of ``transaction`` stands alone
+            pool_reset_on_return=None,
             isolation_level="AUTOCOMMIT",
             **options,
         )
@@ -94,7 +100,8 @@ class LoopConnections:
 
 @contextmanager
 def transaction(connection: Connection) -> Iterator[Connection]:
-    """A transaction on one of these connections, committed at the block's end, undone when it raises."""
+    """A transaction on one of these connections, committed at the block's end, undone when it
+    raises."""
     connection.execution_options(isolation_level="READ COMMITTED")
     try:
         with connection.begin():

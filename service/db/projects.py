@@ -1,4 +1,5 @@
-"""Projects and their quotas. A project comes to be with its first run or token, or when it is given quotas."""
+"""Projects and their quotas. A project comes to be with its first run or token, or when it is given
+quotas."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class UnknownProject(ProjectError):
         near = difflib.get_close_matches(name, known, 1)
         meant = f", did you mean {near[0]}?" if near else ";"
         super().__init__(
-            f"project {name!r} does not exist{meant} make it with `everstep project create {name}`, or with this request by "
+            f"project {name!r} does not exist{meant} make it with `everstep project create "
+            f"{name}`, or with this request by "
             "--create-project (create_project=true)"
         )
         self.name = name
@@ -77,7 +79,10 @@ class ProjectStore:
     def all(self) -> list[tuple[ProjectRow, Usage]]:
         """Every project with what it uses now, by name."""
         with self._database.read() as connection:
-            rows = [ProjectRow.of(row) for row in connection.execute(select(projects).order_by(projects.c.name)).mappings()]
+            rows = [
+                ProjectRow.of(row)
+                for row in connection.execute(select(projects).order_by(projects.c.name)).mappings()
+            ]
             usage = _usage(connection)
         return [(row, usage.get(row.name, Usage())) for row in rows]
 
@@ -89,25 +94,36 @@ class ProjectStore:
         return {name: quotas for name, quotas in found.items() if quotas != Quotas()}
 
     def delete(self, name: str) -> bool:
-        """Forget a project and its quotas; False where there is none. Raises ProjectInUse where it has runs or valid tokens."""
+        """Forget a project and its quotas; False where there is none. Raises ProjectInUse where it
+        has runs or valid tokens."""
         with self._database.write() as connection:
-            num_runs = connection.execute(select(func.count()).select_from(runs).where(runs.c.project == name)).scalar_one()
+            num_runs = connection.execute(
+                select(func.count()).select_from(runs).where(runs.c.project == name)
+            ).scalar_one()
             valid = (tokens.c.project == name, tokens.c.revoked_at.is_(None))
-            num_tokens = connection.execute(select(func.count()).select_from(tokens).where(*valid)).scalar_one()
+            num_tokens = connection.execute(
+                select(func.count()).select_from(tokens).where(*valid)
+            ).scalar_one()
             if num_runs or num_tokens:
                 raise ProjectInUse(
-                    f"project {name} has {num_runs} runs and {num_tokens} tokens; delete its runs and revoke its tokens first"
+                    f"project {name} has {num_runs} runs and {num_tokens} tokens; delete its runs "
+                    "and revoke its tokens first"
                 )
-            return bool(connection.execute(delete(projects).where(projects.c.name == name)).rowcount)
+            return bool(
+                connection.execute(delete(projects).where(projects.c.name == name)).rowcount
+            )
 
 
 def ensure_project(connection: Connection, name: str, now: float, *, create: bool = True) -> bool:
     """See that there is a project of this name; whether it is new.
 
-    The project ``default`` is always made; others where ``create`` asks for it. Raises UnknownProject, and IntegrityError where
-    another replica made it at the same moment: try again.
+    The project ``default`` is always made; others where ``create`` asks for it. Raises
+    UnknownProject, and IntegrityError where another replica made it at the same moment: try again.
     """
-    if connection.execute(select(projects.c.name).where(projects.c.name == name)).one_or_none() is not None:
+    if (
+        connection.execute(select(projects.c.name).where(projects.c.name == name)).one_or_none()
+        is not None
+    ):
         return False
     if not create and name != DEFAULT_PROJECT:
         raise UnknownProject(name, connection.execute(select(projects.c.name)).scalars().all())
@@ -118,8 +134,8 @@ def ensure_project(connection: Connection, name: str, now: float, *, create: boo
 def join_queue(connection: Connection, name: str, now: float, *, create: bool) -> None:
     """See that one more run of the project may wait; ``create`` makes a project that is not there.
 
-    Raises QuotaExceeded where as many wait as may, UnknownProject, and IntegrityError where another replica made it at the same
-    moment: try again.
+    Raises QuotaExceeded where as many wait as may, UnknownProject, and IntegrityError where another
+    replica made it at the same moment: try again.
     """
     found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
     if found is None:
@@ -128,27 +144,43 @@ def join_queue(connection: Connection, name: str, now: float, *, create: bool) -
     most = found[0]
     if most is None:
         return
-    # Whoever else submits to the project waits here: of two that count at the same time each would leave the other out.
+    # Whoever else submits to the project waits here: of two that count at the same time each would
+    # leave the other out.
     connection.execute(select(projects.c.name).where(projects.c.name == name).with_for_update())
-    waiting = select(runs.c.id).where(runs.c.status == RunStatus.QUEUED.value, runs.c.project == name).limit(most).subquery()
+    waiting = (
+        select(runs.c.id)
+        .where(runs.c.status == RunStatus.QUEUED.value, runs.c.project == name)
+        .limit(most)
+        .subquery()
+    )
     if connection.execute(select(func.count()).select_from(waiting)).scalar_one() >= most:
         raise QuotaExceeded(
-            f"project {name} has {most} runs waiting, as many as its quota max_queued allows; wait for one to start, cancel one, "
+            f"project {name} has {most} runs waiting, as many as its quota max_queued allows; "
+            "wait for one to start, cancel one, "
             "or ask an administrator for more"
         )
 
 
 def quotas_of(row: ProjectRow) -> Quotas:
-    return Quotas(max_workers=row.max_workers, max_running=row.max_running, max_queued=row.max_queued)
+    return Quotas(
+        max_workers=row.max_workers, max_running=row.max_running, max_queued=row.max_queued
+    )
 
 
 def _get(connection: Connection, name: str) -> ProjectRow:
-    return ProjectRow.of(connection.execute(select(projects).where(projects.c.name == name)).mappings().one())
+    return ProjectRow.of(
+        connection.execute(select(projects).where(projects.c.name == name)).mappings().one()
+    )
 
 
 def _usage(connection: Connection) -> dict[str, Usage]:
     query = (
-        select(runs.c.project, runs.c.status, func.count().label("num_runs"), func.sum(runs.c.world_size).label("workers"))
+        select(
+            runs.c.project,
+            runs.c.status,
+            func.count().label("num_runs"),
+            func.sum(runs.c.world_size).label("workers"),
+        )
         .where(IS_LIVE)
         .group_by(runs.c.project, runs.c.status)
     )

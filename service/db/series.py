@@ -1,11 +1,22 @@
-"""Series of runs' metrics, thinned where they lie: of a million points only those that are shown leave the database."""
+"""Series of runs' metrics, thinned where they lie: of a million points only those that are shown
+leave the database."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from sqlalchemy import CTE, ColumnElement, Connection, ScalarSelect, Select, func, literal, select, union
+from sqlalchemy import (
+    CTE,
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    Select,
+    func,
+    literal,
+    select,
+    union,
+)
 
 from service.db.engine import Database
 from service.db.tables import metrics
@@ -20,38 +31,62 @@ class SeriesStore:
         self._database = database
 
     def names(self, run_id: str) -> list[str]:
-        """Every metric that the run ever reported, in order. One look at the index for each, however many points there are."""
+        """Every metric that the run ever reported, in order. One look at the index for each,
+        however many points there are."""
         mine = metrics.c.run_id == run_id
-        first = select(func.min(metrics.c.name).label("name")).where(mine).cte("known", recursive=True)
-        behind = select(func.min(metrics.c.name)).where(mine, metrics.c.name > first.c.name).scalar_subquery()
+        first = (
+            select(func.min(metrics.c.name).label("name")).where(mine).cte("known", recursive=True)
+        )
+        behind = (
+            select(func.min(metrics.c.name))
+            .where(mine, metrics.c.name > first.c.name)
+            .scalar_subquery()
+        )
         known = first.union_all(select(behind).where(first.c.name.is_not(None)))
         with self._database.read() as connection:
-            return [name for name in connection.execute(select(known.c.name)).scalars() if name is not None]
+            return [
+                name
+                for name in connection.execute(select(known.c.name)).scalars()
+                if name is not None
+            ]
 
     def points(self, run_id: str, name: str, most: int | None = None) -> list[MetricPoint]:
-        """A metric by step; a series of more than ``most`` points thinned to them, so that its ends, the extremes of each part of
-        it, and values that were not finite stay."""
+        """A metric by step; a series of more than ``most`` points thinned to them, so that its
+        ends, the extremes of each part of it, and values that were not finite stay."""
         query = _series(run_id, name).order_by(metrics.c.step)
         with self._database.read() as connection:
             found = _rows(connection, query if most is None else query.limit(most + 1))
             if most is not None and len(found) > most:
-                last = _rows(connection, _series(run_id, name).order_by(metrics.c.step.desc()).limit(1))[0]
+                last = _rows(
+                    connection, _series(run_id, name).order_by(metrics.c.step.desc()).limit(1)
+                )[0]
                 found = downsample(
-                    _rows(connection, _outstanding(self._database.is_sqlite, run_id, name, found[0][0], last[0], most)), most
+                    _rows(
+                        connection,
+                        _outstanding(
+                            self._database.is_sqlite, run_id, name, found[0][0], last[0], most
+                        ),
+                    ),
+                    most,
                 )
         return [MetricPoint(name, *point) for point in found]
 
 
 def _series(run_id: str, name: str) -> Select[Any]:
-    return select(metrics.c.step, metrics.c.at, metrics.c.value).where(metrics.c.run_id == run_id, metrics.c.name == name)
+    return select(metrics.c.step, metrics.c.at, metrics.c.value).where(
+        metrics.c.run_id == run_id, metrics.c.name == name
+    )
 
 
 def _rows(connection: Connection, query: Select[Any]) -> list[Point]:
     return [(step, at, value) for step, at, value in connection.execute(query)]
 
 
-def _outstanding(sqlite: bool, run_id: str, name: str, first: int, last: int, most: int) -> Select[Any]:
-    """Candidates by step: both ends of the series; of each of its parts the largest value, the smallest, one that is not finite."""
+def _outstanding(
+    sqlite: bool, run_id: str, name: str, first: int, last: int, most: int
+) -> Select[Any]:
+    """Candidates by step: both ends of the series; of each of its parts the largest value, the
+    smallest, one that is not finite."""
     width = -(-(last - first + 1) // max(1, (most - 2) // 2))
     parts = select(literal(first).label("low")).cte("parts", recursive=True)
     parts = parts.union_all(select(parts.c.low + width).where(parts.c.low + width <= last))
@@ -61,11 +96,19 @@ def _outstanding(sqlite: bool, run_id: str, name: str, first: int, last: int, mo
         & (metrics.c.step >= parts.c.low)
         & (metrics.c.step < parts.c.low + width)
     )
-    # One reading finds the smallest value or, before it, one that was not finite; only then is the smallest looked for again.
-    lowest = select(parts.c.low, _first_step(sqlite, parts, inside, least=True).label("step")).cte("lowest")
+    # One reading finds the smallest value or, before it, one that was not finite; only then is the
+    # smallest looked for again.
+    lowest = select(parts.c.low, _first_step(sqlite, parts, inside, least=True).label("step")).cte(
+        "lowest"
+    )
     gaps = (
         select(lowest.c.low)
-        .join(metrics, (metrics.c.run_id == run_id) & (metrics.c.name == name) & (metrics.c.step == lowest.c.step))
+        .join(
+            metrics,
+            (metrics.c.run_id == run_id)
+            & (metrics.c.name == name)
+            & (metrics.c.step == lowest.c.step),
+        )
         .where(metrics.c.value.is_(None))
     )
     finite = inside & metrics.c.value.is_not(None)
@@ -74,15 +117,23 @@ def _outstanding(sqlite: bool, run_id: str, name: str, first: int, last: int, mo
         select(literal(last)),
         select(lowest.c.step),
         select(_first_step(sqlite, parts, inside, least=False)).select_from(parts),
-        select(_first_step(sqlite, parts, finite, least=True)).select_from(parts).where(parts.c.low.in_(gaps)),
+        select(_first_step(sqlite, parts, finite, least=True))
+        .select_from(parts)
+        .where(parts.c.low.in_(gaps)),
     ).subquery("picked")
-    return _series(run_id, name).join(picked, picked.c.step == metrics.c.step).order_by(metrics.c.step)
+    return (
+        _series(run_id, name).join(picked, picked.c.step == metrics.c.step).order_by(metrics.c.step)
+    )
 
 
-def _first_step(sqlite: bool, parts: CTE, inside: ColumnElement[bool], *, least: bool) -> ScalarSelect[Any]:
-    """The step of a part's smallest value, one that was not finite before all others; or of its largest, and such a one last."""
+def _first_step(
+    sqlite: bool, parts: CTE, inside: ColumnElement[bool], *, least: bool
+) -> ScalarSelect[Any]:
+    """The step of a part's smallest value, one that was not finite before all others; or of its
+    largest, and such a one last."""
     if sqlite:
-        # Beside min() and max() SQLite gives the other columns of the row that they are of: twice as fast as a sort for one row.
+        # Beside min() and max() SQLite gives the other columns of the row that they are of: twice
+        # as fast as a sort for one row.
         value = func.coalesce(metrics.c.value, literal(-math.inf))
         row = (
             select(metrics.c.step, (func.min(value) if least else func.max(value)).label("value"))
@@ -92,4 +143,11 @@ def _first_step(sqlite: bool, parts: CTE, inside: ColumnElement[bool], *, least:
         )
         return select(row.c.step).where(row.c.value.is_not(None)).scalar_subquery()
     order = metrics.c.value.asc().nulls_first() if least else metrics.c.value.desc().nulls_last()
-    return select(metrics.c.step).where(inside).order_by(order).limit(1).correlate(parts).scalar_subquery()
+    return (
+        select(metrics.c.step)
+        .where(inside)
+        .order_by(order)
+        .limit(1)
+        .correlate(parts)
+        .scalar_subquery()
+    )

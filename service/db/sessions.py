@@ -1,4 +1,5 @@
-"""Log-ins of browsers: a random cookie, of which only the SHA-256 is stored, that stands for a token until one of them ends."""
+"""Log-ins of browsers: a random cookie, of which only the SHA-256 is stored, that stands for a
+token until one of them ends."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ _VALID: Final = (
     or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
 )
 _TOKEN_OF: Final = TokenRow.select(tokens).where(sessions.c.sha256 == bindparam("sha256"), *_VALID)
-_STILL_VALID: Final = select(sessions.c.sha256).where(sessions.c.sha256.in_(bindparam("digests", expanding=True)), *_VALID)
+_STILL_VALID: Final = select(sessions.c.sha256).where(
+    sessions.c.sha256.in_(bindparam("digests", expanding=True)), *_VALID
+)
 
 
 class SessionStore:
@@ -39,18 +42,31 @@ class SessionStore:
         """Begin a session of a token; returns the cookie's value, which is shown here only."""
         secret, now = secrets.token_urlsafe(_RANDOM_BYTES), self._clock()
         mine = sessions.c.token_id == token_id
-        newest = select(sessions.c.sha256).where(mine).order_by(sessions.c.created_at.desc()).limit(_MOST_OF_A_TOKEN - 1)
+        newest = (
+            select(sessions.c.sha256)
+            .where(mine)
+            .order_by(sessions.c.created_at.desc())
+            .limit(_MOST_OF_A_TOKEN - 1)
+        )
         with self._database.write() as connection:
             connection.execute(delete(sessions).where(sessions.c.expires_at <= now))
             connection.execute(delete(sessions).where(mine, sessions.c.sha256.not_in(newest)))
-            row = {"sha256": sha256_of(secret), "token_id": token_id, "created_at": now, "expires_at": now + LASTS_S}
+            row = {
+                "sha256": sha256_of(secret),
+                "token_id": token_id,
+                "created_at": now,
+                "expires_at": now + LASTS_S,
+            }
             connection.execute(insert(sessions), row)
         return secret
 
     def find(self, secret: str) -> TokenRow | None:
-        """Return the token that a cookie stands for; None where the session or its token has ended."""
+        """Return the token that a cookie stands for; None where the session or its token has
+        ended."""
         with self._database.look() as connection:
-            found = connection.execute(_TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}).one_or_none()
+            found = connection.execute(
+                _TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}
+            ).one_or_none()
         return None if found is None else TokenRow(*found)
 
     def end(self, secret: str) -> None:

@@ -1,4 +1,5 @@
-"""Writers of a SQLite database, which lets in one at a time: those that come while another one writes share its commit."""
+"""Writers of a SQLite database, which lets in one at a time: those that come while another one
+writes share its commit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from sqlalchemy.exc import DBAPIError
 LONGEST_S: Final = 0.02
 """How long the first writer of a transaction waits for more of them."""
 _LOOK_S: Final = 0.05
-"""Between two looks of one who waits for its commit whether the one who was to make it went away."""
+"""Between two looks of one who waits for its commit whether the one who was to make it went
+away."""
 
 
 class WriterTimeout(Exception):
@@ -65,9 +67,10 @@ class _Group:
 class SharedCommits:
     """Turns of writers, and what they commit together.
 
-    A commit waits for the disk, which takes longer than most writes. Whoever is done while others wait for their turn leaves the
-    commit to the last of them, and goes on once that is through: nobody is told of a write that is not on the disk. A write that
-    fails is undone alone; a commit that fails has failed for all who are in it.
+    A commit waits for the disk, which takes longer than most writes. Whoever is done while others
+    wait for their turn leaves the commit to the last of them, and goes on once that is through:
+    nobody is told of a write that is not on the disk. A write that fails is undone alone; a commit
+    that fails has failed for all who are in it.
     """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
@@ -83,9 +86,11 @@ class SharedCommits:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A part of a transaction, committed when this returns; undone where the block raises. Raises WriterTimeout.
+        """A part of a transaction, committed when this returns; undone where the block raises.
+        Raises WriterTimeout.
 
-        In ``together`` it is committed with the rest of that. Where SQLite gave the transaction up, it raises what that was.
+        In ``together`` it is committed with the rest of that. Where SQLite gave the transaction up,
+        it raises what that was.
         """
         own: _Group | None = getattr(self._own, "group", None)
         if own is None:
@@ -99,12 +104,14 @@ class SharedCommits:
 
     @contextmanager
     def together(self) -> Iterator[Connection]:
-        """One turn, and one commit at its end, for all that this thread writes in the block; each part that fails is undone alone.
+        """One turn, and one commit at its end, for all that this thread writes in the block; each
+        part that fails is undone alone.
 
         Raises WriterTimeout, and what the commit raises: then nothing of it was written.
         """
         with self._turn_of() as group:
-            group.num_writers += 1  # the block itself: none of its parts stands for all of the transaction
+            # the block itself: none of its parts stands for all of the transaction
+            group.num_writers += 1
             self._own.group = group
             try:
                 yield group.connection
@@ -148,7 +155,8 @@ class SharedCommits:
             raise
 
     def _undo(self, group: _Group) -> None:
-        """Undo the last writer's part, or everything where SQLite has lost the transaction: no room on the disk, for one."""
+        """Undo the last writer's part, or everything where SQLite has lost the transaction: no room
+        on the disk, for one."""
         try:
             group.connection.exec_driver_sql("ROLLBACK TO writer")
             group.connection.exec_driver_sql("RELEASE writer")
@@ -172,7 +180,9 @@ class SharedCommits:
         """Commit what is open, unless somebody waits who will."""
         try:
             group = self._open
-            if group is not None and (self._num_waiting == 0 or time.monotonic() - group.began_at > LONGEST_S):
+            if group is not None and (
+                self._num_waiting == 0 or time.monotonic() - group.began_at > LONGEST_S
+            ):
                 self._open = None
                 group.commit()
         finally:

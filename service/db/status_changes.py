@@ -1,4 +1,5 @@
-"""The changes of a run's status as one value beside its row: rows of their own would repeat it, or be asked for once more."""
+"""The changes of a run's status as one value beside its row: rows of their own would repeat it, or
+be asked for once more."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from service.model.rows import TransitionRow
 
 
 class StatusChanges(FunctionElement[Any]):
-    """JSON of them, in no order: arrays of what ``changes_of`` takes, or null where there are none."""
+    """JSON of them, in no order: arrays of what ``changes_of`` takes, or null where there are
+    none."""
 
     name = "status_changes"
     inherit_cache = True
@@ -30,14 +32,22 @@ STATUS_CHANGES: Final = StatusChanges(runs.c.id)
 
 @compiles(StatusChanges, "postgresql")
 def _in_postgresql(element: StatusChanges, compiler: SQLCompiler, **options: Any) -> str:
-    change = "json_build_array(c.seq, c.from_status, c.to_status, c.at, c.reason_code, c.reason_message)"
-    return f"(SELECT json_agg({change}) FROM transitions AS c WHERE c.run_id = {compiler.process(element.clauses, **options)})"
+    change = (
+        "json_build_array(c.seq, c.from_status, c.to_status, c.at, c.reason_code, c.reason_message)"
+    )
+    return (
+        f"(SELECT json_agg({change}) FROM transitions AS c WHERE c.run_id = "
+        f"{compiler.process(element.clauses, **options)})"
+    )
 
 
 @compiles(StatusChanges, "sqlite")
 def _in_sqlite(element: StatusChanges, compiler: SQLCompiler, **options: Any) -> str:
     # In JSON of its own making SQLite keeps 15 digits of a number, of which a time has more.
-    change = "json_array(c.seq, c.from_status, c.to_status, printf('%!.17g', c.at), c.reason_code, c.reason_message)"
+    change = (
+        "json_array(c.seq, c.from_status, c.to_status, printf('%!.17g', c.at), c.reason_code, "
+        "c.reason_message)"
+    )
     changes = f"SELECT json_group_array({change}) FROM transitions AS c"
     return f"({changes} WHERE c.run_id = {compiler.process(element.clauses, **options)})"
 
@@ -45,4 +55,7 @@ def _in_sqlite(element: StatusChanges, compiler: SQLCompiler, **options: Any) ->
 def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[TransitionRow]:
     """What the database gave for STATUS_CHANGES as rows, oldest first."""
     rows = sorted(found or (), key=lambda change: int(change[0]))
-    return [TransitionRow(run_id, seq, before, to, float(at), code, message) for seq, before, to, at, code, message in rows]
+    return [
+        TransitionRow(run_id, seq, before, to, float(at), code, message)
+        for seq, before, to, at, code, message in rows
+    ]

@@ -16,7 +16,9 @@ from service.db.planner_hints import IS_LIVE
 from service.db.tables import runs, storage_identity
 
 _NAME: Final = "runs"
-_SELECT: Final = select(storage_identity.c.storage_id, storage_identity.c.seen_at).where(storage_identity.c.name == _NAME)
+_SELECT: Final = select(storage_identity.c.storage_id, storage_identity.c.seen_at).where(
+    storage_identity.c.name == _NAME
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class StorageRecords:
             return _known(connection)
 
     def claim(self, storage_id: str) -> KnownStorage:
-        """Record an id where none is known. Returns the one that then is: another replica may have been first."""
+        """Record an id where none is known. Returns the one that then is: another replica may have
+        been first."""
         try:
             with self._database.write() as connection:
                 known = _known(connection)
@@ -56,7 +59,8 @@ class StorageRecords:
             return known
 
     def seen(self, storage_id: str) -> None:
-        """Record that the file with this id is there: from now on a storage without it is another one."""
+        """Record that the file with this id is there: from now on a storage without it is another
+        one."""
         row = storage_identity.c
         with self._database.write() as connection:
             which = (row.name == _NAME, row.storage_id == storage_id, row.seen_at.is_(None))
@@ -70,8 +74,14 @@ class StorageRecords:
             _insert(connection, storage_id, self._clock(), self._clock())
 
     def submitted_runs(self, limit: int) -> list[str]:
-        """Return ids of runs that have a directory in the storage: those that are live first, then the newest."""
-        query = select(runs.c.id).where(runs.c.submission > 0).order_by(IS_LIVE.desc(), runs.c.created_at.desc()).limit(limit)
+        """Return ids of runs that have a directory in the storage: those that are live first, then
+        the newest."""
+        query = (
+            select(runs.c.id)
+            .where(runs.c.submission > 0)
+            .order_by(IS_LIVE.desc(), runs.c.created_at.desc())
+            .limit(limit)
+        )
         with self._database.read() as connection:
             return list(connection.execute(query).scalars())
 
@@ -87,4 +97,8 @@ def _known(connection: Connection) -> KnownStorage | None:
 
 
 def _insert(connection: Connection, storage_id: str, now: float, seen_at: float | None) -> None:
-    connection.execute(insert(storage_identity).values(name=_NAME, storage_id=storage_id, recorded_at=now, seen_at=seen_at))
+    connection.execute(
+        insert(storage_identity).values(
+            name=_NAME, storage_id=storage_id, recorded_at=now, seen_at=seen_at
+        )
+    )

@@ -1,4 +1,5 @@
-"""The database's tables. Times are unix seconds (float), sizes bytes; migrations/ creates exactly these."""
+"""The database's tables. Times are unix seconds (float), sizes bytes; migrations/ creates exactly
+these."""
 
 from __future__ import annotations
 
@@ -52,8 +53,10 @@ runs = Table(
     Column("stop_requested_at", Double),
     Column("preempted_by", RUN_ID),  # run that it is paused for; it queues again by itself
     Column("submission", Integer, nullable=False),  # newest claimed; 0 before the first
-    Column("workers_limit", Integer),  # most ranks that the newest submission may use; null: scaling.max_workers
-    Column("shrunk", JSON(none_as_null=True)),  # while it makes room for a run: {to (most ranks), by, at}
+    # most ranks that the newest submission may use; null: scaling.max_workers
+    Column("workers_limit", Integer),
+    # while it makes room for a run: {to (most ranks), by, at}
+    Column("shrunk", JSON(none_as_null=True)),
     Column("ray_job_id", String(128)),  # of the newest submission, once Ray took it
     Column("submitted_at", Double),
     Column("attempt", Integer, nullable=False),
@@ -62,16 +65,21 @@ runs = Table(
     Column("total_steps", Integer),
     Column("steps_per_epoch", Integer),
     Column("world_size", Integer),
-    Column("workers", JSON, nullable=False),  # of the attempt that runs: [{rank, node_id, node_ip, pid}]
-    Column("snapshots", String(16)),  # how that attempt keeps states on its nodes; null: not heard yet
-    Column("guarantee", Text),  # what may be relied on of the samples' use, in words; null: not heard yet
+    # of the attempt that runs: [{rank, node_id, node_ip, pid}]
+    Column("workers", JSON, nullable=False),
+    # how that attempt keeps states on its nodes; null: not heard yet
+    Column("snapshots", String(16)),
+    # what may be relied on of the samples' use, in words; null: not heard yet
+    Column("guarantee", Text),
     Column("metrics", JSON, nullable=False),
     Column("best", JSON(none_as_null=True)),
     Column("latest_checkpoint", JSON(none_as_null=True)),
-    Column("recent_checkpoints", JSON, nullable=False),  # of the lineage and not deleted, oldest first
+    # of the lineage and not deleted, oldest first
+    Column("recent_checkpoints", JSON, nullable=False),
     Column("restarts", Integer, nullable=False),
     Column("steps_lost", Integer, nullable=False),
-    Column("steps_lost_at_restore", Integer, nullable=False),  # our estimate, replaced by what the driver reports
+    # our estimate, replaced by what the driver reports
+    Column("steps_lost_at_restore", Integer, nullable=False),
     Column("time_ledger", JSON, nullable=False),  # running state of the goodput fold
     Column("created_at", Double, nullable=False),
     Column("started_at", Double),
@@ -121,7 +129,10 @@ events = Table(
     Column("attempt", Integer, nullable=False),
     Column("data", JSON, nullable=False),
     Index(None, "run_id", "kind", "seq"),
-    Index("ix_events_failures_at", "at", sqlite_where=_FAILURES_ONLY, postgresql_where=_FAILURES_ONLY),  # over all runs
+    # over all runs
+    Index(
+        "ix_events_failures_at", "at", sqlite_where=_FAILURES_ONLY, postgresql_where=_FAILURES_ONLY
+    ),
     sqlite_with_rowid=False,  # always read by (run_id, seq): keep a run's events together
 )
 
@@ -221,7 +232,8 @@ audit_log = Table(
 notifications = Table(
     "notifications",
     metadata,
-    Column("run_id", RUN_ID, primary_key=True),  # not a foreign key: what happened is told though the run is deleted
+    # not a foreign key: what happened is told though the run is deleted
+    Column("run_id", RUN_ID, primary_key=True),
     Column("seq", Integer, primary_key=True),  # of the status event
     Column("url", String(2048), nullable=False),
     Column("body", Text, nullable=False),  # the very bytes that are sent
@@ -236,7 +248,8 @@ leases = Table(
     metadata,
     Column("name", String(32), primary_key=True),
     Column("holder", String(128), nullable=False),
-    Column("fence", Integer, nullable=False),  # grows with every new holder: what an old one still writes is refused
+    # grows with every new holder: what an old one still writes is refused
+    Column("fence", Integer, nullable=False),
     Column("expires_at", Double, nullable=False),
 )
 
@@ -244,7 +257,8 @@ storage_identity = Table(
     "storage_identity",
     metadata,
     Column("name", String(16), primary_key=True),  # "runs": the one storage that there is
-    Column("storage_id", String(36), nullable=False),  # of the storage that this database belongs to
+    # of the storage that this database belongs to
+    Column("storage_id", String(36), nullable=False),
     Column("recorded_at", Double, nullable=False),
     Column("seen_at", Double),  # when its file was first there; null: it is still to be written
 )
@@ -253,7 +267,8 @@ node_marks = Table(
     "node_marks",
     metadata,
     Column("node_id", String(64), primary_key=True),
-    Column("state", String(16), nullable=False),  # cordoned | draining | open: an administrator's word that it may take ranks
+    # cordoned | draining | open: an administrator's word that it may take ranks
+    Column("state", String(16), nullable=False),
     Column("reason", Text),
     Column("by", String(128), nullable=False),  # name of the token, or of the service itself
     Column("at", Double, nullable=False),

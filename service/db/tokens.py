@@ -23,9 +23,9 @@ from service.model.rows import ListedRun, Role, TokenRow, TransitionRow
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32
 _BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
-_WITH_RUN: Final = _BY_HASH.add_columns(*ListedRun.select(runs).selected_columns, STATUS_CHANGES).select_from(
-    tokens.outerjoin(runs, runs.c.id == bindparam("run_id"))
-)
+_WITH_RUN: Final = _BY_HASH.add_columns(
+    *ListedRun.select(runs).selected_columns, STATUS_CHANGES
+).select_from(tokens.outerjoin(runs, runs.c.id == bindparam("run_id")))
 _RUN_AT: Final = len(TokenRow.__dataclass_fields__)
 _STILL_HOLDS: Final = (
     select(tokens.c.id)
@@ -45,7 +45,8 @@ _STILL_VALID: Final = select(tokens.c.sha256).where(
 )
 _CHUNK: Final = 500
 CLAIM_HOLDS: Final = _STILL_HOLDS.is_not(None)
-"""Whether a claim holds, as a column beside what is asked for it; its parameters are a claim's ``values``."""
+"""Whether a claim holds, as a column beside what is asked for it; its parameters are a claim's
+``values``."""
 _HOLDS: Final = select(CLAIM_HOLDS)
 
 SeenRun = tuple[ListedRun, list[TransitionRow]]
@@ -62,10 +63,16 @@ class Claim:
     project: str | None
 
     def values(self, now: float) -> dict[str, Any]:
-        return {"claim_sha256": self.sha256, "claim_role": self.role, "claim_project": self.project, "claim_now": now}
+        return {
+            "claim_sha256": self.sha256,
+            "claim_role": self.role,
+            "claim_project": self.project,
+            "claim_now": now,
+        }
 
     def holds(self, connection: Connection, now: float) -> bool:
-        """Whether it still is at ``now``, as part of what is asked of the database, or written to it, for it."""
+        """Whether it still is at ``now``, as part of what is asked of the database, or written to
+        it, for it."""
         return bool(connection.execute(_HOLDS, self.values(now)).scalar_one())
 
 
@@ -79,12 +86,18 @@ def sha256_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def valid_digests(database: Database, query: Select[Any], digests: Iterable[str], now: float) -> set[str]:
+def valid_digests(
+    database: Database, query: Select[Any], digests: Iterable[str], now: float
+) -> set[str]:
     """Return those of many SHA-256 that a query for ``digests`` finds valid at ``now``."""
     wanted, found = list(digests), set[str]()
     with database.look() as connection:
         for start in range(0, len(wanted), _CHUNK):
-            found.update(connection.execute(query, {"digests": wanted[start : start + _CHUNK], "now": now}).scalars())
+            found.update(
+                connection.execute(
+                    query, {"digests": wanted[start : start + _CHUNK], "now": now}
+                ).scalars()
+            )
     return found
 
 
@@ -116,11 +129,20 @@ class TokenStore:
             create_project: Make the project where it is missing; else that raises UnknownProject.
         """
         secret = new_secret()
-        row = self._put(secret, name, role, project, expires_at, token_id or new_token_id(), create_project=create_project)
+        row = self._put(
+            secret,
+            name,
+            role,
+            project,
+            expires_at,
+            token_id or new_token_id(),
+            create_project=create_project,
+        )
         return row, secret
 
     def take_over(self, secret: str, name: str, role: Role, *, token_id: str) -> TokenRow:
-        """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it reaches all projects."""
+        """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it
+        reaches all projects."""
         return self._put(secret, name, role, None, None, token_id)
 
     def _put(
@@ -155,23 +177,38 @@ class TokenStore:
 
     def valid(self) -> list[TokenRow]:
         """Every token that is not revoked, expired ones too, oldest first."""
-        query = select(tokens).where(tokens.c.revoked_at.is_(None)).order_by(tokens.c.created_at, tokens.c.id)
+        query = (
+            select(tokens)
+            .where(tokens.c.revoked_at.is_(None))
+            .order_by(tokens.c.created_at, tokens.c.id)
+        )
         with self._database.read() as connection:
             return [TokenRow.of(row) for row in connection.execute(query).mappings()]
 
     def revoke(self, token_id: str) -> bool:
-        """Make a token worthless from now on; False where there is no such token, or none any more."""
+        """Make a token worthless from now on; False where there is no such token, or none any
+        more."""
         with self._database.write() as connection:
             still = (tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
-            return bool(connection.execute(update(tokens).where(*still).values(revoked_at=self._clock())).rowcount)
+            return bool(
+                connection.execute(
+                    update(tokens).where(*still).values(revoked_at=self._clock())
+                ).rowcount
+            )
 
     def note_used(self, used_at: Mapping[str, float]) -> None:
         """Remember when tokens were last used: unix seconds by token id."""
         if not used_at:
             return
-        statement = update(tokens).where(tokens.c.id == bindparam("token")).values(last_used_at=bindparam("used_at"))
+        statement = (
+            update(tokens)
+            .where(tokens.c.id == bindparam("token"))
+            .values(last_used_at=bindparam("used_at"))
+        )
         with self._database.write() as connection:
-            connection.execute(statement, [{"token": token, "used_at": at} for token, at in used_at.items()])
+            connection.execute(
+                statement, [{"token": token, "used_at": at} for token, at in used_at.items()]
+            )
 
     def find(self, secret: str) -> TokenRow | None:
         """Whose token this is; None where it is unknown, expired or revoked."""
@@ -185,7 +222,8 @@ class TokenStore:
         return valid_digests(self._database, _STILL_VALID, digests, self._clock())
 
     def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
-        """The same, and a run, by one question to the database: nearly all requests about one run ask for no more."""
+        """The same, and a run, by one question to the database: nearly all requests about one run
+        ask for no more."""
         digest = sha256_of(secret)
         with self._database.look() as connection:
             row = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).one_or_none()
@@ -197,7 +235,8 @@ class TokenStore:
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
         """The token, where it is worth something now."""
-        # The index finds by hash, which tells an attacker nothing; the comparison that grants access takes constant time.
+        # The index finds by hash, which tells an attacker nothing; the comparison that grants
+        # access takes constant time.
         if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
             return None
         if row.expires_at is not None and row.expires_at <= self._clock():

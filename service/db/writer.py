@@ -1,4 +1,5 @@
-"""The one door through which a run changes: its row, its history and its transitions in one transaction."""
+"""The one door through which a run changes: its row, its history and its transitions in one
+transaction."""
 
 from __future__ import annotations
 
@@ -36,9 +37,12 @@ class RunWriter:
     ``run`` is always the row as it will be; nothing reaches the database before ``save``.
     """
 
-    def __init__(self, connection: Connection, run: RunRow, now: float, *, new: bool = False) -> None:
+    def __init__(
+        self, connection: Connection, run: RunRow, now: float, *, new: bool = False
+    ) -> None:
         self.run = replace(run)
-        """This writer's own copy, which ``set`` changes in place: a copy for each event of a journal would cost the most."""
+        """This writer's own copy, which ``set`` changes in place: a copy for each event of a
+        journal would cost the most."""
         self.now = now
         self._connection = connection
         self._found = None if new else run
@@ -60,15 +64,28 @@ class RunWriter:
         for name, value in columns.items():
             object.__setattr__(self.run, name, value)
 
-    def append(self, kind: str, at: float, data: dict[str, Any], *, submission: int | None = None, attempt: int = 0) -> EventRow:
+    def append(
+        self,
+        kind: str,
+        at: float,
+        data: dict[str, Any],
+        *,
+        submission: int | None = None,
+        attempt: int = 0,
+    ) -> EventRow:
         """Add an event with the next public ``seq``. ``submission`` None is the run's newest."""
         seq = self.run.last_seq + 1
-        row = EventRow(seq, at, kind, self.run.submission if submission is None else submission, attempt, data)
+        row = EventRow(
+            seq, at, kind, self.run.submission if submission is None else submission, attempt, data
+        )
         try:
             self._ledger.apply(row, latest=self.now)
         except UNFIT as exc:
-            # As for changes: data that is not as it should be must not stop the tail. The time stays in the bucket it was in.
-            logger.error("event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc))
+            # As for changes: data that is not as it should be must not stop the tail. The time
+            # stays in the bucket it was in.
+            logger.error(
+                "event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc)
+            )
         self._events.append({"run_id": self.run.id, **row.columns()})
         self.set({"last_seq": seq})
         return row
@@ -79,13 +96,20 @@ class RunWriter:
             self._points[point.name, point.step] = point
 
     def told(self, run_id: str) -> str | None:
-        """Another run as this one's users may hear of it: None where it belongs to another project."""
-        project = self._connection.execute(select(runs.c.project).where(runs.c.id == run_id)).scalar_one_or_none()
+        """Another run as this one's users may hear of it: None where it belongs to another
+        project."""
+        project = self._connection.execute(
+            select(runs.c.project).where(runs.c.id == run_id)
+        ).scalar_one_or_none()
         return run_id if project == self.run.project else None
 
     def begin(self) -> None:
         """The first entries of a new run's history."""
-        self.append(EventKind.RUN_CREATED, self.run.created_at, {"name": self.run.name, "project": self.run.project})
+        self.append(
+            EventKind.RUN_CREATED,
+            self.run.created_at,
+            {"name": self.run.name, "project": self.run.project},
+        )
         self._record_status(None, self.run.created_at)
 
     def change_status(self, to: RunStatus, reason: Reason | None, at: float | None = None) -> None:
@@ -94,7 +118,8 @@ class RunWriter:
         Args:
             to: New status.
             reason: Why, where the status alone does not say it; None clears the old reason.
-            at: When it happened (unix seconds); None is now. Never before what the history already tells.
+            at: When it happened (unix seconds); None is now. Never before what the history already
+                tells.
         """
         before, preempted_by = self.run.status, self.run.preempted_by
         check_legal(self.run.id, before, to)
@@ -104,7 +129,9 @@ class RunWriter:
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,
             # PostgreSQL stores no NUL in texts, and what user code raised may hold one.
-            "reason_message": reason.message.replace("\0", "\N{REPLACEMENT CHARACTER}") if reason else None,
+            "reason_message": reason.message.replace("\0", "\N{REPLACEMENT CHARACTER}")
+            if reason
+            else None,
         }
         moment = min(self.now, max(self.now if at is None else at, self._ledger.at_us / 1e6))
         if to.terminal:
@@ -120,9 +147,15 @@ class RunWriter:
 
     def _record_status(self, before: RunStatus | None, at: float) -> None:
         run = self.run
-        reason = None if run.reason_code is None else {"code": run.reason_code, "message": run.reason_message}
+        reason = (
+            None
+            if run.reason_code is None
+            else {"code": run.reason_code, "message": run.reason_message}
+        )
         event = self.append(
-            EventKind.STATUS, at, {"from": before.value if before else None, "to": run.status.value, "reason": reason}
+            EventKind.STATUS,
+            at,
+            {"from": before.value if before else None, "to": run.status.value, "reason": reason},
         )
         notice = notification_of(run, event.seq, at)
         if notice is not None:
@@ -141,7 +174,11 @@ class RunWriter:
 
     def save(self) -> RunRow:
         """Write everything. Raises TransitionConflict where the row changed since it was read."""
-        changed = {"time_ledger": self._ledger.dump(), "updated_at": self.now, "row_version": self.run.row_version + 1}
+        changed = {
+            "time_ledger": self._ledger.dump(),
+            "updated_at": self.now,
+            "row_version": self.run.row_version + 1,
+        }
         self.set(changed)
         columns = self.run.columns() | {"status": self.run.status.value}
         if self._found is None:
@@ -149,10 +186,18 @@ class RunWriter:
         else:
             found = self._found
             # A spec is long and never changes: write only what is another object than it was.
-            fresh = {name: value for name, value in columns.items() if getattr(found, name) is not value}
-            guarded = update(runs).where(runs.c.id == found.id, runs.c.row_version == found.row_version).values(**fresh)
+            fresh = {
+                name: value for name, value in columns.items() if getattr(found, name) is not value
+            }
+            guarded = (
+                update(runs)
+                .where(runs.c.id == found.id, runs.c.row_version == found.row_version)
+                .values(**fresh)
+            )
             if self._connection.execute(guarded).rowcount != 1:
-                raise TransitionConflict(self.run.id, self.run.status, "it was changed at the same time; try again")
+                raise TransitionConflict(
+                    self.run.id, self.run.status, "it was changed at the same time; try again"
+                )
         self._found = replace(self.run)
         if self._events:
             rows = [row | {"data": encoded(row["data"])} for row in self._events]
@@ -168,11 +213,19 @@ class RunWriter:
 
     def _upsert_points(self) -> None:
         rows = [
-            {"run_id": self.run.id, "name": point.name, "step": point.step, "at": point.at, "value": point.value}
+            {
+                "run_id": self.run.id,
+                "name": point.name,
+                "step": point.step,
+                "at": point.at,
+                "value": point.value,
+            }
             for point in self._points.values()
         ]
         for start in range(0, len(rows), _INSERT_CHUNK_ROWS):
-            _execute_rows(self._connection, _points_upsert, rows[start : start + _INSERT_CHUNK_ROWS])
+            _execute_rows(
+                self._connection, _points_upsert, rows[start : start + _INSERT_CHUNK_ROWS]
+            )
 
 
 def _events_insert(_dialect: Dialect) -> Insert:
@@ -188,14 +241,21 @@ def _points_upsert(dialect: Dialect) -> Insert:
     return upsert
 
 
-def _execute_rows(connection: Connection, make: Callable[[Dialect], Insert], rows: list[dict[str, Any]]) -> None:
-    """As the driver takes them: a journal tells of thousands of rows, and making a statement of each costs the most."""
+def _execute_rows(
+    connection: Connection, make: Callable[[Dialect], Insert], rows: list[dict[str, Any]]
+) -> None:
+    """As the driver takes them: a journal tells of thousands of rows, and making a statement of
+    each costs the most."""
     statement, places = _compiled(make, connection.dialect)
-    connection.exec_driver_sql(statement, rows if places is None else list(map(itemgetter(*places), rows)))
+    connection.exec_driver_sql(
+        statement, rows if places is None else list(map(itemgetter(*places), rows))
+    )
 
 
 @lru_cache(maxsize=8)
-def _compiled(make: Callable[[Dialect], Insert], dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+def _compiled(
+    make: Callable[[Dialect], Insert], dialect: Dialect
+) -> tuple[str, Sequence[str] | None]:
     """The statement, and the order of its parameters where it does not name them."""
     compiled = make(dialect).compile(dialect=dialect)
     return compiled.string, compiled.positiontup

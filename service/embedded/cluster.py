@@ -1,4 +1,5 @@
-"""The embedded Ray cluster as the service sees it: adopt it, start it, stop it. Talks to the keeper by files and signals."""
+"""The embedded Ray cluster as the service sees it: adopt it, start it, stop it. Talks to the keeper
+by files and signals."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from service.embedded.processes import end_members, lives
 from service.settings import Settings
 
 START_TIMEOUT_S = 420.0
-"""The keeper gives up earlier: it waits GIVE_UP_S for the head and for the first node, and for each a last try."""
+"""The keeper gives up earlier: it waits GIVE_UP_S for the head and for the first node, and for each
+a last try."""
 SAY_S = 15.0
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.1
@@ -37,7 +39,8 @@ class ClusterError(Exception):
 
 
 class EmbeddedCluster:
-    """The Ray cluster of one home directory. The caller holds the home's lock: nobody else starts or stops it meanwhile."""
+    """The Ray cluster of one home directory. The caller holds the home's lock: nobody else starts
+    or stops it meanwhile."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -55,12 +58,15 @@ class EmbeddedCluster:
         return note is not None and note.state == "ready" and lives(note.keeper_pid, note.temp_dir)
 
     def ensure_running(self) -> ClusterNote:
-        """Adopt the cluster that runs, or start one after clearing away what a dead one left. Raises ClusterError."""
+        """Adopt the cluster that runs, or start one after clearing away what a dead one left.
+        Raises ClusterError."""
         note = self.note()
         if note is not None and lives(note.keeper_pid, note.temp_dir):
             return self._adopt(self._await_ready(note.keeper_pid))
         if note is not None and _head_lives(note):
-            log.warning("the embedded cluster lost its keeper; starting another", address=note.address)
+            log.warning(
+                "the embedded cluster lost its keeper; starting another", address=note.address
+            )
             return self._adopt(self._await_ready(self._spawn(note.temp_dir, "--adopt")))
         self._clear_remnants()
         return self._start()
@@ -93,19 +99,33 @@ class EmbeddedCluster:
 
     def _start(self) -> ClusterNote:
         settings = self._settings
-        log.info("starting an embedded Ray cluster", nodes=settings.nodes, cpus_per_node=settings.cpus_per_node)
+        log.info(
+            "starting an embedded Ray cluster",
+            nodes=settings.nodes,
+            cpus_per_node=settings.cpus_per_node,
+        )
         began = time.monotonic()
         base, prefix = self._temp_place()
         note = self._await_ready(self._spawn(tempfile.mkdtemp(prefix=prefix, dir=base)))
-        log.info("embedded Ray cluster is ready", seconds=round(time.monotonic() - began, 1), dashboard=note.dashboard_url)
+        log.info(
+            "embedded Ray cluster is ready",
+            seconds=round(time.monotonic() - began, 1),
+            dashboard=note.dashboard_url,
+        )
         return note
 
     def _adopt(self, note: ClusterNote) -> ClusterNote:
         settings, workers = self._settings, len(note.nodes) - 1
-        log.info("adopted the running embedded cluster", address=note.address, nodes=workers, dashboard=note.dashboard_url)
+        log.info(
+            "adopted the running embedded cluster",
+            address=note.address,
+            nodes=workers,
+            dashboard=note.dashboard_url,
+        )
         if (note.num_nodes, note.cpus_per_node) != (settings.nodes, settings.cpus_per_node):
             log.warning(
-                "the running cluster has another size; it changes when the service is stopped and started again",
+                "the running cluster has another size; it changes when the service is stopped and "
+                "started again",
                 running=f"{note.num_nodes} x {note.cpus_per_node} CPU",
                 asked=f"{settings.nodes} x {settings.cpus_per_node} CPU",
             )
@@ -116,7 +136,8 @@ class EmbeddedCluster:
         return note
 
     def _spawn(self, temp_dir: str, *flags: str) -> int:
-        """Start a keeper in a session of its own, where no terminal's or supervisor's signal finds it; returns its pid."""
+        """Start a keeper in a session of its own, where no terminal's or supervisor's signal finds
+        it; returns its pid."""
         settings = self._settings
         self.token()
         env = cluster_environment(
@@ -127,9 +148,21 @@ class EmbeddedCluster:
             patterns=settings.cluster_variables,
         )
         if left_out := sorted(os.environ.keys() - env.keys()):
-            log.info("the cluster does not inherit these variables; pass one on with --cluster-env NAME", names=" ".join(left_out))
+            log.info(
+                "the cluster does not inherit these variables; pass one on with --cluster-env NAME",
+                names=" ".join(left_out),
+            )
         size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
-        command = [sys.executable, "-m", "service.embedded.keeper", str(settings.home), "--temp-dir", temp_dir, *size, *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "service.embedded.keeper",
+            str(settings.home),
+            "--temp-dir",
+            temp_dir,
+            *size,
+            *flags,
+        ]
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._child = os.posix_spawn(
             sys.executable,
@@ -158,17 +191,23 @@ class EmbeddedCluster:
             note = self.note()
             if now - said_at >= SAY_S:
                 said_at, what = now, (note and note.waiting_for) or "the keeper to begin"
-                log.info("the embedded cluster is not ready yet", seconds=round(now - began), waiting_for=what)
+                log.info(
+                    "the embedded cluster is not ready yet",
+                    seconds=round(now - began),
+                    waiting_for=what,
+                )
             if note is not None and note.keeper_pid == keeper_pid and note.state == "ready":
                 return note
             self._reap()
             if not psutil.pid_exists(keeper_pid):
                 raise ClusterError(
-                    f"the embedded Ray cluster did not start; see {self._settings.cluster_log_path}:\n{self._log_tail()}"
+                    "the embedded Ray cluster did not start; see "
+                    f"{self._settings.cluster_log_path}:\n{self._log_tail()}"
                 )
             time.sleep(POLL_INTERVAL_S)
         raise ClusterError(
-            f"the embedded Ray cluster was not ready within {START_TIMEOUT_S:g} s; see {self._settings.cluster_log_path}"
+            f"the embedded Ray cluster was not ready within {START_TIMEOUT_S:g} s; see "
+            f"{self._settings.cluster_log_path}"
         )
 
     def _log_tail(self, num_lines: int = 12) -> str:
@@ -176,16 +215,20 @@ class EmbeddedCluster:
         return "\n".join(lines[-num_lines:])
 
     def _clear_remnants(self) -> None:
-        """End what a cluster of this home left behind and remove its directories, whether or not a note tells of it."""
+        """End what a cluster of this home left behind and remove its directories, whether or not a
+        note tells of it."""
         base, prefix = self._temp_place()
         for remnant in base.glob(f"{prefix}*"):
             if ended := end_members(str(remnant), grace_s=0):
-                log.warning("ended processes that a dead cluster left", count=ended, directory=str(remnant))
+                log.warning(
+                    "ended processes that a dead cluster left", count=ended, directory=str(remnant)
+                )
             shutil.rmtree(remnant, ignore_errors=True)
         self._settings.cluster_path.unlink(missing_ok=True)
 
     def _temp_place(self) -> tuple[Path, str]:
-        """Base directory and name prefix of this home's clusters: derived from the home, so that remnants are always found."""
+        """Base directory and name prefix of this home's clusters: derived from the home, so that
+        remnants are always found."""
         base = tempfile.gettempdir()
         digest = hashlib.sha256(str(self._settings.home.resolve()).encode()).hexdigest()[:8]
         return Path(base if len(base) <= LONGEST_BASE else "/tmp"), f"es-{digest}-"

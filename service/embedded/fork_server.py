@@ -1,11 +1,15 @@
-"""A process that has imported what ranks, controllers and drivers import, and forks into the workers that raylets ask for.
+"""A process that has imported what ranks, controllers and drivers import, and forks into the
+workers that raylets ask for.
 
-``python -m service.embedded.fork_server SOCKET MODULE…``. A worker that starts the ordinary way imports Python, Ray and torch for
-three seconds of CPU; one that is forked shares the imports with the others and is there in a tenth of a second. The raylets reach
-this process through :mod:`service.embedded.worker_start`, one connection a worker: its end means that the node loses the worker.
+``python -m service.embedded.fork_server SOCKET MODULE…``. A worker that starts the ordinary way
+imports Python, Ray and torch for three seconds of CPU; one that is forked shares the imports with
+the others and is there in a tenth of a second. The raylets reach this process through
+:mod:`service.embedded.worker_start`, one connection a worker: its end means that the node loses the
+worker.
 
-The process must be one that can be forked: it has no threads that matter, never connects to Ray, and draws no random number from
-Ray's generator, whose state all workers would inherit, and with it the ids that they make.
+The process must be one that can be forked: it has no threads that matter, never connects to Ray,
+and draws no random number from Ray's generator, whose state all workers would inherit, and with it
+the ids that they make.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from typing import Any
 LONGEST_REQUEST = 1 << 20
 BACKLOG = 128
 IDENTITY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
-"""What Ray reads from the environment when it is imported, before it is known for whom: a worker of no job yet, as those that are
-started ahead, and a parent that never dies; the raylet's death ends the worker through its stand-in."""
+"""What Ray reads from the environment when it is imported, before it is known for whom: a worker of
+no job yet, as those that are started ahead, and a parent that never dies; the raylet's death ends
+the worker through its stand-in."""
 
 log = logging.getLogger("fork-server")
 
@@ -58,7 +63,8 @@ class ForkServer:
                     connection, _ = self._listener.accept()
                     self._selector.register(connection, selectors.EVENT_READ, self._on_message)
                     continue
-                if isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() == -1:  # its worker's end came just before
+                # its worker's end came just before
+                if isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() == -1:
                     continue
                 request: dict[str, Any] | None = key.data(key.fileobj)
                 if request is not None:
@@ -83,7 +89,9 @@ class ForkServer:
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
-    def _fork(self, request: dict[str, Any], connection: socket.socket, fds: list[int]) -> dict[str, Any] | None:
+    def _fork(
+        self, request: dict[str, Any], connection: socket.socket, fds: list[int]
+    ) -> dict[str, Any] | None:
         pid = os.fork()
         if pid == 0:
             for number, fd in enumerate(fds):
@@ -126,10 +134,12 @@ class ForkServer:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import what workers will need; one that is missing is logged and passed over, as Ray does it."""
+    """Import what workers will need; one that is missing is logged and passed over, as Ray does
+    it."""
     import ray.actor
 
-    # Ray draws an id for each class of actors when it is declared. Here it must come from elsewhere than Ray's generator.
+    # Ray draws an id for each class of actors when it is declared. Here it must come from elsewhere
+    # than Ray's generator.
     drawn, ray.actor.ActorClassID = ray.actor.ActorClassID, _SystemRandomId
     for name in names:
         try:
@@ -148,7 +158,8 @@ class _SystemRandomId:
 
 
 def become_worker(request: dict[str, Any]) -> None:
-    """Turn this process into the worker: what ``exec`` would have set up, then Ray's own worker script."""
+    """Turn this process into the worker: what ``exec`` would have set up, then Ray's own worker
+    script."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in every process that Ray starts
     with contextlib.suppress(OSError):
         os.setpgid(0, request["process_group"])
@@ -159,7 +170,8 @@ def become_worker(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    # The server's own handler writes to the worker's stderr as it was opened, past what takes secrets out of a rank's output.
+    # The server's own handler writes to the worker's stderr as it was opened, past what takes
+    # secrets out of a rank's output.
     logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
     tempfile.tempdir = None  # looked up before, in another environment
     sys.argv = request["argv"]
@@ -172,7 +184,11 @@ def become_worker(request: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM."""
     path, *modules = sys.argv[1:] if argv is None else argv
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
     os.environ.update(IDENTITY)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)

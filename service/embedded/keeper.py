@@ -1,10 +1,12 @@
-"""The process that keeps an embedded Ray cluster: starts head and nodes, watches them, ends them all on SIGTERM.
+"""The process that keeps an embedded Ray cluster: starts head and nodes, watches them, ends them
+all on SIGTERM.
 
-``python -m service.embedded.keeper HOME --temp-dir DIR --nodes N --cpus-per-node C`` runs apart from the service, so that a
-killed service leaves the cluster and its runs alone. It is the only module of the service that imports ray.
+``python -m service.embedded.keeper HOME --temp-dir DIR --nodes N --cpus-per-node C`` runs apart
+from the service, so that a killed service leaves the cluster and its runs alone. It is the only
+module of the service that imports ray.
 
-The cluster is watched by process id, not through Ray's handles: a keeper that was killed is replaced by one with ``--adopt``,
-which goes on where cluster.json says.
+The cluster is watched by process id, not through Ray's handles: a keeper that was killed is
+replaced by one with ``--adopt``, which goes on where cluster.json says.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ from ray._private.parameter import RayParams
 
 from service.cluster.cluster_note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import worker_start
-from service.embedded.environment import HEAD_VARIABLES, NODE_CORES_VARIABLE, PRELOADED_MODULES, WORKER_NODE_VARIABLES
+from service.embedded.environment import (
+    HEAD_VARIABLES,
+    NODE_CORES_VARIABLE,
+    PRELOADED_MODULES,
+    WORKER_NODE_VARIABLES,
+)
 from service.embedded.patience import start_patiently
 from service.embedded.precedence import Precedence
 from service.embedded.processes import end_members, lives, members, started_at
@@ -45,7 +52,8 @@ LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
 FORK_SOCKET = "fork.sock"
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Of malloc's memory, where the system leaves the choice to programs. Source: glibc's manual, "Memory Allocation Tunables"."""
+"""Of malloc's memory, where the system leaves the choice to programs. Source: glibc's manual,
+"Memory Allocation Tunables"."""
 
 log = logging.getLogger("keeper")
 
@@ -69,7 +77,8 @@ class Keeper:
         """When the places of nodes that did not start are tried again; by ``time.monotonic``."""
 
     def install_signals(self) -> None:
-        """SIGTERM and SIGINT end the cluster; SIGUSR1 puts a new node in the place of each that died."""
+        """SIGTERM and SIGINT end the cluster; SIGUSR1 puts a new node in the place of each that
+        died."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
@@ -79,7 +88,11 @@ class Keeper:
         began = time.monotonic()
         self._start_fork_server()
         self._patiently("the head", self._start_head, self._clear_head)
-        log.info("head is up after %.1f s; dashboard at %s", time.monotonic() - began, self._note.dashboard_url)
+        log.info(
+            "head is up after %.1f s; dashboard at %s",
+            time.monotonic() - began,
+            self._note.dashboard_url,
+        )
         self._fill_first()
         self._note = replace(self._note, state="ready")
         self._publish()
@@ -91,7 +104,8 @@ class Keeper:
         log.info("took over the cluster at %s", self._note.address)
 
     def watch(self) -> bool:
-        """Until told to stop, or the head is lost. Returns whether the head was there to the end."""
+        """Until told to stop, or the head is lost. Returns whether the head was there to the
+        end."""
         threading.Thread(target=self._precedence.keep, name="precedence", daemon=True).start()
         while not self._stopping:
             self._wait()
@@ -100,9 +114,15 @@ class Keeper:
         return True
 
     def _wait(self) -> None:
-        """Until a process of the cluster ends, a signal comes, or it is time to look anyway: nothing wakes up meanwhile."""
+        """Until a process of the cluster ends, a signal comes, or it is time to look anyway:
+        nothing wakes up meanwhile."""
         note = self._note
-        pids = [note.gcs_pid, note.dashboard_pid, note.fork_server_pid, *(node.raylet_pid for node in note.nodes)]
+        pids = [
+            note.gcs_pid,
+            note.dashboard_pid,
+            note.fork_server_pid,
+            *(node.raylet_pid for node in note.nodes),
+        ]
         look_in_s = LOOK_INTERVAL_S
         if self._refill_at is not None:
             look_in_s = min(look_in_s, max(0.0, self._refill_at - time.monotonic()))
@@ -164,14 +184,21 @@ class Keeper:
         write_note(self._note_path, self._note)
 
     def _start_fork_server(self) -> None:
-        """Start the process that forks into workers. Those that raylets ask for meanwhile wait for its imports.
+        """Start the process that forks into workers. Those that raylets ask for meanwhile wait for
+        its imports.
 
-        Its malloc, and so theirs, asks the kernel for huge pages, where the operator did not say how to allocate: a process can be
-        told so only by its environment, and only as it begins.
+        Its malloc, and so theirs, asks the kernel for huge pages, where the operator did not say
+        how to allocate: a process can be told so only by its environment, and only as it begins.
         """
         path = self._fork_socket()
         path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "service.embedded.fork_server", str(path), *PRELOADED_MODULES]
+        command = [
+            sys.executable,
+            "-m",
+            "service.embedded.fork_server",
+            str(path),
+            *PRELOADED_MODULES,
+        ]
         pid = os.posix_spawn(sys.executable, command, {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ})
         self._note = replace(self._note, fork_server_pid=pid)
         self._publish()
@@ -193,7 +220,8 @@ class Keeper:
             ray_client_server_port=None,
         )
         node = Node(params, head=True, shutdown_at_exit=False, spawn_reaper=False)
-        # A job's supervisor looks for "the" cluster of this machine: without this file it may find another one.
+        # A job's supervisor looks for "the" cluster of this machine: without this file it may find
+        # another one.
         (Path(self._note.temp_dir) / HEAD_DIR / "ray_current_cluster").write_text(node.gcs_address)
         pids = {name: info[0].process.pid for name, info in node.all_processes.items()}
         self._note = replace(
@@ -208,11 +236,16 @@ class Keeper:
         self._publish()
 
     def _fill_first(self) -> None:
-        """Start every node, and where none comes up in time, as on a machine that is very busy, again."""
+        """Start every node, and where none comes up in time, as on a machine that is very busy,
+        again."""
 
         def fill() -> None:
             self._fill()
-            if not self._stopping and self._note.num_nodes and all(node.is_head for node in self._note.nodes):
+            if (
+                not self._stopping
+                and self._note.num_nodes
+                and all(node.is_head for node in self._note.nodes)
+            ):
                 raise RuntimeError("no node started; what is above says why")
 
         self._patiently("the first node", fill, lambda: None)
@@ -227,18 +260,24 @@ class Keeper:
         def pause(seconds: float) -> None:
             select.select([self._woken], [], [], seconds)
 
-        start_patiently(what, start, clear=clear, say=say, pause=pause, is_stopping=lambda: self._stopping)
+        start_patiently(
+            what, start, clear=clear, say=say, pause=pause, is_stopping=lambda: self._stopping
+        )
 
     def _clear_head(self) -> None:
-        """End what a head that did not start left, and remove its directory. The fork server stays."""
+        """End what a head that did not start left, and remove its directory. The fork server
+        stays."""
         keep = tuple(pid for pid in (os.getpid(), self._note.fork_server_pid) if pid is not None)
         end_members(self._note.temp_dir, grace_s=0, without=keep)
         _reap_children()
         shutil.rmtree(Path(self._note.temp_dir) / HEAD_DIR, ignore_errors=True)
-        self._note = replace(self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=())
+        self._note = replace(
+            self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=()
+        )
 
     def _fill(self) -> None:
-        """Start a node in every free place, side by side, and note them. Where one does not start another is tried later."""
+        """Start a node in every free place, side by side, and note them. Where one does not start
+        another is tried later."""
         taken = {node.slot for node in self._note.nodes}
         free = [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
         if not free or self._stopping:
@@ -254,7 +293,8 @@ class Keeper:
             log.info("node %s is up in place %d", node.node_id, node.slot)
 
     def _try_to_start_node(self, slot: int) -> NodeNote | None:
-        """None where it does not start: Ray gives a raylet 30 s, which a machine may need that is busy. Nothing of it is left."""
+        """None where it does not start: Ray gives a raylet 30 s, which a machine may need that is
+        busy. Nothing of it is left."""
         try:
             return self._start_node(slot)
         except Exception:
@@ -262,25 +302,33 @@ class Keeper:
         for process in list(members(self._note.temp_dir, without=(os.getpid(),))):
             with contextlib.suppress(psutil.Error):
                 if any(f"/n{slot}." in part for part in process.cmdline()):
-                    _kill_pids([process.pid, *(child.pid for child in process.children(recursive=True))])
+                    _kill_pids(
+                        [process.pid, *(child.pid for child in process.children(recursive=True))]
+                    )
         return None
 
     def _start_node(self, slot: int) -> NodeNote:
-        """One raylet. Its directory is its own: nodes that start side by side in one would take each other's socket names."""
+        """One raylet. Its directory is its own: nodes that start side by side in one would take
+        each other's socket names."""
         generation = len(list(Path(self._note.temp_dir).glob(f"n{slot}.*")))
         gpus = _gpus_by_node(self._note.num_nodes)[slot - 1]
         env = self._variables(WORKER_NODE_VARIABLES)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        env[NODE_CORES_VARIABLE] = ",".join(map(str, cores_of(slot, self._note, sorted(os.sched_getaffinity(0)))))
+        env[NODE_CORES_VARIABLE] = ",".join(
+            map(str, cores_of(slot, self._note, sorted(os.sched_getaffinity(0))))
+        )
         params = RayParams(
-            **self._params(f"n{slot}.{generation}", num_cpus=self._note.cpus_per_node, num_gpus=len(gpus)),
+            **self._params(
+                f"n{slot}.{generation}", num_cpus=self._note.cpus_per_node, num_gpus=len(gpus)
+            ),
             gcs_address=self._note.address,
             node_manager_port=0,
             env_vars=env,
         )
         note = _note_of(Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False), slot)
-        self._precedence.give_way([pid for pid in note.pids if pid != note.raylet_pid])  # its ranks inherit from the raylet
+        # its ranks inherit from the raylet
+        self._precedence.give_way([pid for pid in note.pids if pid != note.raylet_pid])
         return note
 
     def _params(self, name: str, *, num_cpus: int, num_gpus: int = 0) -> dict[str, object]:
@@ -316,9 +364,11 @@ def _note_of(node: Node, slot: int) -> NodeNote:
 
 
 def cores_of(slot: int, note: ClusterNote, cores: Sequence[int]) -> Sequence[int]:
-    """The cores that the ranks of a node keep to: its own, where the nodes' CPUs are all ``cores`` that there are; else none are.
+    """The cores that the ranks of a node keep to: its own, where the nodes' CPUs are all ``cores``
+    that there are; else none are.
 
-    Ranks that move to and fro lose what their core's caches hold. Where cores are to spare, whatever disturbs a rank has those.
+    Ranks that move to and fro lose what their core's caches hold. Where cores are to spare,
+    whatever disturbs a rank has those.
     """
     if len(cores) != note.num_nodes * note.cpus_per_node:
         return ()
@@ -326,7 +376,8 @@ def cores_of(slot: int, note: ClusterNote, cores: Sequence[int]) -> Sequence[int
 
 
 def _gpus_by_node(num_nodes: int) -> list[list[str]]:
-    """The machine's GPUs dealt out over the nodes: ids for each node, as CUDA_VISIBLE_DEVICES names them."""
+    """The machine's GPUs dealt out over the nodes: ids for each node, as CUDA_VISIBLE_DEVICES names
+    them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
@@ -351,19 +402,26 @@ def _reap_children() -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m service.embedded.keeper", description=__doc__)
     parser.add_argument("home", type=Path, help="the service's home directory")
-    parser.add_argument("--temp-dir", required=True, help="the cluster's own directory, which exists")
+    parser.add_argument(
+        "--temp-dir", required=True, help="the cluster's own directory, which exists"
+    )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--cpus-per-node", type=int, required=True)
-    parser.add_argument("--adopt", action="store_true", help="take over the running cluster of cluster.json")
+    parser.add_argument(
+        "--adopt", action="store_true", help="take over the running cluster of cluster.json"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Keep the cluster until SIGTERM (exit code 0) or until the head is lost (exit code 1)."""
     args = _parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     note_path: Path = args.home / "cluster.json"
-    # Drivers start where their node was started: not in a directory whose modules could shadow ours.
+    # Drivers start where their node was started: not in a directory whose modules could shadow
+    # ours.
     os.chdir(args.temp_dir)
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None

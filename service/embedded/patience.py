@@ -1,4 +1,5 @@
-"""Start something of the cluster again where it did not start: a machine that is busy takes long, and then does it."""
+"""Start something of the cluster again where it did not start: a machine that is busy takes long,
+and then does it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ T = TypeVar("T")
 GIVE_UP_S: Final = 150.0
 """Nothing is given up before so long, however often it failed."""
 RETRY_S: Final = 3.0
-_LASTING: Final = (ValueError, TypeError, LookupError, ImportError, AttributeError, FileNotFoundError, PermissionError)
+_LASTING: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ImportError,
+    AttributeError,
+    FileNotFoundError,
+    PermissionError,
+)
 """What a wrong setting or installation raises: it would do so every time."""
 
 log = logging.getLogger("keeper")
@@ -33,7 +42,8 @@ def start_patiently(
 
     Args:
         what: Its name in messages: "the head".
-        start: May raise anything; what a wrong setting raises is raised on at once, and so is the last error.
+        start: May raise anything; what a wrong setting raises is raised on at once, and so is the
+            last error.
         clear: Remove what a failed start left.
         say: Told what is waited for, for whoever waits for the cluster; None once it is there.
         pause: Waits for some seconds, or until a signal comes.
@@ -53,7 +63,8 @@ def start_patiently(
             problem = f"{type(exc).__name__}: {exc}"[:300]
             load = os.getloadavg()[0] / (os.cpu_count() or 1)
             log.warning(
-                "%s did not start (try %d, %.0f s so far, %.1f processes a core want to run); trying again: %s",
+                "%s did not start (try %d, %.0f s so far, %.1f processes a core want to run); "
+                "trying again: %s",
                 *(what, num_failed, waited_s, load, problem),
             )
             say(f"{what} to start: {num_failed} tries failed so far, the last one with {problem}")

@@ -1,9 +1,13 @@
-"""Processes that only keep the cluster and its runs in order give way to the ranks, whose cores they share.
+"""Processes that only keep the cluster and its runs in order give way to the ranks, whose cores
+they share.
 
-A low priority alone does not do it: a process that sleeps most of the time runs at once when it wakes up, in the middle of a rank's
-step, and the rank's peers wait with it. A process of Linux's class IDLE runs where nothing else would: where ranks wait for each
-other, which they do in every step. Ranks that never wait would leave it next to nothing, so that whether these processes get their
-turn is watched: as soon as one does not, all of them are as any other process for a while, at a low priority.
+A low priority alone does not do it: a process that sleeps most of the time runs at once when it
+wakes up, in the middle of a rank's step, and the rank's peers wait with it. A process of Linux's
+class IDLE runs where nothing else would: where ranks wait for each other, which they do in every
+step. Ranks that never wait would leave it next to nothing, so that whether these processes get
+their
+turn is watched: as soon as one does not, all of them are as any other process for a while, at a low
+priority.
 """
 
 from __future__ import annotations
@@ -22,11 +26,14 @@ import psutil
 from service.embedded.processes import members
 
 CONTROL_NICENESS = 5
-"""Of the processes that give way: ranks run at -10, or at 0 where the system does not let them raise themselves."""
+"""Of the processes that give way: ranks run at -10, or at 0 where the system does not let them
+raise themselves."""
 LOOK_S = 0.5
-"""Between two looks. A process that has waited for a core from one to the next has waited too long."""
+"""Between two looks. A process that has waited for a core from one to the next has waited too
+long."""
 FIRST_RESPITE_S = 60.0
-"""How long the processes are then as any other; twice as long each time that the next one waits too long soon after."""
+"""How long the processes are then as any other; twice as long each time that the next one waits too
+long soon after."""
 LONGEST_RESPITE_S = 960.0
 
 log = logging.getLogger(__name__)
@@ -51,7 +58,8 @@ class Precedence:
         self._yielding: set[int] = set()
 
     def give_way(self, pids: Iterable[int]) -> None:
-        """Let processes and all that descends from them give way, now and in what they start later."""
+        """Let processes and all that descends from them give way, now and in what they start
+        later."""
         with self._lock:
             for pid in pids:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -62,7 +70,8 @@ class Precedence:
                             self._set_class(process.pid)
 
     def keep(self) -> None:
-        """On a thread, for good: have those that give way run where ranks wait, as long as they get their turn there.
+        """On a thread, for good: have those that give way run where ranks wait, as long as they get
+        their turn there.
 
         Returns where that cannot be done, and leaves them as they are.
         """
@@ -74,9 +83,15 @@ class Precedence:
             began = time.monotonic()
             late = self._wait_for_starved()
             lasted_s = time.monotonic() - began
-            respite_s = min(2 * respite_s, LONGEST_RESPITE_S) if lasted_s < respite_s else FIRST_RESPITE_S
+            respite_s = (
+                min(2 * respite_s, LONGEST_RESPITE_S) if lasted_s < respite_s else FIRST_RESPITE_S
+            )
             self._change_all(os.SCHED_OTHER)
-            log.info("process %d did not get its turn beside the ranks; none gives way as much for %g s", late, respite_s)
+            log.info(
+                "process %d did not get its turn beside the ranks; none gives way as much for %g s",
+                late,
+                respite_s,
+            )
             time.sleep(respite_s)
 
     def _change_all(self, policy: int) -> None:
@@ -121,8 +136,8 @@ def _turns(pids: Sequence[int]) -> Iterator[tuple[int, Turn]]:
 
 
 def _may_leave_idle() -> bool:
-    """Whether a process of class IDLE may be put back, which needs a privilege, and its run time can be read; and whether its
-    niceness tells what gives way from the rest.
+    """Whether a process of class IDLE may be put back, which needs a privilege, and its run time
+    can be read; and whether its niceness tells what gives way from the rest.
 
     Where it may not be put back, the thread that asks stays in that class.
     """

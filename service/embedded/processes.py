@@ -1,9 +1,9 @@
 """Which processes belong to an embedded cluster, and how they are ended.
 
-Every process of a cluster carries ``EVERSTEP_CLUSTER_DIR`` in its environment, whose value (the cluster's temporary directory)
-is unique for ever. That tells a process from one that merely got the same pid, whatever the clock did. Ray's agents and the
-parts of its dashboard overwrite their own environment with a title; they are known by that title and by the log files that they
-hold open.
+Every process of a cluster carries ``EVERSTEP_CLUSTER_DIR`` in its environment, whose value (the
+cluster's temporary directory) is unique for ever. That tells a process from one that merely got the
+same pid, whatever the clock did. Ray's agents and the parts of its dashboard overwrite their own
+environment with a title; they are known by that title and by the log files that they hold open.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ def belongs(process: psutil.Process, temp_dir: str) -> bool:
         marker = process.environ().get(CLUSTER_DIR_VARIABLE)
         if marker is not None:
             return marker == temp_dir
-        return process.cmdline()[:1] != [] and process.cmdline()[0].startswith(RAY_TITLES) and _holds_files_below(process, temp_dir)
+        return (
+            process.cmdline()[:1] != []
+            and process.cmdline()[0].startswith(RAY_TITLES)
+            and _holds_files_below(process, temp_dir)
+        )
     except (psutil.NoSuchProcess, psutil.AccessDenied, IndexError):
         return False
 
 
 def lives(pid: int | None, temp_dir: str) -> bool:
-    """Whether ``pid`` is a live process of the cluster in ``temp_dir``, not another that got its number."""
+    """Whether ``pid`` is a live process of the cluster in ``temp_dir``, not another that got its
+    number."""
     if pid is None:
         return False
     try:
@@ -61,17 +66,22 @@ def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Pr
 
 
 def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -> int:
-    """SIGTERM, then after ``grace_s`` SIGKILL, until no process of the cluster is left; returns how many there were.
+    """SIGTERM, then after ``grace_s`` SIGKILL, until no process of the cluster is left; returns how
+    many there were.
 
-    Looks again after each round: a process may have started another while it was being ended. One that outlives SIGKILL, in a call
-    of the kernel that does not return, is left behind: a new cluster has another directory, and is not disturbed by it.
+    Looks again after each round: a process may have started another while it was being ended. One
+    that outlives SIGKILL, in a call of the kernel that does not return, is left behind: a new
+    cluster has another directory, and is not disturbed by it.
     """
     ended: set[int] = set()
     num_old = 0
     while found := list(members(temp_dir, without=without)):
         num_old = num_old + 1 if {process.pid for process in found} <= ended else 0
         if num_old > _MOST_ROUNDS:
-            logger.warning("processes %s cannot be killed; they are left", sorted(process.pid for process in found))
+            logger.warning(
+                "processes %s cannot be killed; they are left",
+                sorted(process.pid for process in found),
+            )
             break
         ended.update(process.pid for process in found)
         _signal_all(found, terminate=grace_s > 0)

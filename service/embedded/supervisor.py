@@ -1,4 +1,5 @@
-"""Sees to it that the service's embedded cluster runs: a cluster that lost its head or its keeper is started again."""
+"""Sees to it that the service's embedded cluster runs: a cluster that lost its head or its keeper
+is started again."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class ClusterSupervisor:
         return RayEndpoint(self._note.dashboard_url, self._token)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look again and again until ``stopping``. Runs go on in a new cluster from their newest checkpoints."""
+        """Look again and again until ``stopping``. Runs go on in a new cluster from their newest
+        checkpoints."""
         retry_s = FIRST_RETRY_S
         while not stopping.is_set():
             pause_s = WATCH_INTERVAL_S
@@ -53,7 +55,11 @@ class ClusterSupervisor:
                     await asyncio.to_thread(self.start)
                     retry_s = FIRST_RETRY_S
                 except ClusterError as exc:
-                    log.error("the embedded Ray cluster did not start", problem=str(exc), next_try_s=retry_s)
+                    log.error(
+                        "the embedded Ray cluster did not start",
+                        problem=str(exc),
+                        next_try_s=retry_s,
+                    )
                     pause_s, retry_s = retry_s, min(LONGEST_RETRY_S, 2 * retry_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause_s)

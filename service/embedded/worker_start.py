@@ -1,10 +1,12 @@
-"""What a raylet of the embedded cluster runs to start a worker: has the fork server make it, and stands for it in the process tree.
+"""What a raylet of the embedded cluster runs to start a worker: has the fork server make it, and
+stands for it in the process tree.
 
     python worker_start.py [--serialized-runtime-env-context=JSON] [--language=PYTHON] WORKER_PATH ARGUMENTS
 
-The raylet passes what it would pass to Ray's own ``setup_worker.py``, which takes over where the fork server cannot serve: a
-worker in a container, with another Python, or with no server there. This file is run by path and imports the standard library
-only, since it is on the way of every worker; it lives as long as its worker, so that a node's processes are those below its raylet.
+The raylet passes what it would pass to Ray's own ``setup_worker.py``, which takes over where the
+fork server cannot serve: a worker in a container, with another Python, or with no server there.
+This file is run by path and imports the standard library only, since it is on the way of every
+worker; it lives as long as its worker, so that a node's processes are those below its raylet.
 """
 
 from __future__ import annotations
@@ -28,9 +30,15 @@ _NEEDS_EXEC = ("command_prefix", "override_worker_entrypoint", "java_jars")
 
 
 def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None:
-    """The request for the worker that these arguments describe; None for one that the fork server cannot make."""
-    context = next((text.removeprefix(CONTEXT_FLAG) for text in arguments if text.startswith(CONTEXT_FLAG)), "")
-    language = next((text.removeprefix(LANGUAGE_FLAG) for text in arguments if text.startswith(LANGUAGE_FLAG)), "PYTHON")
+    """The request for the worker that these arguments describe; None for one that the fork server
+    cannot make."""
+    context = next(
+        (text.removeprefix(CONTEXT_FLAG) for text in arguments if text.startswith(CONTEXT_FLAG)), ""
+    )
+    language = next(
+        (text.removeprefix(LANGUAGE_FLAG) for text in arguments if text.startswith(LANGUAGE_FLAG)),
+        "PYTHON",
+    )
     asked = json.loads(context or "{}")
     if language != "PYTHON" or any(asked.get(name) for name in _NEEDS_EXEC):
         return None
@@ -51,7 +59,8 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
 
 
 def ask(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | None:
-    """Have the worker forked: a pidfd of it, and the connection whose end tells the server to kill it. None without an answer."""
+    """Have the worker forked: a pidfd of it, and the connection whose end tells the server to kill
+    it. None without an answer."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.settimeout(ANSWER_TIMEOUT_S)
     try:
@@ -81,7 +90,10 @@ def main() -> NoReturn:
     request = plan(sys.argv[1:], dict(os.environ)) if address else None
     answer = ask(request, address) if request and address else None
     if answer is None:
-        os.execv(sys.executable, [sys.executable, "-m", "ray._private.workers.setup_worker", *sys.argv[1:]])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "ray._private.workers.setup_worker", *sys.argv[1:]],
+        )
     worker, _connection = answer
     last_as_long_as(worker, raylet)
     sys.exit(0)

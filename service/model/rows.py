@@ -119,7 +119,8 @@ class RunHead(NamedTuple):
 
 
 class ListedRun(NamedTuple):
-    """A run as lists tell of it: what takes long to read and is not told is left out. Columns as in RunRow."""
+    """A run as lists tell of it: what takes long to read and is not told is left out. Columns as in
+    RunRow."""
 
     status: RunStatus
     id: str
@@ -155,7 +156,10 @@ class ListedRun(NamedTuple):
     def select(cls, runs: Table) -> Select[Any]:
         """A query whose rows ``of`` takes."""
         spec = runs.c.spec
-        parts = {"resume_from": spec["resume_from"], "max_system_failures": spec["recovery", "max_system_failures"].as_integer()}
+        parts = {
+            "resume_from": spec["resume_from"],
+            "max_system_failures": spec["recovery", "max_system_failures"].as_integer(),
+        }
         return select(*(parts[name] if name in parts else runs.c[name] for name in cls._fields))
 
     @classmethod
@@ -203,7 +207,8 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCheck(Row):
-    """When a checkpoint's files were last read back; ``problem`` is None where all had their size and digest."""
+    """When a checkpoint's files were last read back; ``problem`` is None where all had their size
+    and digest."""
 
     name: str
     verified_at: float
@@ -254,7 +259,8 @@ class AuditRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class NodeMarkRow(Row):
-    """The last word about a node; ``open`` is one that was uncordoned, whose failures before ``at`` are forgiven."""
+    """The last word about a node; ``open`` is one that was uncordoned, whose failures before ``at``
+    are forgiven."""
 
     node_id: str
     state: MarkWord

@@ -1,4 +1,5 @@
-"""The life of a run: which status may follow which. Every change goes through ``service.db.runs`` by a guarded UPDATE."""
+"""The life of a run: which status may follow which. Every change goes through ``service.db.runs``
+by a guarded UPDATE."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ _ENDS: Final = frozenset({RunStatus.SUCCEEDED, RunStatus.FAILED, RunStatus.CANCE
 
 TRANSITIONS: Final = MappingProxyType(
     {
-        RunStatus.QUEUED: frozenset({RunStatus.STARTING, RunStatus.PAUSED, RunStatus.CANCELLED, RunStatus.FAILED}),
-        RunStatus.STARTING: _ENDS | {RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING, RunStatus.PAUSED},
+        RunStatus.QUEUED: frozenset(
+            {RunStatus.STARTING, RunStatus.PAUSED, RunStatus.CANCELLED, RunStatus.FAILED}
+        ),
+        RunStatus.STARTING: _ENDS
+        | {RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING, RunStatus.PAUSED},
         RunStatus.RUNNING: _ENDS | {RunStatus.RECOVERING, RunStatus.STOPPING, RunStatus.PAUSED},
         RunStatus.RECOVERING: _ENDS | {RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.PAUSED},
         RunStatus.STOPPING: _ENDS | {RunStatus.PAUSED},
@@ -22,10 +26,13 @@ TRANSITIONS: Final = MappingProxyType(
         RunStatus.CANCELLED: frozenset[RunStatus](),
     }
 )
-"""Statuses that may follow each status. A run that never fits stays QUEUED with a reason; trouble of the control plane is never
-FAILED; a lost driver leads to RECOVERING, from which the next submission goes on."""
+"""Statuses that may follow each status. A run that never fits stays QUEUED with a reason; trouble
+of the control plane is never FAILED; a lost driver leads to RECOVERING, from which the next
+submission goes on."""
 
-SUBMITTED: Final = frozenset({RunStatus.STARTING, RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING})
+SUBMITTED: Final = frozenset(
+    {RunStatus.STARTING, RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING}
+)
 """Statuses in which a Ray job of the run may exist."""
 
 LIVE: Final = SUBMITTED | {RunStatus.QUEUED}
@@ -37,7 +44,8 @@ class StateError(Exception):
 
 
 class TransitionConflict(StateError):
-    """The run was not in the status that a change expected: someone else was first, or the change is illegal."""
+    """The run was not in the status that a change expected: someone else was first, or the change
+    is illegal."""
 
     def __init__(self, run_id: str, found: RunStatus | None, wanted: str) -> None:
         super().__init__(f"run {run_id} is {found or 'gone'}; {wanted}")
@@ -54,7 +62,9 @@ def is_legal(before: RunStatus, after: RunStatus) -> bool:
 def check_legal(run_id: str, before: RunStatus, after: RunStatus) -> None:
     """Raises TransitionConflict where ``after`` may not follow ``before``."""
     if not is_legal(before, after):
-        raise TransitionConflict(run_id, before, f"{after} may follow only {_names(_sources(after))}")
+        raise TransitionConflict(
+            run_id, before, f"{after} may follow only {_names(_sources(after))}"
+        )
 
 
 def _sources(after: RunStatus) -> frozenset[RunStatus]:

@@ -1,4 +1,5 @@
-"""API and dashboard as one ASGI application: routers, errors, documentation, and what lives as long as it does."""
+"""API and dashboard as one ASGI application: routers, errors, documentation, and what lives as long
+as it does."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`); err
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """Compose the API. Nothing runs before the application's lifespan begins, and nothing of Ray is touched.
+    """Compose the API. Nothing runs before the application's lifespan begins, and nothing of Ray is
+    touched.
 
-    ``context.feed.close()`` ends every stream: call it when the server is told to stop, before it waits for its connections.
+    ``context.feed.close()`` ends every stream: call it when the server is told to stop, before it
+    waits for its connections.
     """
 
     app = FastAPI(
@@ -83,7 +86,8 @@ def create_app(context: ApiContext) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Run the event feed, the confirmation of its followers, and the notes of when tokens are used, as tasks."""
+    """Run the event feed, the confirmation of its followers, and the notes of when tokens are used,
+    as tasks."""
     context: ApiContext = app.state.context
     tasks = [
         asyncio.create_task(context.feed.run(), name="event-feed"),

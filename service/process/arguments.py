@@ -31,45 +31,73 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
     """Settings from arguments and environment. Raises SettingsError; argparse exits with code 2."""
     parser = argparse.ArgumentParser(
         prog="everstep serve",
-        description="Run the Everstep service, by default with a Ray cluster of its own on this machine. "
+        description="Run the Everstep service, by default with a Ray cluster of its own on this "
+        "machine. "
         "EVERSTEP_HOME (default ~/.everstep) is where it keeps its database, storage and tokens.",
     )
-    parser.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on, 0 for a free one (default %(default)s)")
-    parser.add_argument("--nodes", type=int, default=DEFAULT_NODES, help="worker nodes of the own cluster (default %(default)s)")
     parser.add_argument(
-        "--cpus-per-node", type=int, default=DEFAULT_CPUS_PER_NODE, help="CPUs that each node offers (default %(default)s)"
+        "--host", default=DEFAULT_HOST, help="address to listen on (default %(default)s)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="port to listen on, 0 for a free one (default %(default)s)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=DEFAULT_NODES,
+        help="worker nodes of the own cluster (default %(default)s)",
+    )
+    parser.add_argument(
+        "--cpus-per-node",
+        type=int,
+        default=DEFAULT_CPUS_PER_NODE,
+        help="CPUs that each node offers (default %(default)s)",
     )
     parser.add_argument(
         "--cluster-env",
         metavar="NAME",
         action="append",
-        help="variable of this environment that the own cluster inherits, and the code of every run can read; NAME* for all that "
-        "begin so; repeat it for several (or EVERSTEP_CLUSTER_ENV, separated by commas). By default the service's secrets and "
+        help="variable of this environment that the own cluster inherits, and the code of every "
+        "run can read; NAME* for all that "
+        "begin so; repeat it for several (or EVERSTEP_CLUSTER_ENV, separated by commas). By "
+        "default the service's secrets and "
         "cloud credentials stay out",
     )
-    parser.add_argument("--drills", action="store_true", help="allow failure drills through the API (or EVERSTEP_DRILLS=1)")
+    parser.add_argument(
+        "--drills",
+        action="store_true",
+        help="allow failure drills through the API (or EVERSTEP_DRILLS=1)",
+    )
     parser.add_argument(
         "--ray-address",
         metavar="URL",
-        help="use an existing Ray cluster: the URL of its dashboard, for example http://head:8265. Its token is taken from "
+        help="use an existing Ray cluster: the URL of its dashboard, for example "
+        "http://head:8265. Its token is taken from "
         "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token",
     )
     parser.add_argument(
         "--database",
         metavar="URL",
         default="",
-        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of processes shows, or a file with it, "
+        help="postgresql+psycopg://… or sqlite:///… (or EVERSTEP_DATABASE, which no list of "
+        "processes shows, or a file with it, "
         "EVERSTEP_DATABASE_FILE; default: SQLite in EVERSTEP_HOME)",
     )
     parser.add_argument(
-        "--storage", metavar="URI", default="", help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)"
+        "--storage",
+        metavar="URI",
+        default="",
+        help="directory or s3://… for runs; all nodes reach it (default: in EVERSTEP_HOME)",
     )
     parser.add_argument(
         "--storage-root",
         metavar="URI",
         action="append",
-        help="directory or s3://bucket/prefix below which storage and the data of runs have to lie; repeat it for several "
+        help="directory or s3://bucket/prefix below which storage and the data of runs have to "
+        "lie; repeat it for several "
         "(or EVERSTEP_STORAGE_ROOTS, separated by commas; default: anywhere)",
     )
     args = parser.parse_args(argv)

@@ -1,4 +1,5 @@
-"""The service's home directory: made, locked for one service, and told to clients on this machine."""
+"""The service's home directory: made, locked for one service, and told to clients on this
+machine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class HomeLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise HomeError(
-                f"the home directory {self._home} cannot be used ({exc.strerror}); choose one that you can write with EVERSTEP_HOME"
+                f"the home directory {self._home} cannot be used ({exc.strerror}); choose one "
+                "that you can write with EVERSTEP_HOME"
             ) from exc
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +44,8 @@ class HomeLock:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise HomeError(
-                f"a service (pid {holder or 'unknown'}) already runs on {self._home}; stop it with `kill {holder or 'PID'}`, "
+                f"a service (pid {holder or 'unknown'}) already runs on {self._home}; stop it "
+                f"with `kill {holder or 'PID'}`, "
                 "or give this one another home with EVERSTEP_HOME"
             ) from exc
         os.ftruncate(descriptor, 0)
@@ -50,7 +53,12 @@ class HomeLock:
         self._descriptor = descriptor
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         # The file stays: removing it would let two services lock two files of one name.
         if self._descriptor is not None:
             os.close(self._descriptor)

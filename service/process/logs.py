@@ -1,4 +1,5 @@
-"""Logs of the service: one line an event on stderr, coloured on a terminal, JSON where asked for."""
+"""Logs of the service: one line an event on stderr, coloured on a terminal, JSON where asked
+for."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from everstep.spec.plain_text import printable_lines
 
 
 def configure_logging() -> None:
-    """Send structlog and the libraries' own logs to stderr. ``EVERSTEP_LOG_FORMAT=json`` writes a JSON object a line;
-    ``EVERSTEP_LOG_LEVEL`` (default ``info``) is the least level of our own lines."""
-    level = logging.getLevelNamesMapping().get(os.environ.get("EVERSTEP_LOG_LEVEL", "info").upper(), logging.INFO)
+    """Send structlog and the libraries' own logs to stderr. ``EVERSTEP_LOG_FORMAT=json`` writes a
+    JSON object a line; ``EVERSTEP_LOG_LEVEL`` (default ``info``) is the least level of our own
+    lines."""
+    level = logging.getLevelNamesMapping().get(
+        os.environ.get("EVERSTEP_LOG_LEVEL", "info").upper(), logging.INFO
+    )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -28,8 +32,11 @@ def configure_logging() -> None:
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:
-        # Plain tracebacks: pictures of them with every frame's variables take a core a second each, and show secrets.
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)
+        # Plain tracebacks: pictures of them with every frame's variables take a core a second each,
+        # and show secrets.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=_traceback
+        )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -40,7 +47,11 @@ def configure_logging() -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _as_printable, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                _as_printable,
+                renderer,
+            ],
         )
     )
     root = logging.getLogger()
@@ -51,9 +62,14 @@ def configure_logging() -> None:
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
 
 
-def _as_printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _as_printable(
+    _logger: object, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
     """Keep paths and messages, which anybody may choose, from steering the operator's terminal."""
-    return {name: printable_lines(value) if isinstance(value, str) else value for name, value in event.items()}
+    return {
+        name: printable_lines(value) if isinstance(value, str) else value
+        for name, value in event.items()
+    }
 
 
 def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:

@@ -1,8 +1,9 @@
 """``python -m service.process.serve``: one service process, from its arguments to its last line.
 
-Exit code 0 after a graceful stop (SIGTERM, SIGINT), which also ends the embedded cluster with every process of it; 2 where the
-arguments or the machine do not allow a start, with a message that says the way out. A SIGKILL leaves the embedded cluster and its
-runs alone, and the next start adopts them.
+Exit code 0 after a graceful stop (SIGTERM, SIGINT), which also ends the embedded cluster with every
+process of it; 2 where the arguments or the machine do not allow a start, with a message that says
+the way out. A SIGKILL leaves the embedded cluster and its runs alone, and the next start adopts
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ import uvicorn
 import uvloop
 
 from everstep.spec.plain_text import printable_lines
-from service.api.auth import EMBEDDED_TRUST, LOCAL_TOKEN_ID, ensure_local_token, ensure_metrics_token
+from service.api.auth import (
+    EMBEDDED_TRUST,
+    LOCAL_TOKEN_ID,
+    ensure_local_token,
+    ensure_metrics_token,
+)
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
@@ -60,7 +66,14 @@ log = structlog.get_logger("everstep")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; returns the exit code."""
     configure_logging()
-    cannot_start = (CannotStart, SettingsError, HomeError, ClusterError, StorageError, DatabaseError)
+    cannot_start = (
+        CannotStart,
+        SettingsError,
+        HomeError,
+        ClusterError,
+        StorageError,
+        DatabaseError,
+    )
     try:
         settings = settings_of(argv)
         with interruptible(), HomeLock(settings), listening(settings) as listener:
@@ -79,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: before the event loop is up, either unwinds."""
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: before the event loop is up, either
+    unwinds."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -99,13 +113,16 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
     try:
         storage.probe()
     except StorageError as exc:
-        raise CannotStart(f"{exc}; see that this user may write there, or choose another --storage") from exc
+        raise CannotStart(
+            f"{exc}; see that this user may write there, or choose another --storage"
+        ) from exc
     try:
         database = Database(settings.database_url)
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
-    # Not a reason to end: the storage may come back, and an operator may adopt the one that is there.
+    # Not a reason to end: the storage may come back, and an operator may adopt the one that is
+    # there.
     if problem := StorageGate(storage, StorageRecords(database)).problem():
         print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
     return storage, database
@@ -130,16 +147,25 @@ def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
 
 
 async def serve(
-    settings: Settings, listener: socket.socket, storage: Storage, database: Database, supervisor: ClusterSupervisor | None
+    settings: Settings,
+    listener: socket.socket,
+    storage: Storage,
+    database: Database,
+    supervisor: ClusterSupervisor | None,
 ) -> None:
-    """API and reconciler until SIGTERM or SIGINT. Raises CannotStart where an existing cluster cannot be reached."""
-    existing = RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
+    """API and reconciler until SIGTERM or SIGINT. Raises CannotStart where an existing cluster
+    cannot be reached."""
+    existing = (
+        RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
+    )
     async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()
         url = base_url(settings, listener)
-        reconciler = made_reconciler(settings, database, storage, ray, figures, settings.public_url or url)
+        reconciler = made_reconciler(
+            settings, database, storage, ray, figures, settings.public_url or url
+        )
         view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(
             database,
@@ -158,7 +184,12 @@ async def serve(
             notify=settings.notify,
             embedded=settings.embedded,
         )
-        await asyncio.to_thread(ensure_local_token, context.tokens, settings.token_path, local_token_id(settings, database))
+        await asyncio.to_thread(
+            ensure_local_token,
+            context.tokens,
+            settings.token_path,
+            local_token_id(settings, database),
+        )
         if settings.metrics_token:
             await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
         server = ApiServer(create_app(context), lambda: announce(settings, url, view), settings)
@@ -169,9 +200,15 @@ async def serve(
 
 
 def made_reconciler(
-    settings: Settings, database: Database, storage: Storage, ray: RayJobs, figures: RunFigures, public_url: str
+    settings: Settings,
+    database: Database,
+    storage: Storage,
+    ray: RayJobs,
+    figures: RunFigures,
+    public_url: str,
 ) -> Reconciler:
-    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file is held by the home's lock."""
+    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file
+    is held by the home's lock."""
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
     return Reconciler(
@@ -181,7 +218,9 @@ def made_reconciler(
         ProjectStore(mine),
         storage,
         ray,
-        cordon_rule=CordonRule(settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s),
+        cordon_rule=CordonRule(
+            settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s
+        ),
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
@@ -191,7 +230,8 @@ def made_reconciler(
 
 
 def local_token_id(settings: Settings, database: Database) -> str:
-    """Id of the token of this home: replicas that share a database have one each, and must not replace each other's."""
+    """Id of the token of this home: replicas that share a database have one each, and must not
+    replace each other's."""
     if database.is_sqlite:
         return LOCAL_TOKEN_ID
     place = f"{socket.gethostname()}:{settings.home}"
@@ -199,7 +239,9 @@ def local_token_id(settings: Settings, database: Database) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(reconciler: Reconciler, supervisor: ClusterSupervisor | None) -> AsyncIterator[None]:
+async def running(
+    reconciler: Reconciler, supervisor: ClusterSupervisor | None
+) -> AsyncIterator[None]:
     """The reconciler, and the watch over the embedded cluster, for as long as the API serves."""
     stopping = asyncio.Event()
     tasks = [asyncio.create_task(reconciler.run(stopping), name="reconciler")]
@@ -213,7 +255,8 @@ async def running(reconciler: Reconciler, supervisor: ClusterSupervisor | None) 
 
 
 async def reach(ray: RayJobs, settings: Settings) -> None:
-    """See that the existing cluster answers; one that has answered this home before may be away. Raises CannotStart."""
+    """See that the existing cluster answers; one that has answered this home before may be away.
+    Raises CannotStart."""
     try:
         version = await ray.version()
     except RayError as exc:
@@ -221,7 +264,8 @@ async def reach(ray: RayJobs, settings: Settings) -> None:
             log.warning("the Ray cluster is away; runs wait until it answers", problem=str(exc))
             return
         raise CannotStart(
-            f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example http://head:8265 "
+            f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example "
+            "http://head:8265 "
             "(`ray start --head --dashboard-host=0.0.0.0`)"
         ) from exc
     log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
@@ -230,7 +274,8 @@ async def reach(ray: RayJobs, settings: Settings) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[None]:
-    """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would never end by themselves."""
+    """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would
+    never end by themselves."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

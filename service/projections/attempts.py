@@ -27,14 +27,17 @@ KINDS: Final = frozenset(
 def attempts(events: Iterable[EventRow]) -> list[Attempt]:
     """Every worker group that ran, oldest first.
 
-    One whose end nobody recorded, because its driver died, ended when the next submission or attempt began.
+    One whose end nobody recorded, because its driver died, ended when the next submission or
+    attempt began.
     """
     done: list[Attempt] = []
     current: dict[str, Any] | None = None
     for event in events:
         if event.kind == EventKind.ATTEMPT_STARTED:
             if current is not None:
-                done.append(_ended(current, event.at, current["cause"] or Verdict.CONTROL_PLANE.value))
+                done.append(
+                    _ended(current, event.at, current["cause"] or Verdict.CONTROL_PLANE.value)
+                )
             current = _started(event)
             continue
         if current is None:
@@ -85,8 +88,12 @@ def _end(event: EventRow, current: dict[str, Any]) -> str | None:
     if event.kind == EventKind.SUBMISSION_STARTED:
         return Verdict.CONTROL_PLANE.value
     if event.kind == EventKind.FINISHED:
-        return {"succeeded": "finished", "stopped": "stopped"}.get(data["outcome"], current["cause"] or Verdict.UNKNOWN.value)
-    if event.kind == EventKind.STATUS and (RunStatus(data["to"]).terminal or data["to"] == RunStatus.PAUSED):
+        return {"succeeded": "finished", "stopped": "stopped"}.get(
+            data["outcome"], current["cause"] or Verdict.UNKNOWN.value
+        )
+    if event.kind == EventKind.STATUS and (
+        RunStatus(data["to"]).terminal or data["to"] == RunStatus.PAUSED
+    ):
         return "stopped"
     return None
 

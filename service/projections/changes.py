@@ -1,4 +1,5 @@
-"""What one event means for its run's row: a pure function, so that a journal can be applied again with the same result."""
+"""What one event means for its run's row: a pure function, so that a journal can be applied again
+with the same result."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _RECENT_CHECKPOINTS: Final = 64
 
 @dataclass(frozen=True)
 class Changes:
-    """What to write: ``columns`` of the run's row, a change of status where one is legal, and points of metrics."""
+    """What to write: ``columns`` of the run's row, a change of status where one is legal, and
+    points of metrics."""
 
     columns: dict[str, Any] = field(default_factory=dict)
     status: RunStatus | None = None
@@ -32,15 +34,16 @@ class Changes:
 def project(run: RunRow, event: EventRow) -> Changes:
     """What ``event`` changes about ``run``; kinds that change nothing give empty Changes.
 
-    Unknown kinds are kept as history and change nothing, so that a newer driver can be read by an older service.
+    Unknown kinds are kept as history and change nothing, so that a newer driver can be read by an
+    older service.
     """
     handler = _HANDLERS.get(event.kind)
     return handler(run, event) if handler else Changes()
 
 
 def _to(run: RunRow, status: RunStatus, reason: Reason | None = None) -> dict[str, Any]:
-    """Arguments of Changes for a status that the events imply. One that is illegal now is left out: a run that is STOPPING
-    stays so while its last steps are reported."""
+    """Arguments of Changes for a status that the events imply. One that is illegal now is left out:
+    a run that is STOPPING stays so while its last steps are reported."""
     return {"status": status, "reason": reason} if is_legal(run.status, status) else {}
 
 
@@ -70,13 +73,15 @@ def _restored(run: RunRow, event: EventRow) -> Changes:
 
 
 def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str, Any]]:
-    """Checkpoints that a restore lets stand: sound, and for those of older attempts not beyond where it went on."""
+    """Checkpoints that a restore lets stand: sound, and for those of older attempts not beyond
+    where it went on."""
     rejected = {item["name"] for item in restored.data.get("rejected") or ()}
     return [item for item in found if item["name"] not in rejected and stands(item, restored)]
 
 
 def _order(item: dict[str, Any]) -> tuple[int, int, int, str]:
-    """By step, then by submission and attempt: a longer name has a larger attempt, or one at all."""
+    """By step, then by submission and attempt: a longer name has a larger attempt, or one at
+    all."""
     return item["step"], item["submission"], len(item["name"]), item["name"]
 
 
@@ -87,7 +92,9 @@ def _checkpoints(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _training_started(run: RunRow, event: EventRow) -> Changes:
-    columns = {name: event.data.get(name) for name in ("total_steps", "steps_per_epoch", "snapshots")}
+    columns = {
+        name: event.data.get(name) for name in ("total_steps", "steps_per_epoch", "snapshots")
+    }
     if event.data.get("guarantee"):
         columns["guarantee"] = event.data["guarantee"]
     return Changes(columns, **_to(run, RunStatus.RUNNING))
@@ -130,11 +137,16 @@ def _evaluated(run: RunRow, event: EventRow) -> Changes:
     always = () if best_metric is None else (validation_name(best_metric),)
     for name in NameLimit(run.metrics).refused(list(named), always=always):
         del named[name]
-    columns: dict[str, Any] = {"metrics": run.metrics | {name: value for name, value in named.items() if value is not None}}
+    columns: dict[str, Any] = {
+        "metrics": run.metrics | {name: value for name, value in named.items() if value is not None}
+    }
     best = _better(run, step, values)
     if best is not None:
         columns["best"] = best
-    return Changes(columns, points=tuple(MetricPoint(name, step, event.at, value) for name, value in named.items()))
+    return Changes(
+        columns,
+        points=tuple(MetricPoint(name, step, event.at, value) for name, value in named.items()),
+    )
 
 
 def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str, Any] | None:
@@ -145,7 +157,9 @@ def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str
     if value is None:
         return None
     old = run.best
-    if old is not None and not (value > old["value"] if checkpoint["best_mode"] == "max" else value < old["value"]):
+    if old is not None and not (
+        value > old["value"] if checkpoint["best_mode"] == "max" else value < old["value"]
+    ):
         return None
     return {"metric": metric, "value": value, "step": step}
 
@@ -180,8 +194,15 @@ def _checkpoint_failed(run: RunRow, event: EventRow) -> Changes:
     failed, limit = data.get("failed_in_a_row"), data.get("max_failed_saves")
     if run.status is not RunStatus.RUNNING or failed is None or limit is None or failed < limit:
         return Changes()
-    newest = f"the newest checkpoint is of step {run.latest_checkpoint['step']}" if run.latest_checkpoint else "there is none yet"
-    message = f"{failed} saves in a row failed, {newest}, and training goes on; the last one said: {data['error']}"
+    newest = (
+        f"the newest checkpoint is of step {run.latest_checkpoint['step']}"
+        if run.latest_checkpoint
+        else "there is none yet"
+    )
+    message = (
+        f"{failed} saves in a row failed, {newest}, and training goes on; the last one said: "
+        f"{data['error']}"
+    )
     return Changes({"reason_code": ReasonCode.STORAGE_UNAVAILABLE.value, "reason_message": message})
 
 
@@ -195,7 +216,8 @@ def _without(run: RunRow, name: str) -> list[dict[str, Any]]:
 
 
 def _failure(run: RunRow, event: EventRow) -> Changes:
-    """The run recovers; while it waits for its storage it says so, until the next attempt starts."""
+    """The run recovers; while it waits for its storage it says so, until the next attempt
+    starts."""
     columns, reason = dict(NO_WORKERS), None
     if event.data.get("verdict") == Verdict.STORAGE and run.status is not RunStatus.STOPPING:
         message = f"{event.data.get('exception')}; what is done: {event.data.get('action')}"
@@ -208,7 +230,8 @@ def _recovered(run: RunRow, event: EventRow) -> Changes:
     columns: dict[str, Any] = {"steps_lost_at_restore": 0}
     reported = event.data.get("steps_lost")
     if reported is not None:
-        # The driver knows steps that died before they were reported; it replaces what we could tell from the journal.
+        # The driver knows steps that died before they were reported; it replaces what we could tell
+        # from the journal.
         columns["steps_lost"] = run.steps_lost - run.steps_lost_at_restore + int(reported)
     return Changes(columns, **_to(run, RunStatus.RUNNING))
 
@@ -218,7 +241,9 @@ def _waiting(_run: RunRow, event: EventRow) -> Changes:
     known = code in set(ReasonCode)
     columns: dict[str, Any] = {
         "reason_code": code if known else ReasonCode.WAITING_FOR_CAPACITY.value,
-        "reason_message": str(event.data.get("message") or "The cluster has no room for min_workers now."),
+        "reason_message": str(
+            event.data.get("message") or "The cluster has no room for min_workers now."
+        ),
     }
     return Changes(columns | dict(NO_WORKERS))
 
@@ -238,10 +263,14 @@ def _finished(run: RunRow, event: EventRow) -> Changes:
         return Changes(columns, **_to(run, RunStatus.SUCCEEDED, given))
     if outcome == "failed":
         return Changes(columns, **_to(run, RunStatus.FAILED, given))
-    cancel = run.stop_requested == "cancel" or (given is not None and given.code == ReasonCode.CANCELLED_BY_USER)
+    cancel = run.stop_requested == "cancel" or (
+        given is not None and given.code == ReasonCode.CANCELLED_BY_USER
+    )
     if cancel:
         # A cancel that came after a pause wins, whichever of the two the driver had heard of.
-        reason = given if given and given.code == ReasonCode.CANCELLED_BY_USER else cancelled_by_user()
+        reason = (
+            given if given and given.code == ReasonCode.CANCELLED_BY_USER else cancelled_by_user()
+        )
         return Changes(columns, **_to(run, RunStatus.CANCELLED, reason))
     return Changes(columns, **_to(run, RunStatus.PAUSED, given or paused_by_user()))
 
@@ -251,13 +280,20 @@ def cancelled_by_user() -> Reason:
 
 
 def paused_by_user() -> Reason:
-    return Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; POST …/resume continues it.")
+    return Reason(
+        code=ReasonCode.PAUSED_BY_USER,
+        message="Paused through the API; POST …/resume continues it.",
+    )
 
 
 def preempted(by: str | None) -> Reason:
-    """``by`` is None where it is a run of another project, of which this one's users are to see nothing."""
+    """``by`` is None where it is a run of another project, of which this one's users are to see
+    nothing."""
     whom = f"run {by}" if by else "a run of another project,"
-    message = f"Paused for {whom} of a higher priority; it goes on by itself, from its last checkpoint, once there is room."
+    message = (
+        f"Paused for {whom} of a higher priority; it goes on by itself, from its last checkpoint, "
+        "once there is room."
+    )
     return Reason(code=ReasonCode.PREEMPTED_BY_PRIORITY, message=message)
 
 

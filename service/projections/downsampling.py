@@ -11,8 +11,8 @@ MIN_POINTS = 4
 
 
 def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
-    """At most ``max_points`` of the points, in order: the first, the last, and of each bucket the smallest and the largest
-    value, and one that was not finite where there is one.
+    """At most ``max_points`` of the points, in order: the first, the last, and of each bucket the
+    smallest and the largest value, and one that was not finite where there is one.
 
     Args:
         points: In order of steps.
@@ -25,7 +25,10 @@ def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
     num_buckets = max(1, (max_points - 2) // per_bucket)
     keep = {0, len(points) - 1}
     for bucket in range(num_buckets):
-        keep |= _extremes(points, inner[bucket * len(inner) // num_buckets : (bucket + 1) * len(inner) // num_buckets])
+        keep |= _extremes(
+            points,
+            inner[bucket * len(inner) // num_buckets : (bucket + 1) * len(inner) // num_buckets],
+        )
     # Fewer points than one bucket needs: what was not finite goes first, the extremes stay.
     while len(keep) > max_points:
         keep.remove(next((index for index in sorted(keep) if points[index][2] is None), max(keep)))

@@ -46,7 +46,8 @@ class Story:
     epoch: EventRow | None = None
     """The first epoch that ended after the recovery."""
     over: bool = False
-    """Whether nothing more can come: the run ended or paused, or another driver took over before the drill was taken up."""
+    """Whether nothing more can come: the run ended or paused, or another driver took over before
+    the drill was taken up."""
 
     @property
     def id(self) -> str:
@@ -74,9 +75,13 @@ class Story:
                 self.recovered = event
             case EventKind.EPOCH_COMPLETED if self.recovered is not None and self.epoch is None:
                 self.epoch = event
-            case EventKind.SUBMISSION_STARTED if self.started is None and event.submission > self.requested.submission:
+            case EventKind.SUBMISSION_STARTED if (
+                self.started is None and event.submission > self.requested.submission
+            ):
                 self.over = True
-            case EventKind.STATUS if RunStatus(event.data["to"]).terminal or event.data["to"] == RunStatus.PAUSED:
+            case EventKind.STATUS if (
+                RunStatus(event.data["to"]).terminal or event.data["to"] == RunStatus.PAUSED
+            ):
                 self.over = True
 
 
@@ -110,7 +115,9 @@ def drill(story: Story, metrics: Sequence[EventRow]) -> Drill:
         at=_time(story.requested.at),
         state=story.state,
         problem=None if story.failed is None else str(story.failed.data["problem"]),
-        report=None if story.started is None or story.failed is not None else _report(story, story.started, metrics),
+        report=None
+        if story.started is None or story.failed is not None
+        else _report(story, story.started, metrics),
     )
 
 
@@ -124,7 +131,9 @@ def _report(story: Story, started: EventRow, metrics: Sequence[EventRow]) -> Dri
         pid=started.data.get("pid"),
         checkpoint=started.data.get("checkpoint"),
         verdict=_verdict(story.failure),
-        total_s=None if story.recovered is None else round(max(0.0, story.recovered.at - started.at), 3),
+        total_s=None
+        if story.recovered is None
+        else round(max(0.0, story.recovered.at - started.at), 3),
         recovery_s=recovered.get("recovery_s"),
         phases=_phases(recovered),
         steps_lost=recovered.get("steps_lost"),
@@ -148,17 +157,33 @@ def _parity(story: Story, metrics: Sequence[EventRow]) -> DrillParity | None:
         return None
     epoch = story.epoch.data if story.epoch else None
     once = None if epoch is None else epoch["duplicates"] == epoch["missing"] == 0
-    return parity(metrics, story.recovered, int(story.restored.data["step"]), over=story.over, samples_used_once=once)
+    return parity(
+        metrics,
+        story.recovered,
+        int(story.restored.data["step"]),
+        over=story.over,
+        samples_used_once=once,
+    )
 
 
-def _note(story: Story, started: EventRow, restored: Mapping[str, Any], rejected: Sequence[str]) -> str | None:
+def _note(
+    story: Story, started: EventRow, restored: Mapping[str, Any], rejected: Sequence[str]
+) -> str | None:
     checkpoint = started.data.get("checkpoint")
     if checkpoint is None or story.recovered is None:
         return None
-    went_on = f"from {restored.get('checkpoint') or restored.get('source')}, step {restored.get('step')}"
+    went_on = (
+        f"from {restored.get('checkpoint') or restored.get('source')}, step {restored.get('step')}"
+    )
     if checkpoint in rejected:
-        return f"the damaged checkpoint {checkpoint} was found and passed over; the run went on {went_on}"
-    return f"the damaged checkpoint {checkpoint} was not needed: the run went on {went_on}; the fallback was not tried"
+        return (
+            f"the damaged checkpoint {checkpoint} was found and passed over; the run went on "
+            f"{went_on}"
+        )
+    return (
+        f"the damaged checkpoint {checkpoint} was not needed: the run went on {went_on}; the "
+        "fallback was not tried"
+    )
 
 
 def _verdict(failure: EventRow | None) -> Verdict | None:

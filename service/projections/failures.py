@@ -22,7 +22,13 @@ KINDS: Final = frozenset(
         EventKind.JOURNAL_DAMAGED,
     }
 )
-_FROM_RECOVERY: Final = ("detect_s", "recovery_s", "steps_lost", "world_size_before", "world_size_after")
+_FROM_RECOVERY: Final = (
+    "detect_s",
+    "recovery_s",
+    "steps_lost",
+    "world_size_before",
+    "world_size_after",
+)
 _OF_THE_EVENT: Final = ("at", "attempt", "submission")
 _DEFAULTS: Final[dict[str, Any]] = {
     **{name: None for name in Failure.model_fields if name not in _OF_THE_EVENT},
@@ -33,9 +39,10 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 def failures(events: Iterable[EventRow]) -> list[Failure]:
-    """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the failure of an attempt that it
-    followed, where that has none. A rank that just vanished was killed for want of memory where its node's kernel says so.
-    Saves that fail are one failure, told when there were so many in a row that the run is ``storage_unavailable``.
+    """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the
+    failure of an attempt that it followed, where that has none. A rank that just vanished was
+    killed for want of memory where its node's kernel says so. Saves that fail are one failure, told
+    when there were so many in a row that the run is ``storage_unavailable``.
     """
     found: list[dict[str, Any]] = []
     waiting: dict[str, Any] | None = None
@@ -50,7 +57,10 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
                 if waiting[name] is None:
                     waiting[name] = event.data.get(name)
             if event.data.get("phases"):
-                waiting["evidence"] = {**waiting["evidence"], "recovery_phases": event.data["phases"]}
+                waiting["evidence"] = {
+                    **waiting["evidence"],
+                    "recovery_phases": event.data["phases"],
+                }
             waiting = None
         elif event.kind == EventKind.RESTORED:
             instead = event.data.get("checkpoint") or event.data.get("source")
@@ -60,7 +70,11 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             found.append(_corrupt(event, event.data, "a restore passes it over"))
         elif event.kind == EventKind.JOURNAL_DAMAGED:
             damaged = _damaged_journal(event)
-            found += [damaged] if all(one.get("evidence") != damaged["evidence"] for one in found) else []
+            found += (
+                [damaged]
+                if all(one.get("evidence") != damaged["evidence"] for one in found)
+                else []
+            )
         elif event.kind == EventKind.CHECKPOINT_FAILED and _is_last_straw(event.data):
             found.append({**_DEFAULTS, **_failed_saves(event.data), **_place(event)})
     return [_failure(data) for data in found if data]
@@ -71,7 +85,8 @@ def _place(event: EventRow) -> dict[str, Any]:
 
 
 def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> dict[str, Any]:
-    """A checkpoint that was found to be damaged, as a failure of storage; empty where it was a snapshot."""
+    """A checkpoint that was found to be damaged, as a failure of storage; empty where it was a
+    snapshot."""
     name = CheckpointName.parse(str(bad.get("name")))
     if name is None:
         return {}
@@ -100,15 +115,24 @@ def _damaged_journal(event: EventRow) -> dict[str, Any]:
 
 def _add_evidence(found: list[dict[str, Any]], event: EventRow) -> None:
     for failure in reversed(found):
-        if failure and failure["attempt"] == event.attempt and failure["first_rank"] == event.data.get("rank"):
-            failure["evidence"] = {**failure["evidence"], **{name: event.data.get(name) for name in ("oom_line", "oom_kills")}}
+        if (
+            failure
+            and failure["attempt"] == event.attempt
+            and failure["first_rank"] == event.data.get("rank")
+        ):
+            failure["evidence"] = {
+                **failure["evidence"],
+                **{name: event.data.get(name) for name in ("oom_line", "oom_kills")},
+            }
             if failure["verdict"] == Verdict.WORKER_LOST:
                 failure["verdict"] = Verdict.OUT_OF_MEMORY.value
             return
 
 
 def _is_last_straw(data: dict[str, Any]) -> bool:
-    return data.get("failed_in_a_row") is not None and data["failed_in_a_row"] == data.get("max_failed_saves")
+    return data.get("failed_in_a_row") is not None and data["failed_in_a_row"] == data.get(
+        "max_failed_saves"
+    )
 
 
 def _failed_saves(data: dict[str, Any]) -> dict[str, Any]:
@@ -123,4 +147,6 @@ def _failed_saves(data: dict[str, Any]) -> dict[str, Any]:
 
 def _failure(data: dict[str, Any]) -> Failure:
     verdict = data["verdict"] if data["verdict"] in set(Verdict) else Verdict.UNKNOWN
-    return Failure.model_validate({**data, "verdict": verdict, "at": datetime.fromtimestamp(data["at"], UTC)})
+    return Failure.model_validate(
+        {**data, "verdict": verdict, "at": datetime.fromtimestamp(data["at"], UTC)}
+    )

@@ -1,7 +1,7 @@
 """Whether what an event changes fits its run's row.
 
-Ranks run users' code, which can write whatever it likes into the journal of its run. A row of other types than these would stop
-every reader of it, such as the reconciler's look at all runs.
+Ranks run users' code, which can write whatever it likes into the journal of its run. A row of other
+types than these would stop every reader of it, such as the reconciler's look at all runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "snapshots": _optional(lambda value: _is_text(value) and len(value) <= 16),
     **dict.fromkeys(("guarantee", "reason_code", "reason_message"), _optional(_is_text)),
     "started_at": _is_number,
-    "metrics": lambda value: all(_is_text(name) and type(each) in (int, float) for name, each in value.items()),
+    "metrics": lambda value: all(
+        _is_text(name) and type(each) in (int, float) for name, each in value.items()
+    ),
     "best": lambda value: _is_number(value["value"]) and _is_count(value["step"]),
     "latest_checkpoint": _optional(_is_checkpoint),
     "recent_checkpoints": _are_checkpoints,
@@ -77,6 +79,10 @@ def checked(changes: Changes) -> Changes:
         if fits is not None and not fits(value):
             raise ValueError(f"{name} would be {str(value)[:200]!r}")
     for point in changes.points:
-        if not _is_count(point.step) or not _is_number(point.at) or not (point.value is None or type(point.value) in (int, float)):
+        if (
+            not _is_count(point.step)
+            or not _is_number(point.at)
+            or not (point.value is None or type(point.value) in (int, float))
+        ):
             raise ValueError(f"{point.name[:100]!r} is no point of a metric")
     return changes

@@ -1,7 +1,8 @@
 """Where a run's wall time went: every microsecond since its creation lies in exactly one bucket.
 
-A ledger is folded event by event and kept with the run's row, so that reading it costs nothing however long the history is.
-All arithmetic is in whole microseconds, and time only moves between buckets, which is why the sum is exact.
+A ledger is folded event by event and kept with the run's row, so that reading it costs nothing
+however long the history is. All arithmetic is in whole microseconds, and time only moves between
+buckets, which is why the sum is exact.
 """
 
 from __future__ import annotations
@@ -62,15 +63,18 @@ class TimeLedger:
 
         Args:
             event: The next event of the run's history.
-            latest: Unix seconds that no event may lie beyond: a node's clock that runs ahead must not book time that has not been.
+            latest: Unix seconds that no event may lie beyond: a node's clock that runs ahead must
+                not book time that has not been.
         """
         limit_us = to_us(latest)
         if event.kind == EventKind.METRICS:
             for point in event.data["points"]:
                 at, step = min(to_us(point["at"]), limit_us), int(point["step"])
                 if at <= self.at_us and self.bucket == "restarting":
-                    self.furthest_step = max(self.furthest_step, step)  # of the attempt that failed: told late
-                elif at > self.at_us or step > self.furthest_step:  # else it is told once more, after a recovery
+                    # of the attempt that failed: told late
+                    self.furthest_step = max(self.furthest_step, step)
+                elif at > self.at_us or step > self.furthest_step:
+                    # else it is told once more, after a recovery
                     self._step_done(at, step)
             return
         self._advance(min(to_us(event.at), limit_us))
@@ -90,7 +94,9 @@ class TimeLedger:
                 self._work()
             case EventKind.RECOVERED:
                 self._work()
-            case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED | EventKind.EPOCH_HOOK_DONE if self.bucket in _WORKING:
+            case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED | EventKind.EPOCH_HOOK_DONE if (
+                self.bucket in _WORKING
+            ):
                 self.progress_us = self.at_us
             case EventKind.CHECKPOINT_COMMITTED:
                 self._move(self.bucket, "checkpoint_stall", data.get("stall_s"))
@@ -107,7 +113,9 @@ class TimeLedger:
         spent[self.bucket] += wall_us - sum(spent.values())
         share = spent["productive"] / wall_us if self.trained and wall_us else None
         return Goodput(
-            wall_s=wall_us / 1e6, buckets=GoodputBuckets(**{name: us / 1e6 for name, us in spent.items()}), goodput=share
+            wall_s=wall_us / 1e6,
+            buckets=GoodputBuckets(**{name: us / 1e6 for name, us in spent.items()}),
+            goodput=share,
         )
 
     def share(self, end: float) -> float | None:
@@ -116,7 +124,9 @@ class TimeLedger:
         if not self.trained or not wall_us:
             return None
         spent = self.spent_us.get("productive", 0)
-        return (spent + (wall_us - sum(self.spent_us.values()) if self.bucket == "productive" else 0)) / wall_us
+        return (
+            spent + (wall_us - sum(self.spent_us.values()) if self.bucket == "productive" else 0)
+        ) / wall_us
 
     def _advance(self, to: int) -> None:
         """Book the time up to ``to``; an event from a clock that is behind books nothing."""
@@ -145,9 +155,11 @@ class TimeLedger:
         self._work()
 
     def _interrupted(self, detect_s: float | None) -> None:
-        """Work stopped some time ago, unnoticed: as long as the driver says, or since the last step.
+        """Work stopped some time ago, unnoticed: as long as the driver says, or since the last
+        step.
 
-        No time since the last step was work, whatever the driver says: what is left of it went into the restart.
+        No time since the last step was work, whatever the driver says: what is left of it went into
+        the restart.
         """
         if self.bucket not in _WORKING:
             return
@@ -173,7 +185,8 @@ class TimeLedger:
 
 
 def goodput(created_at: float, events: Iterable[EventRow], end: float) -> Goodput:
-    """Buckets of a whole history: the ledger folded from its first event. Times are unix seconds."""
+    """Buckets of a whole history: the ledger folded from its first event. Times are unix
+    seconds."""
     ledger = TimeLedger.begin(created_at)
     for event in events:
         ledger.apply(event, latest=end)

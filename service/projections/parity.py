@@ -1,4 +1,5 @@
-"""Whether the loss goes on after a recovery as it was going before; ``everstep.wire.drills.DrillParity`` says what is compared."""
+"""Whether the loss goes on after a recovery as it was going before;
+``everstep.wire.drills.DrillParity`` says what is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ NUM_STEPS: Final = 10
 """Steps on either side of the recovery that are compared."""
 SAME_SIZE_TOLERANCE: Final = 1e-4
 OTHER_SIZE_TOLERANCE: Final = 1e-2
-"""Relative; another number of ranks adds up in another order, and repeated steps let the difference grow."""
+"""Relative; another number of ranks adds up in another order, and repeated steps let the difference
+grow."""
 _SPREAD: Final = 3.0
 _SHARE: Final = 0.1
 
@@ -21,16 +23,23 @@ Loss = float | None
 
 
 def parity(
-    metrics: Sequence[EventRow], recovered: EventRow, restored_step: int, *, over: bool, samples_used_once: bool | None
+    metrics: Sequence[EventRow],
+    recovered: EventRow,
+    restored_step: int,
+    *,
+    over: bool,
+    samples_used_once: bool | None,
 ) -> DrillParity:
     """Compare losses around a recovery.
 
     Args:
         metrics: metrics events in order, from before the fault to after the recovery.
-        recovered: the recovery's event; what its attempt and later ones report of steps beyond ``restored_step`` comes after it.
+        recovered: the recovery's event; what its attempt and later ones report of steps beyond
+            ``restored_step`` comes after it.
         restored_step: steps done in the state that the run went on from.
         over: whether no more steps will come.
-        samples_used_once: what the sample ledger says of the first epoch that ended since; None where none has.
+        samples_used_once: what the sample ledger says of the first epoch that ended since; None
+            where none has.
     """
     reported: dict[int, list[Loss]] = {}
     later: dict[int, Loss] = {}
@@ -39,7 +48,10 @@ def parity(
         if event.attempt >= recovered.attempt and step > restored_step:
             later.setdefault(step, loss)
     after = {step: later[step] for step in sorted(later)[:NUM_STEPS]}
-    before = {step: reported[step][-1] for step in sorted(step for step in reported if step <= restored_step)[-NUM_STEPS:]}
+    before = {
+        step: reported[step][-1]
+        for step in sorted(step for step in reported if step <= restored_step)[-NUM_STEPS:]
+    }
     looked_at = range(min(before, default=restored_step + 1), max(after, default=restored_step) + 1)
     missing = tuple(step for step in looked_at if step not in before and step not in after)
     data = recovered.data
@@ -47,7 +59,11 @@ def parity(
     tolerance = SAME_SIZE_TOLERANCE if same_size else OTHER_SIZE_TOLERANCE
     conflicting = tuple(step for step in looked_at if _differ(reported.get(step, []), tolerance))
     enough = over or len(after) == NUM_STEPS
-    goes_on = not missing and not conflicting and _keeps_trend(list(before.values()), list(after.values()))
+    goes_on = (
+        not missing
+        and not conflicting
+        and _keeps_trend(list(before.values()), list(after.values()))
+    )
     return DrillParity(
         in_parity=goes_on and samples_used_once is not False if enough else None,
         num_steps_after=len(after),
@@ -75,7 +91,8 @@ def _differ(losses: Sequence[Loss], tolerance: float) -> bool:
 
 
 def _keeps_trend(before: Sequence[Loss], after: Sequence[Loss]) -> bool:
-    """Whether the mean after is finite and not above the mean before by more than losses vary from step to step."""
+    """Whether the mean after is finite and not above the mean before by more than losses vary from
+    step to step."""
     mean_after = _mean(after)
     known = [loss for loss in before if loss is not None]
     if mean_after is None:

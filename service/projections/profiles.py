@@ -44,7 +44,9 @@ def profiles(events: Iterable[EventRow]) -> list[Profile]:
 def _requested(event: EventRow) -> Profile:
     data = event.data
     at = datetime.fromtimestamp(event.at, UTC)
-    return Profile(id=data["id"], rank=data["rank"], steps=data["steps"], at=at, state=ProfileState.REQUESTED)
+    return Profile(
+        id=data["id"], rank=data["rank"], steps=data["steps"], at=at, state=ProfileState.REQUESTED
+    )
 
 
 def _news(event: EventRow) -> dict[str, Any]:
@@ -66,7 +68,11 @@ def _news(event: EventRow) -> dict[str, Any]:
 
 
 def _ends_attempt(event: EventRow) -> bool:
-    return event.kind != EventKind.STATUS or RunStatus(event.data["to"]).terminal or event.data["to"] == RunStatus.PAUSED
+    return (
+        event.kind != EventKind.STATUS
+        or RunStatus(event.data["to"]).terminal
+        or event.data["to"] == RunStatus.PAUSED
+    )
 
 
 def _lapse(found: dict[str, Profile], *states: ProfileState) -> None:

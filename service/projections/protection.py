@@ -19,27 +19,34 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
         "published": (
             "few_steps",
             "checkpoint",
-            "All ranks run on one node, which keeps the state of a recent step: the loss of their processes costs the few steps "
+            "All ranks run on one node, which keeps the state of a recent step: the loss of their "
+            "processes costs the few steps "
             "since then, the loss of the node those since the last durable checkpoint.",
         ),
         None: (
             "checkpoint",
             "checkpoint",
-            "The loss of a rank or of a node costs the steps since the last durable checkpoint: no node keeps the state.",
+            (
+                "The loss of a rank or of a node costs the steps since the last durable "
+                "checkpoint: "
+                "no node keeps the state."
+            ),
         ),
     }
 )
-"""What the loss of processes and of a node costs, by how nodes keep the state of a run that trains."""
+"""What the loss of processes and of a node costs, by how nodes keep the state of a run that
+trains."""
 ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
 
 
 def protection(run: RunRow | ListedRun) -> Protection:
     """What may die now without ending the run.
 
-    A rank, a node or the driver: the run goes on from the newest state that its nodes still hold, or from its newest durable
-    checkpoint, or from its first step where there is none yet. A new driver counts durable checkpoints only. The head holds the
-    driver and Ray's own state, so its loss is survived only where someone brings it back; that is the operator's to promise, and
-    not claimed here.
+    A rank, a node or the driver: the run goes on from the newest state that its nodes still hold,
+    or from its newest durable checkpoint, or from its first step where there is none yet. A new
+    driver counts durable checkpoints only. The head holds the driver and Ray's own state, so its
+    loss is survived only where someone brings it back; that is the operator's to promise, and not
+    claimed here.
     """
     if run.status.terminal:
         return ENDED

@@ -13,7 +13,8 @@ KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
 
 
 def samples(events: Iterable[EventRow]) -> Samples:
-    """Counts of each epoch that ended. Going back before an epoch's end takes its counts back: it will end again."""
+    """Counts of each epoch that ended. Going back before an epoch's end takes its counts back: it
+    will end again."""
     ended: dict[int, EpochSamples] = {}
     origin: SampleOrigin | None = None
     for event in events:
@@ -21,7 +22,9 @@ def samples(events: Iterable[EventRow]) -> Samples:
             counts = EpochSamples.model_validate(event.data)
             ended[counts.epoch] = counts
         elif event.kind == EventKind.RESTORED:
-            ended = {epoch: counts for epoch, counts in ended.items() if epoch < event.data["epoch"]}
+            ended = {
+                epoch: counts for epoch, counts in ended.items() if epoch < event.data["epoch"]
+            }
             if event.data.get("origin"):
                 origin = SampleOrigin.model_validate(event.data["origin"])
     return Samples(epochs=tuple(ended[epoch] for epoch in sorted(ended)), origin=origin)

@@ -15,7 +15,9 @@ GPU_EVENTS: Final = 512
 KINDS: Final = frozenset({EventKind.STRAGGLER, EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED})
 
 
-def stragglers(events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()) -> StragglerReport:
+def stragglers(
+    events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()
+) -> StragglerReport:
     """Every rank that was found slow, oldest first, and the ranks' times as they were told last.
 
     Args:
@@ -30,14 +32,28 @@ def stragglers(events: Iterable[EventRow], newest: EventRow | None, gpu_use: Ite
             _end(open_ones.values(), event.at)
             open_ones.clear()
         elif event.data["slow"]:
-            open_ones[event.data["rank"]] = {**event.data, "at": _time(event.at), "attempt": event.attempt, "ended_at": None}
+            open_ones[event.data["rank"]] = {
+                **event.data,
+                "at": _time(event.at),
+                "attempt": event.attempt,
+                "ended_at": None,
+            }
             found.append(open_ones[event.data["rank"]])
         else:
             _end([open_ones.pop(event.data["rank"], {})], event.at)
     told = tuple(Straggler.model_validate(each) for each in found)
     gpus = _gpus(gpu_use)
     if newest is None:
-        return StragglerReport(at=None, attempt=None, step=None, step_s=None, ranks=(), nodes=(), stragglers=told, gpus=gpus)
+        return StragglerReport(
+            at=None,
+            attempt=None,
+            step=None,
+            step_s=None,
+            ranks=(),
+            nodes=(),
+            stragglers=told,
+            gpus=gpus,
+        )
     ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
     return StragglerReport(
         at=_time(newest.at),

@@ -1,4 +1,5 @@
-"""Work that is repeated beside the reconciler's ticks, never twice at a time: what hangs in it does not hold up a tick."""
+"""Work that is repeated beside the reconciler's ticks, never twice at a time: what hangs in it does
+not hold up a tick."""
 
 from __future__ import annotations
 

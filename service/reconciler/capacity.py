@@ -17,7 +17,8 @@ Free = list[dict[str, float]]
 
 
 def most_workers(run: RunFacts) -> int:
-    """How many ranks a run may have: what it asked for, within the limit that it was started with."""
+    """How many ranks a run may have: what it asked for, within the limit that it was started
+    with."""
     return run.max_workers if run.workers_limit is None else min(run.max_workers, run.workers_limit)
 
 
@@ -36,8 +37,12 @@ def needs_of(run: RunFacts, gpus: bool) -> dict[str, float]:
 
 
 def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many ranks a node has room for; no more than a run may have, however little each needs."""
-    most = (min((free.get(name, 0.0) + _EPSILON) // amount, MAX_WORKERS) for name, amount in needs.items())
+    """How many ranks a node has room for; no more than a run may have, however little each
+    needs."""
+    most = (
+        min((free.get(name, 0.0) + _EPSILON) // amount, MAX_WORKERS)
+        for name, amount in needs.items()
+    )
     return max(0, int(min(most, default=0)))
 
 
@@ -56,7 +61,8 @@ def combined(by_node: Sequence[int], strategy: str) -> int:
 
 
 def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> list[int]:
-    """Take up to ``count`` ranks' resources out of ``free``, as Ray would place them. Returns the node of each rank, by index."""
+    """Take up to ``count`` ranks' resources out of ``free``, as Ray would place them. Returns the
+    node of each rank, by index."""
     if count <= 0:
         return []
     room_of = {index: slots for index, node in enumerate(free) if (slots := fits(node, needs)) > 0}
@@ -71,7 +77,9 @@ def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> l
             open_nodes = [index for index in open_nodes if index in used]
         if not open_nodes:
             break
-        chosen = max(open_nodes, key=lambda index: ((index in used) == fullest_first, room_of[index]))
+        chosen = max(
+            open_nodes, key=lambda index: ((index in used) == fullest_first, room_of[index])
+        )
         used.add(chosen)
         room_of[chosen] -= 1
         placed.append(chosen)
@@ -80,12 +88,15 @@ def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> l
 
 
 def leaving(placed: Sequence[int], kept: int, strategy: str) -> list[int]:
-    """Nodes of the ranks that go where ``kept`` of them stay, as the run's driver chooses: those that stay are spread or packed."""
+    """Nodes of the ranks that go where ``kept`` of them stay, as the run's driver chooses: those
+    that stay are spread or packed."""
     counts, stay = Counter(placed), Counter[int]()
     together = 1 if strategy in ("PACK", "STRICT_PACK") else -1
     for _ in range(min(kept, len(placed))):
         open_nodes = [index for index in counts if stay[index] < counts[index]]
-        stay[max(open_nodes, key=lambda index: (together * stay[index], counts[index], -index))] += 1
+        stay[
+            max(open_nodes, key=lambda index: (together * stay[index], counts[index], -index))
+        ] += 1
     return sorted((counts - stay).elements())
 
 

@@ -2,13 +2,16 @@
 
 Rules, in this order for every run:
 
-- A run past its deadline fails: one that waits at once, one that was submitted by its driver's own word. Where the driver is gone,
-  or says nothing for a grace, it fails here, and only once its journal was read to the end. One whose steps are all done does not.
-- A run that is asked to stop: the driver is told through its run directory; after a grace Ray ends the job; once the job is gone
-  and the journal read to its end, the run is CANCELLED or PAUSED.
+- A run past its deadline fails: one that waits at once, one that was submitted by its driver's own
+  word. Where the driver is gone, or says nothing for a grace, it fails here, and only once its
+  journal was read to the end. One whose steps are all done does not.
+- A run that is asked to stop: the driver is told through its run directory; after a grace Ray ends
+  the job; once the job is gone and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
-- A job that ended without a ``finished`` event in its journal is replaced by the next submission: Ray's word alone ends no run.
-- Where the storage is not the one that the database belongs to nothing is begun, and nothing is concluded from what it lacks.
+- A job that ended without a ``finished`` event in its journal is replaced by the next submission:
+  Ray's word alone ends no run.
+- Where the storage is not the one that the database belongs to nothing is begun, and nothing is
+  concluded from what it lacks.
 - Queued runs start, and running ones shrink or pause for them and grow again, as schedule.py plans.
 """
 
@@ -31,8 +34,8 @@ DEADLINE_GRACE_S: Final = STOP_GRACE_S["pause"]
 FIRST_BACKOFF_S: Final = 2.0
 LONGEST_BACKOFF_S: Final = 60.0
 MANY_FRUITLESS: Final = 10
-"""Submissions in a row without a checkpoint after which a run says so. It goes on trying: that drivers end without a verdict is
-trouble of the control plane, which fails no run."""
+"""Submissions in a row without a checkpoint after which a run says so. It goes on trying: that
+drivers end without a verdict is trouble of the control plane, which fails no run."""
 STRAY_GRACE_S: Final = 20.0
 """A driver that has finished, or was replaced, ends by itself; this is how long it may take."""
 
@@ -58,7 +61,8 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Let a run go on with ``limit`` ranks, to make room for ``by``, which has a higher priority."""
+    """Let a run go on with ``limit`` ranks, to make room for ``by``, which has a higher
+    priority."""
 
     run_id: str
     submission: int
@@ -127,7 +131,18 @@ class SayReason:
     reason: Reason | None
 
 
-Decision = Start | Preempt | Shrink | Grow | DeliverLimit | SubmitClaimed | DeliverStop | EndJob | ChangeStatus | SayReason
+Decision = (
+    Start
+    | Preempt
+    | Shrink
+    | Grow
+    | DeliverLimit
+    | SubmitClaimed
+    | DeliverStop
+    | EndJob
+    | ChangeStatus
+    | SayReason
+)
 
 
 def submission_id(run_id: str, submission: int) -> str:
@@ -151,12 +166,15 @@ def decide(facts: Facts) -> tuple[Decision, ...]:
             if run.shrunk_to is not None and not run.shrink_delivered:
                 decisions.append(DeliverLimit(run.id, run.submission, run.shrunk_to))
     decisions.extend(_queued(queued, facts))
-    decisions.extend(EndJob(stray.submission_id) for stray in facts.strays if stray.seen_for_s >= STRAY_GRACE_S)
+    decisions.extend(
+        EndJob(stray.submission_id) for stray in facts.strays if stray.seen_for_s >= STRAY_GRACE_S
+    )
     return tuple(decisions)
 
 
 def backoff_s(fruitless: int) -> float:
-    """Seconds from one submission to the next after ``fruitless`` in a row without a checkpoint; the first retry is at once."""
+    """Seconds from one submission to the next after ``fruitless`` in a row without a checkpoint;
+    the first retry is at once."""
     if fruitless <= 1:
         return 0.0
     return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(fruitless - 2, 16))
@@ -174,8 +192,9 @@ def _is_late(run: RunFacts, facts: Facts) -> bool:
 def _late(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Past the deadline with steps left, as far as the journal was read.
 
-    The driver knows its deadline, stops the ranks with a last checkpoint and says so. Its journal is the truth: while more of it
-    may be there than was read, the run may have finished in time, and nothing is decided.
+    The driver knows its deadline, stops the ranks with a last checkpoint and says so. Its journal
+    is the truth: while more of it may be there than was read, the run may have finished in time,
+    and nothing is decided.
     """
     if run.status == RunStatus.QUEUED:
         yield _deadline_exceeded(run)
@@ -210,13 +229,18 @@ def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         if facts.now - (run.stop_at or facts.now) > STOP_GRACE_S[stop]:
             yield EndJob(submission_id(run.id, run.submission))
     elif facts.ray_problem:
-        yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"stops once Ray answers: {facts.ray_problem}")
+        yield from _say(
+            run, ReasonCode.WAITING_FOR_CLUSTER, f"stops once Ray answers: {facts.ray_problem}"
+        )
 
 
 def _stopped(run: RunFacts, stop: Stop) -> Decision:
     """The job is gone and said nothing of an end: what was asked for is done."""
     if stop == "pause":
-        reason = Reason(code=ReasonCode.PAUSED_BY_USER, message="Paused through the API; its driver ended before it could say so.")
+        reason = Reason(
+            code=ReasonCode.PAUSED_BY_USER,
+            message="Paused through the API; its driver ended before it could say so.",
+        )
         return ChangeStatus(run.id, run.status, run.submission, RunStatus.PAUSED, reason)
     reason = Reason(code=ReasonCode.CANCELLED_BY_USER, message="Cancelled through the API.")
     return ChangeStatus(run.id, run.status, run.submission, RunStatus.CANCELLED, reason)
@@ -229,11 +253,14 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         return
     if run.job == JobFact.UNKNOWN:
         if facts.ray_problem and run.status != RunStatus.RUNNING:
-            yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
+            yield from _say(
+                run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}"
+            )
         return
     if run.job == JobFact.ALIVE:
         if not run.job_recorded:
-            # Submitted just before this process died: submitting again finds the job and records it.
+            # Submitted just before this process died: submitting again finds the job and records
+            # it.
             yield SubmitClaimed(run.id, run.submission)
         if run.reason is not None and run.reason.code == ReasonCode.WAITING_FOR_CLUSTER:
             yield SayReason(run.id, run.status, None)
@@ -251,8 +278,10 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
     elif run.fruitless >= MANY_FRUITLESS and not _waits_for_storage(run):
         message = (
-            f"the last {run.fruitless} submissions ended without a verdict and without a new checkpoint; the next one comes "
-            f"{LONGEST_BACKOFF_S:g} s after the last. The Ray job's own log ({submission_id(run.id, run.submission)}) and the "
+            f"the last {run.fruitless} submissions ended without a verdict and without a new "
+            "checkpoint; the next one comes "
+            f"{LONGEST_BACKOFF_S:g} s after the last. The Ray job's own log "
+            f"({submission_id(run.id, run.submission)}) and the "
             "run's driver log say more"
         )
         yield from _say(run, ReasonCode.NO_PROGRESS, message)
@@ -274,9 +303,15 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
     if facts.nodes is None:
         if facts.ray_problem:
             for run in queued:
-                yield from _say(run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}")
+                yield from _say(
+                    run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}"
+                )
         return
-    holding = [run for run in facts.runs if run.status not in (RunStatus.QUEUED, RunStatus.PAUSED) and not run.status.terminal]
+    holding = [
+        run
+        for run in facts.runs
+        if run.status not in (RunStatus.QUEUED, RunStatus.PAUSED) and not run.status.terminal
+    ]
     by_id = {run.id: run for run in (*queued, *holding)}
     planned = plan(queued, holding, facts.nodes, facts.quotas, facts.now)
     for run_id, by, to in ((one.run_id, one.by, one.to) for one in planned.preemptions):
@@ -293,6 +328,7 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
 
 
 def _say(run: RunFacts, code: ReasonCode, message: str) -> Iterator[Decision]:
-    """A reason, unless the run already gives one of this code: words that vary from look to look are not worth a write."""
+    """A reason, unless the run already gives one of this code: words that vary from look to look
+    are not worth a write."""
     if run.reason is None or run.reason.code != code:
         yield SayReason(run.id, run.status, Reason(code=code, message=message))

@@ -1,4 +1,5 @@
-"""Drains the journals of many runs, one after the other; one that takes long goes on by itself and holds up no other."""
+"""Drains the journals of many runs, one after the other; one that takes long goes on by itself and
+holds up no other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 
 RUN_PATIENCE_S: Final = 5.0
-"""How long a look waits for one run's journal. A longer one is read on meanwhile, and counts as not read to its end."""
+"""How long a look waits for one run's journal. A longer one is read on meanwhile, and counts as not
+read to its end."""
 MOST_SLOW: Final = 64
 """Runs whose journals are read on beside the others: each has a thread."""
 
@@ -26,7 +28,8 @@ log = structlog.get_logger(__name__)
 
 
 class Drains:
-    """A storage may not answer for one directory and answer for all others: nothing can end a read that waits for it.
+    """A storage may not answer for one directory and answer for all others: nothing can end a read
+    that waits for it.
 
     ``look`` is for one thread at a time.
     """
@@ -39,13 +42,19 @@ class Drains:
         """Runs that come last, so that the others are read before a thread is needed for them."""
 
     def look(self, rows: Sequence[RunRow]) -> dict[str, tuple[RunRow, TailFact]]:
-        """Return each run as it is after its journal was read, and how far that was; runs that are gone are left out.
+        """Return each run as it is after its journal was read, and how far that was; runs that are
+        gone are left out.
 
         Raises DatabaseError.
         """
         self._slow = {run_id: thread for run_id, thread in self._slow.items() if thread.is_alive()}
         self._were_slow &= {row.id for row in rows}
-        waiting = deque(sorted((row for row in rows if row.id not in self._slow), key=lambda row: row.id in self._were_slow))
+        waiting = deque(
+            sorted(
+                (row for row in rows if row.id not in self._slow),
+                key=lambda row: row.id in self._were_slow,
+            )
+        )
         found = {row.id: (row, TailFact.BEHIND) for row in rows}
         while waiting:
             worker = _Worker(self._drain, waiting)
@@ -59,11 +68,18 @@ class Drains:
                 raise worker.problem
             if stuck is None:
                 break
-            log.warning("a run's journal takes long to read; the others go on", run_id=stuck, seconds=RUN_PATIENCE_S)
+            log.warning(
+                "a run's journal takes long to read; the others go on",
+                run_id=stuck,
+                seconds=RUN_PATIENCE_S,
+            )
             self._slow[stuck] = worker.thread
             self._were_slow.add(stuck)
             if len(self._slow) >= MOST_SLOW:
-                log.error("too many journals take long to read; the rest is read at a later look", runs=len(waiting))
+                log.error(
+                    "too many journals take long to read; the rest is read at a later look",
+                    runs=len(waiting),
+                )
                 break
         return found
 

@@ -1,4 +1,5 @@
-"""Carries decisions out. Any line may be this process's last: what was done is found again, what was not is done again."""
+"""Carries decisions out. Any line may be this process's last: what was done is found again, what
+was not is done again."""
 
 from __future__ import annotations
 
@@ -51,17 +52,29 @@ Entrypoint = Callable[[str, int], str]
 
 
 def driver_entrypoint(storage_uri: str) -> Entrypoint:
-    """The command that starts a submission's driver, with ``python`` as the cluster's nodes have it."""
+    """The command that starts a submission's driver, with ``python`` as the cluster's nodes have
+    it."""
 
     def command(run_id: str, submission: int) -> str:
-        words = ["python", "-m", "train_fn.driver", "--storage", storage_uri, "--run-id", run_id, "--submission", str(submission)]
+        words = [
+            "python",
+            "-m",
+            "train_fn.driver",
+            "--storage",
+            storage_uri,
+            "--run-id",
+            run_id,
+            "--submission",
+            str(submission),
+        ]
         return shlex.join(words)
 
     return command
 
 
 def crash_point(name: str) -> None:
-    """Die here by SIGKILL where the environment says so: how tests try every line between a row and its job."""
+    """Die here by SIGKILL where the environment says so: how tests try every line between a row and
+    its job."""
     if os.environ.get(CRASH_POINT_VARIABLE) == name:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -79,7 +92,8 @@ class Executor:
         gate: StorageGate,
         public_url: str | None = None,
     ) -> None:
-        """``public_url``: base URL of the dashboard, to which Ray's is to lead back; None where it is not known."""
+        """``public_url``: base URL of the dashboard, to which Ray's is to lead back; None where it
+        is not known."""
         self._runs = runs
         self._storage = storage
         self._ray = ray
@@ -88,17 +102,20 @@ class Executor:
         self._gate = gate
         self._public_url = public_url
         self._acting: dict[str, asyncio.Task[None]] = {}
-        """By run id: what is still being carried out for it. Nothing else is done for that run meanwhile."""
+        """By run id: what is still being carried out for it. Nothing else is done for that run
+        meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
-        """Stops that drivers were told of by this process. Telling again is harmless, so that it need not outlive it."""
+        """Stops that drivers were told of by this process. Telling again is harmless, so that it
+        need not outlive it."""
         self.limits: set[tuple[str, int, int]] = set()
         """The same for runs that shrink: run, submission, and most ranks."""
 
     async def execute(self, decisions: Iterable[Decision]) -> None:
         """Carry out decisions: those of one run in order, those of different runs side by side.
 
-        One that fails is left for a later tick, with what follows for the same run. One that takes long goes on in the background,
-        so that a Ray that hangs does not keep other runs' journals from being read.
+        One that fails is left for a later tick, with what follows for the same run. One that takes
+        long goes on in the background, so that a Ray that hangs does not keep other runs' journals
+        from being read.
 
         Raises DatabaseError: nothing can be done without the database.
         """
@@ -111,14 +128,17 @@ class Executor:
             by_run.setdefault(_run_id(decision), []).append(decision)
         for run_id, due in by_run.items():
             if run_id not in self._acting:
-                self._acting[run_id] = asyncio.create_task(self._execute_for(run_id, due), name=f"execute-{run_id}")
+                self._acting[run_id] = asyncio.create_task(
+                    self._execute_for(run_id, due), name=f"execute-{run_id}"
+                )
         await in_pieces(self._runs.set_reasons, said)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
         for run_id in ended:
             del self._acting[run_id]
-        # All of them are asked: what nobody asked for is told by the event loop, for each of hundreds of runs.
+        # All of them are asked: what nobody asked for is told by the event loop, for each of
+        # hundreds of runs.
         problems = [task.exception() for task in ended.values()]
         for problem in filter(None, problems):
             raise problem
@@ -128,7 +148,8 @@ class Executor:
         return Delivered(self.delivered, self.limits)
 
     async def close(self) -> None:
-        """Stop what is still being carried out, wherever it is: the next process finds what was done."""
+        """Stop what is still being carried out, wherever it is: the next process finds what was
+        done."""
         tasks = list(self._acting.values())
         self._acting.clear()
         for task in tasks:
@@ -143,7 +164,12 @@ class Executor:
             # Someone else was faster, a user mostly. The next look sees what they did.
             log.debug("a decision came too late", run_id=run_id, found=str(exc))
         except (RayError, StorageError) as exc:
-            log.warning("a decision could not be carried out", decision=type(decision).__name__, run_id=run_id, problem=str(exc))
+            log.warning(
+                "a decision could not be carried out",
+                decision=type(decision).__name__,
+                run_id=run_id,
+                problem=str(exc),
+            )
 
     async def _execute_one(self, decision: Decision) -> None:
         match decision:
@@ -163,7 +189,9 @@ class Executor:
             case SubmitClaimed(run_id, submission):
                 await self._submit_claimed(await self._run(run_id, submission))
             case DeliverStop(run_id, submission, stop):
-                await asyncio.to_thread(self._storage.run_dir(run_id).request_stop, submission, stop)
+                await asyncio.to_thread(
+                    self._storage.run_dir(run_id).request_stop, submission, stop
+                )
                 self.delivered.add((run_id, submission, stop))
                 log.info("told a driver to stop", run_id=run_id, submission=submission, stop=stop)
             case EndJob(job_id):
@@ -177,10 +205,16 @@ class Executor:
                     decision.reason,
                     submission=decision.submission,
                 )
-                log.info("run changed", run_id=decision.run_id, status=decision.to.value, reason=decision.reason.message)
+                log.info(
+                    "run changed",
+                    run_id=decision.run_id,
+                    status=decision.to.value,
+                    reason=decision.reason.message,
+                )
 
     async def _start(self, run_id: str, after: int, limit: int | None) -> None:
-        """Spec first, then the claim, then the job: whoever finds a claimed submission finds its spec."""
+        """Spec first, then the claim, then the job: whoever finds a claimed submission finds its
+        spec."""
         run = await self._run(run_id, after)
         try:
             known = await asyncio.to_thread(self._gate.check_run, run)
@@ -201,7 +235,8 @@ class Executor:
             await asyncio.to_thread(self._runs.set_reason, run.id, run.status, reason)
 
     def _write_request(self, run: RunRow, limit: int | None) -> None:
-        """What the driver needs of the request: the spec, until when it has time, and how many ranks it may use."""
+        """What the driver needs of the request: the spec, until when it has time, and how many
+        ranks it may use."""
         run_dir, spec = self._storage.run_dir(run.id), RunSpec.model_validate(run.spec)
         if spec.recovery.deadline_s is not None:
             run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
@@ -214,9 +249,12 @@ class Executor:
         self.limits.add((run_id, submission, limit))
 
     async def _grow(self, run_id: str, submission: int) -> None:
-        """The file first: a crash between the two leaves a row that says "shrunk", and it is looked at again."""
+        """The file first: a crash between the two leaves a row that says "shrunk", and it is looked
+        at again."""
         run = await self._run(run_id, submission)
-        await asyncio.to_thread(self._storage.run_dir(run_id).write_workers_limit, run.workers_limit)
+        await asyncio.to_thread(
+            self._storage.run_dir(run_id).write_workers_limit, run.workers_limit
+        )
         self.limits = {told for told in self.limits if told[0] != run_id}
         await asyncio.to_thread(self._runs.unshrink, run_id, submission)
         log.info("a run that was shrunk may grow again", run_id=run_id)
@@ -230,11 +268,20 @@ class Executor:
         await self._submit(run, known)
 
     async def _submit(self, run: RunRow, known: Known) -> None:
-        metadata = {"run_id": run.id, "run_name": run.name, "project": run.project, "submission": str(run.submission)}
+        metadata = {
+            "run_id": run.id,
+            "run_name": run.name,
+            "project": run.project,
+            "submission": str(run.submission),
+        }
         if self._public_url is not None:
             metadata["everstep"] = f"{self._public_url}/runs/{run.id}"
-        # In its environment, not among its arguments: the driver of an older version passes over what it does not know.
-        entrypoint = f"{KNOWN_VARIABLE}={shlex.quote(known.to_text())} {self._entrypoint(run.id, run.submission)}"
+        # In its environment, not among its arguments: the driver of an older version passes over
+        # what it does not know.
+        entrypoint = (
+            f"{KNOWN_VARIABLE}={shlex.quote(known.to_text())} "
+            f"{self._entrypoint(run.id, run.submission)}"
+        )
         job_id = await self._ray.submit(submission_id(run.id, run.submission), entrypoint, metadata)
         crash_point("after_submit")
         await asyncio.to_thread(self._runs.record_job, run.id, run.submission, job_id)
@@ -249,12 +296,21 @@ class Executor:
         log.info("told Ray to end a job", ray_job=job_id)
 
     async def _run(self, run_id: str, submission: int) -> RunRow:
-        """The run as it is now; raises TransitionConflict where it has another submission by now."""
+        """The run as it is now; raises TransitionConflict where it has another submission by
+        now."""
         run = await asyncio.to_thread(self._runs.get, run_id)
         if run is None or run.submission != submission:
-            raise TransitionConflict(run_id, run.status if run else None, f"submission {submission} is no longer its newest")
+            raise TransitionConflict(
+                run_id,
+                run.status if run else None,
+                f"submission {submission} is no longer its newest",
+            )
         return run
 
 
 def _run_id(decision: Decision) -> str:
-    return decision.submission_id.rpartition("-")[0] if isinstance(decision, EndJob) else decision.run_id
+    return (
+        decision.submission_id.rpartition("-")[0]
+        if isinstance(decision, EndJob)
+        else decision.run_id
+    )

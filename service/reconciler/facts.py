@@ -22,7 +22,8 @@ class JobFact(StrEnum):
     ALIVE = "alive"
     """Pending or running."""
     ENDED = "ended"
-    """Succeeded, failed or stopped, by Ray's word; or its driver's node is dead, though Ray calls the job running."""
+    """Succeeded, failed or stopped, by Ray's word; or its driver's node is dead, though Ray calls
+    the job running."""
 
 
 class TailFact(StrEnum):
@@ -59,7 +60,8 @@ class RunFacts:
     """Newest submissions in a row that committed no checkpoint."""
     job: JobFact = JobFact.UNKNOWN
     storage_problem: str | None = None
-    """Why the newest submission's driver left the storage alone and ended; None where it did not, or is not known to have."""
+    """Why the newest submission's driver left the storage alone and ended; None where it did not,
+    or is not known to have."""
     tail: TailFact = TailFact.BEHIND
     deadline_at: float | None = None
     """When ``recovery.deadline_s`` is over, unix seconds."""
@@ -70,12 +72,14 @@ class RunFacts:
     workers_limit: int | None = None
     """Most ranks that the newest submission was started with; None: ``max_workers``."""
     shrunk_to: int | None = None
-    """Most ranks that it may use while it makes room for ``shrunk_by``; None where it makes room for nobody."""
+    """Most ranks that it may use while it makes room for ``shrunk_by``; None where it makes room
+    for nobody."""
     shrunk_by: str | None = None
     shrunk_at: float | None = None
     """When it was asked to, unix seconds."""
     shrink_delivered: bool = False
-    """Whether the newest submission's driver was told of ``shrunk_to``, as far as this process knows."""
+    """Whether the newest submission's driver was told of ``shrunk_to``, as far as this process
+    knows."""
     world_size: int | None = None
     node_ids: tuple[str, ...] = ()
     """The node of each rank that runs now."""
@@ -93,7 +97,8 @@ class NodeFacts:
     node_id: str
     resources: Mapping[str, float]
     mark: Literal["cordoned", "draining"] | None = None
-    """A node that is marked takes no new rank; the ranks of a ``cordoned`` one stay, those of a ``draining`` one move."""
+    """A node that is marked takes no new rank; the ranks of a ``cordoned`` one stay, those of a
+    ``draining`` one move."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ class Facts:
     ray_problem: str | None = None
     """Why Ray does not answer; None where it does, or was not asked."""
     storage_problem: str | None = None
-    """Why nothing may be begun in the storage, nor concluded from it; None where it is the one that the database belongs to."""
+    """Why nothing may be begun in the storage, nor concluded from it; None where it is the one that
+    the database belongs to."""
     strays: tuple[StrayJob, ...] = ()
     quotas: Mapping[str, Quotas] = field(default_factory=dict)
     """Of projects that have any, by name."""
@@ -124,7 +130,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What drivers were told by this process: (run, submission, stop) and (run, submission, most ranks)."""
+    """What drivers were told by this process: (run, submission, stop) and (run, submission, most
+    ranks)."""
 
     stops: Collection[tuple[str, int, Stop]] = ()
     limits: Collection[tuple[str, int, int]] = ()

@@ -1,4 +1,5 @@
-"""One reconciler at a time behind one database: by a lease, whose fence is checked in every transaction that it writes."""
+"""One reconciler at a time behind one database: by a lease, whose fence is checked in every
+transaction that it writes."""
 
 from __future__ import annotations
 
@@ -36,13 +37,15 @@ class Leadership:
         return self._lease is not None
 
     def check(self, connection: Connection) -> None:
-        """The guard of this process's reconciling writes. Raises LeaseLost where another process leads."""
+        """The guard of this process's reconciling writes. Raises LeaseLost where another process
+        leads."""
         if self._lease is None:
             raise LeaseLost(f"{LEASE_NAME}: another process leads")
         self._lease.check(connection)
 
     async def hold(self) -> bool:
-        """Take the lease, or renew it where that is due. Whether this process leads now. Raises DatabaseError."""
+        """Take the lease, or renew it where that is due. Whether this process leads now. Raises
+        DatabaseError."""
         asked_at = time.monotonic()
         if asked_at - self._asked_at < RENEW_S:
             return self.leads
@@ -50,12 +53,17 @@ class Leadership:
         led = self.leads
         self._lease = await asyncio.to_thread(self._leases.take, LEASE_NAME, self._holder)
         if self.leads != led:
-            log.info("this process reconciles now" if self.leads else "another process reconciles now; standing by")
+            log.info(
+                "this process reconciles now"
+                if self.leads
+                else "another process reconciles now; standing by"
+            )
         return self.leads
 
     async def renew(self) -> None:
-        """Renew the lease that is held, in the middle of what is done under it. Where others have had it since, it is lost, also if
-        it could be had again: what was seen before is no longer true. Raises DatabaseError."""
+        """Renew the lease that is held, in the middle of what is done under it. Where others have
+        had it since, it is lost, also if it could be had again: what was seen before is no longer
+        true. Raises DatabaseError."""
         held = self._lease
         if held is None:
             return

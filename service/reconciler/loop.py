@@ -50,7 +50,8 @@ log = structlog.get_logger(__name__)
 
 
 class Reconciler:
-    """Brings Ray's jobs in line with the database's runs, and the database in line with what runs report.
+    """Brings Ray's jobs in line with the database's runs, and the database in line with what runs
+    report.
 
     Args:
         runs: Runs.
@@ -64,7 +65,8 @@ class Reconciler:
         entrypoint: The shell command of a submission's job; None is the training driver.
         figures: Where what happens to runs is counted; None keeps counters of its own.
         notifier: Tells webhooks; None tells nobody.
-        leadership: Who reconciles where several replicas share a database; None where this process is the only one.
+        leadership: Who reconciles where several replicas share a database; None where this process
+            is the only one.
         clock: Unix seconds.
     """
 
@@ -88,10 +90,22 @@ class Reconciler:
     ) -> None:
         figures = figures or RunFigures(clock)
         gate = self._gate = StorageGate(storage, runs.storage)
-        self._executor = Executor(runs, storage, ray, entrypoint or driver_entrypoint(storage.uri), figures, gate, public_url)
+        self._executor = Executor(
+            runs,
+            storage,
+            ray,
+            entrypoint or driver_entrypoint(storage.uri),
+            figures,
+            gate,
+            public_url,
+        )
         tail = JournalTail(storage, events, figures)
-        self._observer = Observer(runs, node_marks, projects, tail, ray, self._executor.told, gate, clock)
-        self._node_care = NodeCare(node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock)
+        self._observer = Observer(
+            runs, node_marks, projects, tail, ray, self._executor.told, gate, clock
+        )
+        self._node_care = NodeCare(
+            node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock
+        )
         self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
@@ -140,7 +154,8 @@ class Reconciler:
         return decisions
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again: nothing else restarts this loop."""
+        """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again:
+        nothing else restarts this loop."""
         keeping = asyncio.create_task(self._keep_lease(), name="keep-lease")
         try:
             await self._tick_until(stopping)
@@ -150,8 +165,9 @@ class Reconciler:
         await self.close()
 
     async def _keep_lease(self) -> None:
-        """Renew the lease while a tick takes long, as one over many journals in an object store may: else others would take it over
-        in the middle of it, time after time. Not of one that does not end: another process may do better."""
+        """Renew the lease while a tick takes long, as one over many journals in an object store
+        may: else others would take it over in the middle of it, time after time. Not of one that
+        does not end: another process may do better."""
         while self._leadership is not None:
             await asyncio.sleep(RENEW_S)
             if self._leadership.leads and time.monotonic() - self._tick_began < LONGEST_TICK_S:
@@ -197,7 +213,10 @@ class Reconciler:
             await asyncio.to_thread(self._gate.require)
             await asyncio.to_thread(self._kept_steps.publish)
         except StorageError as exc:
-            log.warning("drivers cannot be told which checkpoints others wait for; trying again", problem=str(exc))
+            log.warning(
+                "drivers cannot be told which checkpoints others wait for; trying again",
+                problem=str(exc),
+            )
 
     async def _pause(self, seconds: float, stopping: asyncio.Event) -> None:
         self._wake.clear()

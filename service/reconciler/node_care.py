@@ -1,4 +1,5 @@
-"""Looks after nodes beside the runs: keeps the marks' file true, forgets nodes that are gone, cordons those that fail too often."""
+"""Looks after nodes beside the runs: keeps the marks' file true, forgets nodes that are gone,
+cordons those that fail too often."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ log = structlog.get_logger(__name__)
 
 
 class NodeCare:
-    """Works beside the reconciler's ticks, so that a Ray or a storage that hangs does not hold them up.
+    """Works beside the reconciler's ticks, so that a Ray or a storage that hangs does not hold them
+    up.
 
     Args:
         marks: What was said of nodes.
@@ -35,7 +37,12 @@ class NodeCare:
     """
 
     def __init__(
-        self, marks: NodeMarkStore, file: MarksFile, ray: RayJobs, rule: CordonRule, clock: Callable[[], float] = time.time
+        self,
+        marks: NodeMarkStore,
+        file: MarksFile,
+        ray: RayJobs,
+        rule: CordonRule,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._marks = marks
         self._file = file
@@ -47,7 +54,8 @@ class NodeCare:
         self._spared: frozenset[str] = frozenset()
 
     def tick(self) -> None:
-        """Begin a look when one is due. Raises what an earlier one raised: DatabaseError where the database is away."""
+        """Begin a look when one is due. Raises what an earlier one raised: DatabaseError where the
+        database is away."""
         if self._look is not None:
             if not self._look.done():
                 return
@@ -74,7 +82,9 @@ class NodeCare:
             if await asyncio.to_thread(self._file.publish):
                 log.info("drivers are told of the marked nodes anew")
         except StorageError as exc:
-            log.warning("drivers cannot be told which nodes are marked; trying again", problem=str(exc))
+            log.warning(
+                "drivers cannot be told which nodes are marked; trying again", problem=str(exc)
+            )
 
     async def _suspects(self, words: Mapping[str, NodeMarkRow]) -> tuple[Suspect, ...]:
         if not self._rule.is_on:
@@ -91,19 +101,30 @@ class NodeCare:
             log.debug("the nodes could not be looked after", problem=str(exc))
             return
         living = {node.node_id for node in nodes}
-        for node_id in await asyncio.to_thread(self._marks.note_living, living, self._rule.window_s):
+        for node_id in await asyncio.to_thread(
+            self._marks.note_living, living, self._rule.window_s
+        ):
             log.info("forgot the mark of a node that is gone", node_id=node_id)
         marked = {node_id for node_id, word in words.items() if word.mark is not None}
-        chosen, spared = choose_to_cordon(suspects, {node.node_id for node in nodes if _runs_ranks(node)}, marked)
+        chosen, spared = choose_to_cordon(
+            suspects, {node.node_id for node in nodes if _runs_ranks(node)}, marked
+        )
         for suspect in chosen:
             known = words.get(suspect.node_id)
             known_at = known.at if known else None
-            if await asyncio.to_thread(self._marks.say_if_silent, suspect.node_id, known_at, BY_ITSELF, suspect.reason):
-                log.warning("cordoned a node that fails too often", node_id=suspect.node_id, reason=suspect.reason)
+            if await asyncio.to_thread(
+                self._marks.say_if_silent, suspect.node_id, known_at, BY_ITSELF, suspect.reason
+            ):
+                log.warning(
+                    "cordoned a node that fails too often",
+                    node_id=suspect.node_id,
+                    reason=suspect.reason,
+                )
         for suspect in spared:
             if suspect.node_id not in self._spared:
                 log.warning(
-                    "a node fails too often, but less than half of the cluster would stay open without it",
+                    "a node fails too often, but less than half of the cluster would stay open "
+                    "without it",
                     node_id=suspect.node_id,
                     reason=suspect.reason,
                 )
@@ -111,5 +132,6 @@ class NodeCare:
 
 
 def _runs_ranks(node: RayNode) -> bool:
-    """Whether a node has anything to train on: a head often has not, and does not count as part of the cluster's half."""
+    """Whether a node has anything to train on: a head often has not, and does not count as part of
+    the cluster's half."""
     return node.resources.get("CPU", 0.0) > 0 or node.resources.get("GPU", 0.0) > 0

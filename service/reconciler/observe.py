@@ -17,14 +17,24 @@ from service.model.rows import RunRow
 from service.model.states import SUBMITTED
 from service.reconciler.decide import submission_id
 from service.reconciler.drains import Drains
-from service.reconciler.facts import NOTHING_DELIVERED, Delivered, Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
+from service.reconciler.facts import (
+    NOTHING_DELIVERED,
+    Delivered,
+    Facts,
+    JobFact,
+    NodeFacts,
+    RunFacts,
+    StrayJob,
+    TailFact,
+)
 from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
 from service.storage_identity.gate import StorageGate
 from storage.run_dir import CheckpointName
 
 ASK_INTERVAL_S: Final = 2.0
-"""Between two questions to Ray while runs are live and nothing about them has changed: each wakes four processes up."""
+"""Between two questions to Ray while runs are live and nothing about them has changed: each wakes
+four processes up."""
 IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
 MANY_JOBS: Final = 64
@@ -34,8 +44,8 @@ PATIENCE_S: Final = 0.2
 
 
 JobKey = tuple[str, int, bool]
-"""Run id, submission, and whether its job was known to be taken when it was asked about: an answer "no such job" that was asked
-for before the job was submitted says nothing about it afterwards."""
+"""Run id, submission, and whether its job was known to be taken when it was asked about: an answer
+"no such job" that was asked for before the job was submitted says nothing about it afterwards."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class RayAnswer:
 class Observer:
     """Gathers Facts. What it remembers it could ask for again: losing it costs a question.
 
-    The order matters: rows, then Ray, then journals. A journal that was read to its end after Ray said that the job is over holds
-    everything that the driver wrote.
+    The order matters: rows, then Ray, then journals. A journal that was read to its end after Ray
+    said that the job is over holds everything that the driver wrote.
     """
 
     def __init__(
@@ -90,7 +100,8 @@ class Observer:
         self._refusals: dict[tuple[str, int], str] = {}
         """By run and submission, why a driver left the storage alone."""
         self._lost_nodes: set[str] = set()
-        """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come back with its state."""
+        """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come
+        back with its state."""
         self.ray_problem: str | None = "not asked yet"
         """Why Ray did not answer the last question; None where it did."""
 
@@ -109,9 +120,14 @@ class Observer:
         return Facts(self._clock(), observed, nodes, problem, storage_problem, strays, quotas)
 
     async def _live_rows(self) -> list[RunRow]:
-        """Rows of all live runs, oldest first, of which only those are read that have changed since the last look."""
+        """Rows of all live runs, oldest first, of which only those are read that have changed since
+        the last look."""
         versions, known = await asyncio.to_thread(self._runs.live_versions), self._known
-        changed = [run_id for run_id, version in versions.items() if run_id not in known or known[run_id].row_version != version]
+        changed = [
+            run_id
+            for run_id, version in versions.items()
+            if run_id not in known or known[run_id].row_version != version
+        ]
         for found in await in_pieces(self._runs.rows, changed):
             known |= found
         # A row may have changed, ended or gone since: whoever acts on it expects it as it is here.
@@ -125,7 +141,8 @@ class Observer:
             await asyncio.gather(self._question, return_exceptions=True)
 
     async def _ray_answer(self, rows: Sequence[RunRow]) -> RayAnswer | None:
-        """An answer that came since the last look. A Ray that is slow holds up nothing but what needs it."""
+        """An answer that came since the last look. A Ray that is slow holds up nothing but what
+        needs it."""
         if self._question is None:
             if not self._is_due(rows):
                 return None
@@ -142,7 +159,8 @@ class Observer:
         return answer
 
     def _is_due(self, rows: Sequence[RunRow]) -> bool:
-        """Whether to ask Ray now: at once when something about the runs changed, else now and then."""
+        """Whether to ask Ray now: at once when something about the runs changed, else now and
+        then."""
         about = [(row.id, row.status, row.submission, row.ray_job_id) for row in rows]
         interval = ASK_INTERVAL_S if rows else IDLE_ASK_INTERVAL_S
         now = time.monotonic()
@@ -152,7 +170,8 @@ class Observer:
         return True
 
     async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
-        """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now and then about strays."""
+        """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now
+        and then about strays."""
         submitted = [row for row in rows if row.status in SUBMITTED]
         if len(submitted) > MANY_JOBS:
             found = await self._listed(submitted)
@@ -173,12 +192,18 @@ class Observer:
         return RayAnswer(jobs, nodes, problem, strays)
 
     async def _nodes(self) -> tuple[NodeFacts, ...]:
-        """Live nodes with their marks. The marks are read last: a word that is acknowledged counts from the next start on."""
+        """Live nodes with their marks. The marks are read last: a word that is acknowledged counts
+        from the next start on."""
         nodes = await self._ray.live_nodes()
         words = await asyncio.to_thread(self._node_marks.all)
         marks = {node_id: word.mark for node_id, word in words.items()}
         return tuple(
-            NodeFacts(node.node_id, node.resources, mark.state if (mark := marks.get(node.node_id)) else None) for node in nodes
+            NodeFacts(
+                node.node_id,
+                node.resources,
+                mark.state if (mark := marks.get(node.node_id)) else None,
+            )
+            for node in nodes
         )
 
     async def _job(self, row: RunRow) -> tuple[JobFact, str | None]:
@@ -209,16 +234,23 @@ class Observer:
         if job.storage_problem is not None:
             self._refusals[row.id, row.submission] = job.storage_problem
 
-    def _read_journals(self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact], may_read: bool) -> tuple[RunFacts, ...]:
-        """Facts of every run that is still live after its journal was read. In another storage than ours there is none."""
+    def _read_journals(
+        self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact], may_read: bool
+    ) -> tuple[RunFacts, ...]:
+        """Facts of every run that is still live after its journal was read. In another storage than
+        ours there is none."""
         observed, delivered = [], self._delivered()
         self._tail.keep(self._known)
-        self._refusals = {key: problem for key, problem in self._refusals.items() if key[0] in self._known}
+        self._refusals = {
+            key: problem for key, problem in self._refusals.items() if key[0] in self._known
+        }
         reading = [row for row in rows if row.status in SUBMITTED] if may_read else []
         drained, read_ids = self._drains.look(reading), {row.id for row in reading}
         for known in rows:
             row, tail = drained.get(known.id, (known, TailFact.BEHIND))
-            if known.id in read_ids and (known.id not in drained or row.submission != known.submission):
+            if known.id in read_ids and (
+                known.id not in drained or row.submission != known.submission
+            ):
                 continue
             if row.status.terminal or row.status == RunStatus.PAUSED:
                 continue
@@ -228,25 +260,37 @@ class Observer:
             job = jobs.get(_key(known), JobFact.UNKNOWN)
             refusal = self._refusals.get((row.id, row.submission)) if job == JobFact.ENDED else None
             observed.append(replace(facts_of(row, delivered, job, tail), storage_problem=refusal))
-        self._waiting = {facts.id: (self._known[facts.id], facts) for facts in observed if facts.status == RunStatus.QUEUED}
+        self._waiting = {
+            facts.id: (self._known[facts.id], facts)
+            for facts in observed
+            if facts.status == RunStatus.QUEUED
+        }
         return tuple(observed)
 
     def _facts_of_waiting(self, row: RunRow) -> RunFacts:
-        """What its row says alone; of thousands that wait most are as they were at the last look."""
+        """What its row says alone; of thousands that wait most are as they were at the last
+        look."""
         seen = self._waiting.get(row.id)
         return seen[1] if seen is not None and seen[0] is row else facts_of(row)
 
     def _is_sweep_due(self, busy: bool) -> bool:
         first = self._swept_at == float("-inf")
-        return (busy or first or bool(self._strays)) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
+        return (
+            busy or first or bool(self._strays)
+        ) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
 
     async def _sweep(self) -> tuple[str, ...]:
-        """Jobs of our runs that live although the run ended or went on with a newer submission. Looks after drivers' nodes, too."""
+        """Jobs of our runs that live although the run ended or went on with a newer submission.
+        Looks after drivers' nodes, too."""
         jobs = [job for job in await self._ray.jobs() if not job.status.ended]
         nodes = {job.driver_node_id for job in jobs if job.driver_node_id is not None}
         self._lost_nodes = {node_id for node_id in nodes if await self._ray.is_dead(node_id)}
         self._swept_at = time.monotonic()
-        return tuple(await asyncio.to_thread(self._strays_among, [job for job in jobs if not self._has_ended(job)]))
+        return tuple(
+            await asyncio.to_thread(
+                self._strays_among, [job for job in jobs if not self._has_ended(job)]
+            )
+        )
 
     def _has_ended(self, job: Job) -> bool:
         return job.status.ended or job.driver_node_id in self._lost_nodes
@@ -256,14 +300,20 @@ class Observer:
         for job in jobs:
             run_id, submission = job.metadata.get("run_id"), job.metadata.get("submission", "")
             row = self._runs.get(run_id) if run_id and submission.isdecimal() else None
-            # A run that is not in our database may be another service's on the same cluster: not ours to end.
-            if row is not None and (row.status not in SUBMITTED or int(submission) < row.submission):
+            # A run that is not in our database may be another service's on the same cluster: not
+            # ours to end.
+            if row is not None and (
+                row.status not in SUBMITTED or int(submission) < row.submission
+            ):
                 strays.append(job.submission_id)
         return strays
 
 
 def facts_of(
-    row: RunRow, delivered: Delivered = NOTHING_DELIVERED, job: JobFact = JobFact.UNKNOWN, tail: TailFact = TailFact.BEHIND
+    row: RunRow,
+    delivered: Delivered = NOTHING_DELIVERED,
+    job: JobFact = JobFact.UNKNOWN,
+    tail: TailFact = TailFact.BEHIND,
 ) -> RunFacts:
     """What a row says, with what is known about its job and its journal."""
     scaling, deadline_s = row.spec["scaling"], row.spec["recovery"]["deadline_s"]
@@ -277,7 +327,8 @@ def facts_of(
         reason=row.reason,
         stop=row.stop_requested,
         stop_at=row.stop_requested_at,
-        stop_delivered=row.stop_requested is not None and (row.id, row.submission, row.stop_requested) in delivered.stops,
+        stop_delivered=row.stop_requested is not None
+        and (row.id, row.submission, row.stop_requested) in delivered.stops,
         submission=row.submission,
         job_recorded=row.ray_job_id is not None,
         submitted_at=row.submitted_at,
@@ -292,7 +343,8 @@ def facts_of(
         shrunk_to=shrunk.get("to"),
         shrunk_by=shrunk.get("by"),
         shrunk_at=shrunk.get("at"),
-        shrink_delivered=row.shrunk is not None and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
+        shrink_delivered=row.shrunk is not None
+        and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
         world_size=row.world_size,
         node_ids=tuple(worker["node_id"] for worker in row.workers),
         worker=scaling["resources_per_worker"],

@@ -1,4 +1,5 @@
-"""Much work at once, done so that requests are answered meanwhile: threads that compute take the interpreter from them."""
+"""Much work at once, done so that requests are answered meanwhile: threads that compute take the
+interpreter from them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PIECE: Final = 64
 
 
 async def in_pieces(do: Callable[[Sequence[T]], R], items: Sequence[T]) -> list[R]:
-    """What ``do`` returns for each piece of the items, one after the other, in a thread, with a pause between two."""
+    """What ``do`` returns for each piece of the items, one after the other, in a thread, with a
+    pause between two."""
     results = []
     for start in range(0, len(items), PIECE):
         began = time.monotonic()

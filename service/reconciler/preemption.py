@@ -1,4 +1,5 @@
-"""Whom to shrink and whom to pause so that a run of a higher priority fits: pure arithmetic over what runs hold."""
+"""Whom to shrink and whom to pause so that a run of a higher priority fits: pure arithmetic over
+what runs hold."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from service.reconciler.capacity import Free, combined, fits, leaving, remove, r
 from service.reconciler.facts import RunFacts
 
 SHRINK_GRACE_S = 120.0
-"""How long ranks may take to save and leave when their run is to shrink; past it the run counts as one that does not."""
+"""How long ranks may take to save and leave when their run is to shrink; past it the run counts as
+one that does not."""
 
 
 @dataclass(frozen=True)
 class Preemption:
-    """A run that makes room for another one: it goes on with at most ``to`` ranks, or is paused where that is None."""
+    """A run that makes room for another one: it goes on with at most ``to`` ranks, or is paused
+    where that is None."""
 
     run_id: str
     by: str
@@ -24,7 +27,8 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a run holds of the usable nodes, and what of that it is giving back already; nodes by index, one for each rank."""
+    """What a run holds of the usable nodes, and what of that it is giving back already; nodes by
+    index, one for each rank."""
 
     run: RunFacts
     needs: Mapping[str, float]
@@ -33,10 +37,15 @@ class Holding:
 
     @staticmethod
     def of(run: RunFacts, needs: Mapping[str, float], nodes: Sequence[int], now: float) -> Holding:
-        """With everything on its way out of a run that stops, and what is too much of one that shrinks."""
+        """With everything on its way out of a run that stops, and what is too much of one that
+        shrinks."""
         if run.status == RunStatus.STOPPING:
             return Holding(run, needs, tuple(nodes), tuple(nodes))
-        too_many = () if run.shrunk_to is None or is_overdue(run, now) else leaving(nodes, run.shrunk_to, run.placement_strategy)
+        too_many = (
+            ()
+            if run.shrunk_to is None or is_overdue(run, now)
+            else leaving(nodes, run.shrunk_to, run.placement_strategy)
+        )
         return Holding(run, needs, tuple(nodes), tuple(too_many))
 
     @property
@@ -86,20 +95,30 @@ class _Space:
 def choose(
     waiting: RunFacts, needs: Mapping[str, float], coming: Free, held: Sequence[Holding], now: float
 ) -> tuple[Preemption, ...]:
-    """Who makes room for ``waiting``: nobody where what is ``coming`` suffices, or where nothing would.
+    """Who makes room for ``waiting``: nobody where what is ``coming`` suffices, or where nothing
+    would.
 
-    Elastic runs of lower priority shrink to their least size first, the lowest and youngest before others; only where that is too
-    little the lowest and youngest are paused. Nobody is chosen who is not needed, as far as the order of choosing allows.
+    Elastic runs of lower priority shrink to their least size first, the lowest and youngest before
+    others; only where that is too little the lowest and youngest are paused. Nobody is chosen who
+    is not needed, as far as the order of choosing allows.
     """
     space = _Space(waiting, needs, coming)
-    lower = [one for one in held if one.run.priority < waiting.priority and one.run.status != RunStatus.STOPPING]
+    lower = [
+        one
+        for one in held
+        if one.run.priority < waiting.priority and one.run.status != RunStatus.STOPPING
+    ]
     lower.sort(key=lambda one: (one.run.priority, -one.run.created_at, one.run.id))
     gone: dict[str, tuple[int, ...]] = {}
     shrunk: list[Holding] = []
     for one in lower:
         if space.enough():
             break
-        ranks = () if is_overdue(one.run, now) else leaving(one.staying, one.run.min_workers, one.run.placement_strategy)
+        ranks = (
+            ()
+            if is_overdue(one.run, now)
+            else leaving(one.staying, one.run.min_workers, one.run.placement_strategy)
+        )
         if ranks:
             gone[one.run.id] = tuple(ranks)
             space.give(one, ranks)
@@ -117,13 +136,16 @@ def choose(
         return ()
     kept_paused = _needed(space, paused)
     named = {one.run.id for one in kept_paused}
-    kept_shrunk = _needed(space, [(one, gone[one.run.id]) for one in shrunk if one.run.id not in named])
+    kept_shrunk = _needed(
+        space, [(one, gone[one.run.id]) for one in shrunk if one.run.id not in named]
+    )
     shrinks = tuple(Preemption(one.run.id, waiting.id, one.run.min_workers) for one in kept_shrunk)
     return shrinks + tuple(Preemption(one.run.id, waiting.id) for one in kept_paused)
 
 
 def _needed(space: _Space, chosen: Sequence[tuple[Holding, tuple[int, ...]]]) -> list[Holding]:
-    """Those without whom it does not fit; of the highest priority spared first: perhaps a later choice made them needless."""
+    """Those without whom it does not fit; of the highest priority spared first: perhaps a later
+    choice made them needless."""
     kept = []
     for one, ranks in reversed(chosen):
         space.take_back(one, ranks)

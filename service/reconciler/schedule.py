@@ -1,11 +1,15 @@
-"""Which queued runs start, with how many ranks, and which running ones make room: pure (docs/scheduling.md).
+"""Which queued runs start, with how many ranks, and which running ones make room: pure
+(docs/scheduling.md).
 
-- Order: priority; within one, runs that have waited for ``PATIENCE_S`` by age, then the project that uses least, then age.
-- A run starts when its ``min_workers`` fit, its project's quotas allow it, and no run before it would be delayed.
-- The first run that does not fit is reserved for: a later one starts beside it only on what it does not need.
+- Order: priority; within one, runs that have waited for ``PATIENCE_S`` by age, then the project
+  that uses least, then age.
+- A run starts when its ``min_workers`` fit, its project's quotas allow it, and no run before it
+  would be delayed.
+- The first run that does not fit is reserved for: a later one starts beside it only on what it does
+  not need.
 - A run that its project's quota holds back holds back later runs of that project, and of no other.
-- Where it makes room for the first that does not fit, runs of lower priority shrink to their least size; where that is too little,
-  the lowest and youngest are paused (preemption.py).
+- Where it makes room for the first that does not fit, runs of lower priority shrink to their least
+  size; where that is too little, the lowest and youngest are paused (preemption.py).
 - A run that was shrunk may grow again once nobody waits whom it would be in the way of.
 """
 
@@ -34,9 +38,11 @@ from service.reconciler.facts import NodeFacts, RunFacts
 from service.reconciler.preemption import Holding, Preemption, choose
 
 PATIENCE_S: Final = 600.0
-"""A run that has waited for so long goes by its age, whatever its project uses: fairness must not starve anybody."""
+"""A run that has waited for so long goes by its age, whatever its project uses: fairness must not
+starve anybody."""
 DETAILED: Final = 20
-"""So many waiting runs are told exactly what they wait for; words that change for thousands of runs are thousands of writes."""
+"""So many waiting runs are told exactly what they wait for; words that change for thousands of runs
+are thousands of writes."""
 
 _NO_QUOTAS: Final = Quotas()
 _Shape = tuple[frozenset[tuple[str, float]], str]
@@ -58,7 +64,8 @@ class Admission:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with the queue; ``admissions`` has every queued run once, in the order in which they were looked at."""
+    """What to do with the queue; ``admissions`` has every queued run once, in the order in which
+    they were looked at."""
 
     admissions: tuple[Admission, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
@@ -77,7 +84,8 @@ def plan(
 
     Args:
         queued: Runs that wait for a start.
-        holding: Runs that have a job: they hold what they use, and while that is not known, what they may use.
+        holding: Runs that have a job: they hold what they use, and while that is not known, what
+            they may use.
         nodes: Live nodes.
         quotas: Of projects that have any, by name.
         now: Unix seconds.
@@ -96,8 +104,11 @@ class _Used:
     running: int = 0
 
 
-def _in_order(queued: Sequence[RunFacts], used: Mapping[str, _Used], now: float) -> Iterator[RunFacts]:
-    """Every queued run; fairness looks at what projects use at the moment when the next one is asked for."""
+def _in_order(
+    queued: Sequence[RunFacts], used: Mapping[str, _Used], now: float
+) -> Iterator[RunFacts]:
+    """Every queued run; fairness looks at what projects use at the moment when the next one is
+    asked for."""
     by_priority: dict[int, list[RunFacts]] = defaultdict(list)
     for run in sorted(queued, key=lambda run: (run.created_at, run.id)):
         by_priority[run.priority].append(run)
@@ -127,9 +138,16 @@ class _Placed:
 
 
 class _Queue:
-    """The cluster while the queue is gone through: what is free shrinks with every run that starts."""
+    """The cluster while the queue is gone through: what is free shrinks with every run that
+    starts."""
 
-    def __init__(self, holding: Sequence[RunFacts], nodes: Sequence[NodeFacts], quotas: Mapping[str, Quotas], now: float) -> None:
+    def __init__(
+        self,
+        holding: Sequence[RunFacts],
+        nodes: Sequence[NodeFacts],
+        quotas: Mapping[str, Quotas],
+        now: float,
+    ) -> None:
         self._now = now
         self._nodes = nodes
         self._usable = [node for node in nodes if node.mark is None]
@@ -142,7 +160,8 @@ class _Queue:
         self._started: list[_Placed] = []
         self._blocker: RunFacts | None = None
         self._beside: Free = []
-        """What the blocker will find once everything that began before it was submitted has ended."""
+        """What the blocker will find once everything that began before it was submitted has
+        ended."""
         self._coming: Free = []
         """What is free, with what runs that stop or shrink give back."""
         self._victims: tuple[Preemption, ...] = ()
@@ -160,24 +179,32 @@ class _Queue:
     # ---------------------------------------------------------------- what is held
 
     def _hold(self, run: RunFacts) -> None:
-        """Ranks are where they report to be; those that are not known, or must leave a node, go where Ray would put them."""
+        """Ranks are where they report to be; those that are not known, or must leave a node, go
+        where Ray would put them."""
         used = self.used[run.project]
         used.workers += most_workers(run)
         used.running += 1
         needs = needs_of(run, self._gpus)
         most = most_workers(run) if run.shrunk_to is None else min(most_workers(run), run.shrunk_to)
-        count = (run.world_size or most) - sum(node_id in self._cordoned for node_id in run.node_ids)
-        placed = [self._index[node_id] for node_id in run.node_ids if node_id in self._index][: max(0, count)]
+        count = (run.world_size or most) - sum(
+            node_id in self._cordoned for node_id in run.node_ids
+        )
+        placed = [self._index[node_id] for node_id in run.node_ids if node_id in self._index][
+            : max(0, count)
+        ]
         remove(self._free, needs, placed)
         placed += take(self._free, needs, count - len(placed), run.placement_strategy)
         self._held.append(Holding.of(run, needs, placed, self._now))
 
     def _room(self, kind: str, run: RunFacts, needs: dict[str, float]) -> int:
-        """Ranks of this shape on the empty cluster: on ``all`` of its nodes, or on those that are ``open``. Looked up once."""
+        """Ranks of this shape on the empty cluster: on ``all`` of its nodes, or on those that are
+        ``open``. Looked up once."""
         key = kind, _shape(needs, run)
         if key not in self._rooms:
             nodes = self._nodes if kind == "all" else self._usable
-            self._rooms[key] = room([node.resources for node in nodes], needs, run.placement_strategy)
+            self._rooms[key] = room(
+                [node.resources for node in nodes], needs, run.placement_strategy
+            )
         return self._rooms[key]
 
     # ---------------------------------------------------------------- one run after the other
@@ -204,12 +231,16 @@ class _Queue:
             return _infeasible(run, needs, all_room)
         if (open_room := self._room("open", run, needs)) < run.min_workers:
             num_marked = len(self._nodes) - len(self._usable)
-            why = f"{num_marked} of {len(self._nodes)} nodes are cordoned or draining, the others have room for {open_room} in all"
+            why = (
+                f"{num_marked} of {len(self._nodes)} nodes are cordoned or draining, the others "
+                f"have room for {open_room} in all"
+            )
             return _waiting(run, needs, why)
         quota = self._quotas.get(run.project, _NO_QUOTAS).max_workers
         if quota is not None and run.min_workers > quota:
             message = (
-                f"min_workers {run.min_workers} can never fit: project {run.project} has a quota of {quota} workers. Lower "
+                f"min_workers {run.min_workers} can never fit: project {run.project} has a quota "
+                f"of {quota} workers. Lower "
                 "scaling.min_workers, or ask an administrator for more."
             )
             return Reason(code=ReasonCode.INFEASIBLE, message=message)
@@ -219,12 +250,18 @@ class _Queue:
         """What its project's quota says against it now."""
         quota, used = self._quotas.get(run.project, _NO_QUOTAS), self.used[run.project]
         if (first := self._held_projects.get(run.project)) is not None:
-            return _quota_reason(f"run {first} of project {run.project} is before it, which waits for the project's quota")
+            return _quota_reason(
+                f"run {first} of project {run.project} is before it, which waits for the "
+                "project's quota"
+            )
         why = None
         if quota.max_running is not None and used.running >= quota.max_running:
             why = f"project {run.project} runs {used.running} of at most {quota.max_running}"
         elif quota.max_workers is not None and used.workers + run.min_workers > quota.max_workers:
-            why = f"project {run.project} uses up to {used.workers} of at most {quota.max_workers} workers"
+            why = (
+                f"project {run.project} uses up to {used.workers} of at most {quota.max_workers} "
+                "workers"
+            )
         if why is None:
             return None
         # Else small runs of the project would take, one by one, what this one waits for.
@@ -234,7 +271,11 @@ class _Queue:
     def _granted(self, run: RunFacts) -> int:
         """Most ranks that its project's quota leaves it."""
         quota = self._quotas.get(run.project, _NO_QUOTAS).max_workers
-        return run.max_workers if quota is None else min(run.max_workers, quota - self.used[run.project].workers)
+        return (
+            run.max_workers
+            if quota is None
+            else min(run.max_workers, quota - self.used[run.project].workers)
+        )
 
     def _start(self, run: RunFacts, needs: dict[str, float], placed: list[int], most: int) -> None:
         self._started.append(_Placed(run.id, needs, placed))
@@ -254,8 +295,9 @@ class _Queue:
     def _reserve(self, run: RunFacts) -> None:
         """From here on nothing starts that could keep this run waiting for ever.
 
-        Whatever began before it was submitted ends some day. What began later, or begins now, may not: beside all of that, it fits.
-        What is being freed for it, by runs that stop or shrink, is kept for it alone.
+        Whatever began before it was submitted ends some day. What began later, or begins now, may
+        not: beside all of that, it fits. What is being freed for it, by runs that stop or shrink,
+        is kept for it alone.
         """
         self._blocker = run
         self._beside = [dict(node.resources) for node in self._usable]
@@ -269,7 +311,9 @@ class _Queue:
             restore(self._coming, other.needs, other.leaving)
         self._victims = choose(run, needs_of(run, self._gpus), self._coming, self._held, self._now)
 
-    def _backfill(self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int) -> None:
+    def _backfill(
+        self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int
+    ) -> None:
         """Start a run behind the blocker where the blocker would not notice."""
         tried = _shape(needs, run), run.min_workers
         who = f"run {blocker.id}" if blocker.project == run.project else "a run of another project"
@@ -280,7 +324,10 @@ class _Queue:
         fitting = min(most, room(self._free, needs, run.placement_strategy))
         blocker_needs = needs_of(blocker, self._gpus)
         spaces = (self._beside, self._coming)
-        kept = [min(blocker.min_workers, room(space, blocker_needs, blocker.placement_strategy)) for space in spaces]
+        kept = [
+            min(blocker.min_workers, room(space, blocker_needs, blocker.placement_strategy))
+            for space in spaces
+        ]
         if kept[1] < blocker.min_workers:
             kept[1] = 0  # it does not start from what is coming in any case
         for count in dict.fromkeys((fitting, run.min_workers)):
@@ -306,13 +353,18 @@ class _Queue:
         return self._victims
 
     def grown(self) -> tuple[str, ...]:
-        """Shrunk runs that may grow again: there is room, and nobody waits for it whom they were to let pass."""
+        """Shrunk runs that may grow again: there is room, and nobody waits for it whom they were to
+        let pass."""
         starting = {placed.run_id for placed in self._started}
         starting |= {held.run.id for held in self._held if held.run.world_size is None}
         found = []
         for held in self._held:
             run = held.run
-            if run.shrunk_to is None or run.shrunk_by in starting or run.status == RunStatus.STOPPING:
+            if (
+                run.shrunk_to is None
+                or run.shrunk_by in starting
+                or run.status == RunStatus.STOPPING
+            ):
                 continue
             in_the_way = self._blocker is not None and self._blocker.priority >= run.priority
             if not in_the_way and room(self._free, held.needs, run.placement_strategy) > 0:
@@ -328,8 +380,10 @@ def _infeasible(run: RunFacts, needs: Mapping[str, float], all_room: int) -> Rea
     missing = run.min_workers - all_room
     more = amounts({name: amount * missing for name, amount in needs.items()})
     message = (
-        f"min_workers {run.min_workers} of {amounts(needs)} each ({run.placement_strategy}) can never fit: the whole cluster has "
-        f"room for {all_room}; {more} more are missing. Add nodes, or lower scaling.min_workers or scaling.resources_per_worker."
+        f"min_workers {run.min_workers} of {amounts(needs)} each ({run.placement_strategy}) can "
+        "never fit: the whole cluster has "
+        f"room for {all_room}; {more} more are missing. Add nodes, or lower scaling.min_workers "
+        "or scaling.resources_per_worker."
     )
     return Reason(code=ReasonCode.INFEASIBLE, message=message)
 

@@ -1,4 +1,5 @@
-"""Scrubbing: kept checkpoints are read back again and again, at a bounded rate, so that damage is known before it is met."""
+"""Scrubbing: kept checkpoints are read back again and again, at a bounded rate, so that damage is
+known before it is met."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ScrubStopped(Exception):
 
 
 class Scrubber:
-    """Verifies one checkpoint at a time, the one that was not looked at for longest; collects what dead writers left.
+    """Verifies one checkpoint at a time, the one that was not looked at for longest; collects what
+    dead writers left.
 
     Args:
         records: Which checkpoints there are.
@@ -93,12 +95,20 @@ class Scrubber:
     def _plan(self) -> None:
         now = self._clock()
         if self._rule.is_on:
-            self._due.extend(kept for kept in self._records.kept() if now - kept.checked_at >= self._rule.interval_s)
+            self._due.extend(
+                kept
+                for kept in self._records.kept()
+                if now - kept.checked_at >= self._rule.interval_s
+            )
         for run_id in self._records.ended_between(self._swept_until, now - ORPHANS_AFTER_S):
             try:
                 orphans = self._storage.run_dir(run_id).checkpoints.collect_orphans()
             except StorageError as exc:
-                log.warning("what a run's writers left could not be collected; trying again", run_id=run_id, problem=str(exc))
+                log.warning(
+                    "what a run's writers left could not be collected; trying again",
+                    run_id=run_id,
+                    problem=str(exc),
+                )
                 return
             if orphans:
                 log.info("collected what a run's writers left", run_id=run_id, directories=orphans)
@@ -107,7 +117,9 @@ class Scrubber:
     def _scrub(self, kept: KeptCheckpoint) -> None:
         problem = None
         try:
-            self._storage.run_dir(kept.run_id).checkpoints.verify(kept.name, Pace(self._rule.bytes_per_s, self._stopping))
+            self._storage.run_dir(kept.run_id).checkpoints.verify(
+                kept.name, Pace(self._rule.bytes_per_s, self._stopping)
+            )
         except CorruptCheckpoint as exc:
             problem = str(exc)
         except StorageNotFound as exc:
@@ -118,7 +130,10 @@ class Scrubber:
             return
         except StorageError as exc:
             log.warning(
-                "a checkpoint could not be read back; trying again", checkpoint=kept.name, run_id=kept.run_id, problem=str(exc)
+                "a checkpoint could not be read back; trying again",
+                checkpoint=kept.name,
+                run_id=kept.run_id,
+                problem=str(exc),
             )
             return
         try:
@@ -126,11 +141,14 @@ class Scrubber:
         except TransitionConflict:
             return  # the run was deleted meanwhile
         if problem:
-            log.error("a checkpoint is corrupt", checkpoint=kept.name, run_id=kept.run_id, problem=problem)
+            log.error(
+                "a checkpoint is corrupt", checkpoint=kept.name, run_id=kept.run_id, problem=problem
+            )
 
 
 class Pace:
-    """Called with the size of every block that was read, it waits until the rate allows the next."""
+    """Called with the size of every block that was read, it waits until the rate allows the
+    next."""
 
     def __init__(self, bytes_per_s: float, stopping: threading.Event) -> None:
         self._bytes_per_s = bytes_per_s
@@ -140,6 +158,7 @@ class Pace:
     def __call__(self, num_bytes: int) -> None:
         """Raises ScrubStopped once the service ends."""
         cost_s = num_bytes / self._bytes_per_s
-        self._next_at = max(self._next_at, time.monotonic() - cost_s) + cost_s  # time that went by unused is not made up for
+        # time that went by unused is not made up for
+        self._next_at = max(self._next_at, time.monotonic() - cost_s) + cost_s
         if self._stopping.wait(max(0.0, self._next_at - time.monotonic())):
             raise ScrubStopped

@@ -1,4 +1,5 @@
-"""Reads what submissions wrote into their journals, and applies it to the database with the cursor behind it."""
+"""Reads what submissions wrote into their journals, and applies it to the database with the cursor
+behind it."""
 
 from __future__ import annotations
 
@@ -25,20 +26,25 @@ log = structlog.get_logger(__name__)
 class JournalTail:
     """Follows the journal of every run's newest submission. Synchronous: call it in a thread.
 
-    Ranks whose driver died tell in its journal what they do until they have left, while the next driver starts. So that journal is
-    read until the next one begins, which it does when they have left, and then to its end.
+    Ranks whose driver died tell in its journal what they do until they have left, while the next
+    driver starts. So that journal is read until the next one begins, which it does when they have
+    left, and then to its end.
     """
 
-    def __init__(self, storage: Storage, events: EventStore, figures: RunFigures | None = None) -> None:
+    def __init__(
+        self, storage: Storage, events: EventStore, figures: RunFigures | None = None
+    ) -> None:
         self._storage = storage
         self._events = events
         self._figures = figures or RunFigures()
         self._drained: dict[str, tuple[int, str | None, object]] = {}
-        """By run: submission, cursor and stamp of a journal that was read to its end. Losing it costs a look at the file."""
+        """By run: submission, cursor and stamp of a journal that was read to its end. Losing it
+        costs a look at the file."""
 
     def keep(self, run_ids: Collection[str]) -> None:
         """Forget the journals of all other runs."""
-        kept = list(self._drained.items())  # at once: journals that take long are read in other threads
+        # at once: journals that take long are read in other threads
+        kept = list(self._drained.items())
         self._drained = {run_id: known for run_id, known in kept if run_id in run_ids}
 
     def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
@@ -52,35 +58,54 @@ class JournalTail:
             DatabaseError: Nothing of the batch was applied; the next call does it again.
         """
         stamp = journal_stamp(self._storage.run_dir(run.id), run.submission)
-        known = (run.submission, run.journal_cursor if run.journal_submission == run.submission else None, stamp)
+        known = (
+            run.submission,
+            run.journal_cursor if run.journal_submission == run.submission else None,
+            stamp,
+        )
         if stamp is not None and self._drained.get(run.id) == known:
             return run, TailFact.DRAINED
         found, fact = run, TailFact.DRAINED
         submissions, is_all = self._to_read(run)
         for submission in submissions:
             found, fact = self._drain_one(found, submission)
-            if fact != TailFact.DRAINED or found.submission != run.submission or found.status.terminal:
+            if (
+                fact != TailFact.DRAINED
+                or found.submission != run.submission
+                or found.status.terminal
+            ):
                 break
         if fact == TailFact.DRAINED and not is_all and not found.status.terminal:
             fact = TailFact.BEHIND
-        if fact == TailFact.DRAINED and found.journal_submission == found.submission == run.submission:
+        if (
+            fact == TailFact.DRAINED
+            and found.journal_submission == found.submission == run.submission
+        ):
             # The stamp is from before the look: what came since makes another one.
             self._drained[run.id] = (found.submission, found.journal_cursor, stamp)
         return found, fact
 
     def _to_read(self, run: RunRow) -> tuple[range, bool]:
-        """Submissions whose journals come next: those that may have more to tell, and the newest one's once it has begun.
+        """Submissions whose journals come next: those that may have more to tell, and the newest
+        one's once it has begun.
 
         False where it is not known whether it has.
         """
         older = range(run.journal_submission or run.submission, run.submission)
         if older:
             try:
-                first, _ = read_journal(self._storage.run_dir(run.id), run.submission, None, 1, past_damage=True)
+                first, _ = read_journal(
+                    self._storage.run_dir(run.id), run.submission, None, 1, past_damage=True
+                )
             except CorruptFile:
                 first = []  # nothing of it will ever be applied
             except StorageError as exc:
-                log.warning("a journal could not be read", run_id=run.id, submission=run.submission, problem=str(exc))
+                log.warning(
+                    "a journal could not be read",
+                    run_id=run.id,
+                    submission=run.submission,
+                    problem=str(exc),
+                )
                 return older, False
             if not first:
                 return older, True
@@ -88,14 +113,26 @@ class JournalTail:
 
     def _drain_one(self, run: RunRow, submission: int) -> tuple[RunRow, TailFact]:
         try:
-            return self._drain(run, submission, run.journal_cursor if run.journal_submission == submission else None)
+            return self._drain(
+                run,
+                submission,
+                run.journal_cursor if run.journal_submission == submission else None,
+            )
         except JournalGap as exc:
-            # The cursor and the count disagree: from the beginning, where what is known already is passed over.
-            log.warning("reading a journal again from its beginning", run_id=run.id, problem=str(exc))
+            # The cursor and the count disagree: from the beginning, where what is known already is
+            # passed over.
+            log.warning(
+                "reading a journal again from its beginning", run_id=run.id, problem=str(exc)
+            )
         try:
             return self._drain(run, submission, None)
         except JournalGap as exc:  # no writer leaves one: what lies behind it will never be applied
-            log.error("a journal cannot be read on", run_id=run.id, submission=submission, problem=str(exc))
+            log.error(
+                "a journal cannot be read on",
+                run_id=run.id,
+                submission=submission,
+                problem=str(exc),
+            )
             return run, TailFact.DRAINED
 
     def _drain(self, run: RunRow, submission: int, cursor: str | None) -> tuple[RunRow, TailFact]:
@@ -104,13 +141,26 @@ class JournalTail:
             begin = cursor
             try:
                 over = submission < newest
-                batch, cursor = read_journal(run_dir, submission, cursor, BATCH_EVENTS, past_damage=True, is_over=over)
+                batch, cursor = read_journal(
+                    run_dir, submission, cursor, BATCH_EVENTS, past_damage=True, is_over=over
+                )
             except CorruptFile as exc:
-                # What lies behind cannot be read, now or later. The next submission writes a journal of its own.
-                log.error("a journal cannot be read on", run_id=run.id, submission=submission, problem=str(exc))
+                # What lies behind cannot be read, now or later. The next submission writes a
+                # journal of its own.
+                log.error(
+                    "a journal cannot be read on",
+                    run_id=run.id,
+                    submission=submission,
+                    problem=str(exc),
+                )
                 return run, TailFact.DRAINED
             except StorageError as exc:
-                log.warning("a journal could not be read", run_id=run.id, submission=submission, problem=str(exc))
+                log.warning(
+                    "a journal could not be read",
+                    run_id=run.id,
+                    submission=submission,
+                    problem=str(exc),
+                )
                 return run, TailFact.BEHIND
             if batch:
                 known = run.journal_n if run.journal_submission == submission else 0
@@ -118,11 +168,20 @@ class JournalTail:
                     run = self._events.apply_journal(run.id, submission, batch, cursor)
                 except (DatabaseError, TransitionConflict):
                     raise
-                except Exception:  # a fault of ours: the other runs must not stand still for it, nor this one for ever
-                    log.exception("a journal cannot be applied", run_id=run.id, submission=submission, after=known)
+                except Exception:
+                    # a fault of ours: the other runs must not stand still for it, nor this one for
+                    # ever
+                    log.exception(
+                        "a journal cannot be applied",
+                        run_id=run.id,
+                        submission=submission,
+                        after=known,
+                    )
                     return run, TailFact.DRAINED
                 if run.journal_submission == submission:
-                    self._figures.applied(run, [event for event in batch if known < event.n <= run.journal_n])
+                    self._figures.applied(
+                        run, [event for event in batch if known < event.n <= run.journal_n]
+                    )
             at_end = len(batch) < BATCH_EVENTS and not may_be_cut(begin, cursor)
             if at_end or run.submission != newest or run.status.terminal:
                 return run, TailFact.DRAINED

@@ -1,4 +1,5 @@
-"""Which nodes fail so often that they should get no more ranks: pure rules over records of failures."""
+"""Which nodes fail so often that they should get no more ranks: pure rules over records of
+failures."""
 
 from __future__ import annotations
 
@@ -12,10 +13,14 @@ from everstep.wire.events import NODE_UNFIT
 from service.model.rows import NodeFailure
 from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
 
-NODE_VERDICTS: Final = frozenset({Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG})
-"""What may be the fault of a node. An error of the user's code, of storage or of the control plane is not."""
+NODE_VERDICTS: Final = frozenset(
+    {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG}
+)
+"""What may be the fault of a node. An error of the user's code, of storage or of the control plane
+is not."""
 _DEVICE_MEMORY: Final = "CUDA"
-"""In the exception of a rank that had not enough memory on its GPU: that is the model's doing, not the host's."""
+"""In the exception of a rank that had not enough memory on its GPU: that is the model's doing, not
+the host's."""
 _SHOWN_RUNS: Final = 3
 
 
@@ -53,14 +58,18 @@ def find_suspects(
     """Nodes that failed too often, or were not fit when a run came to them, the worst first.
 
     Args:
-        failures: Records, in any order; those that are not a node's fault or lie outside the window do not count.
+        failures: Records, in any order; those that are not a node's fault or lie outside the window
+            do not count.
         rule: The limits.
         now: Unix seconds.
-        pardoned_at: By node id: failures up to then (unix seconds) were forgiven by whoever opened the node again.
+        pardoned_at: By node id: failures up to then (unix seconds) were forgiven by whoever opened
+            the node again.
     """
     by_node: dict[str, list[NodeFailure]] = {}
     for failure in failures:
-        recent = now - rule.window_s < failure.at <= now and failure.at > pardoned_at.get(failure.node_id, float("-inf"))
+        recent = now - rule.window_s < failure.at <= now and failure.at > pardoned_at.get(
+            failure.node_id, float("-inf")
+        )
         if recent and _is_nodes_fault(failure):
             by_node.setdefault(failure.node_id, []).append(failure)
     suspects = []
@@ -69,21 +78,30 @@ def find_suspects(
         unfit = [failure for failure in found if failure.exception.startswith(NODE_UNFIT)]
         if unfit:
             newest = max(unfit, key=lambda failure: failure.at)
-            reason = f"not fit for {newest.run_id}: {newest.exception.removeprefix(f'{NODE_UNFIT}: ')}"
+            reason = (
+                f"not fit for {newest.run_id}: {newest.exception.removeprefix(f'{NODE_UNFIT}: ')}"
+            )
             suspects.append(Suspect(node_id, len(found), len(runs), reason))
         elif 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
             suspects.append(Suspect(node_id, len(found), len(runs), _reason(found, rule)))
-    return tuple(sorted(suspects, key=lambda suspect: (-suspect.num_failures, -suspect.num_runs, suspect.node_id)))
+    return tuple(
+        sorted(
+            suspects,
+            key=lambda suspect: (-suspect.num_failures, -suspect.num_runs, suspect.node_id),
+        )
+    )
 
 
 def choose_to_cordon(
     suspects: Sequence[Suspect], worker_nodes: Collection[str], marked: Collection[str]
 ) -> tuple[tuple[Suspect, ...], tuple[Suspect, ...]]:
-    """Which suspects to cordon, and which to spare because less than half of the cluster would stay open.
+    """Which suspects to cordon, and which to spare because less than half of the cluster would stay
+    open.
 
     Args:
         suspects: The worst first.
-        worker_nodes: Live nodes that can run ranks; the half is of these. A suspect that is not among them is left out.
+        worker_nodes: Live nodes that can run ranks; the half is of these. A suspect that is not
+            among them is left out.
         marked: Nodes that are cordoned or draining now.
     """
     chosen: list[Suspect] = []
@@ -107,9 +125,17 @@ def _is_nodes_fault(failure: NodeFailure) -> bool:
 
 
 def _reason(found: Sequence[NodeFailure], rule: CordonRule) -> str:
-    verdicts = ", ".join(f"{verdict} {count}" for verdict, count in Counter(failure.verdict for failure in found).most_common())
+    verdicts = ", ".join(
+        f"{verdict} {count}"
+        for verdict, count in Counter(failure.verdict for failure in found).most_common()
+    )
     newest_first = sorted(found, key=lambda failure: failure.at, reverse=True)
     runs = list(dict.fromkeys(failure.run_id for failure in newest_first))
-    named = ", ".join(runs[:_SHOWN_RUNS]) + (f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else "")
+    named = ", ".join(runs[:_SHOWN_RUNS]) + (
+        f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else ""
+    )
     times, plural = len(found), "s" if len(found) != 1 else ""
-    return f"{times} failure{plural} within {rule.window_s / 60:g} min began on this node ({verdicts}), in {named}"
+    return (
+        f"{times} failure{plural} within {rule.window_s / 60:g} min began on this node "
+        f"({verdicts}), in {named}"
+    )

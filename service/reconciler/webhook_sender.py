@@ -1,4 +1,5 @@
-"""Webhooks: to origins that the operator allows, signed, tried again for a day, and never in anybody's way."""
+"""Webhooks: to origins that the operator allows, signed, tried again for a day, and never in
+anybody's way."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ log = structlog.get_logger(__name__)
 
 
 def signature(secret: str, at: int, body: bytes) -> str:
-    """``t=UNIX_SECONDS,v1=HEX``: the HMAC-SHA256 of ``UNIX_SECONDS.BODY``. The time keeps an old one from being sent again."""
+    """``t=UNIX_SECONDS,v1=HEX``: the HMAC-SHA256 of ``UNIX_SECONDS.BODY``. The time keeps an old
+    one from being sent again."""
     digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
     return f"t={at},v1={digest}"
 
@@ -54,17 +56,22 @@ class Notifier:
         self._transport = transport
 
     async def work(self) -> None:
-        """Send what is due now, side by side, and note what became of each. Raises DatabaseError."""
+        """Send what is due now, side by side, and note what became of each. Raises
+        DatabaseError."""
         due = await asyncio.to_thread(self._store.due)
         if not due:
             return
         # No redirects: they would lead anywhere. No proxy or credentials of the environment either.
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport) as http:
+        async with httpx.AsyncClient(
+            timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport
+        ) as http:
             await asyncio.gather(*(self._tell(http, each) for each in due))
 
     async def _tell(self, http: httpx.AsyncClient, told: Notification) -> None:
         if not self._rule.allows(told.url):
-            log.warning("a webhook is given up: its origin is not allowed", run_id=told.run_id, url=told.url)
+            log.warning(
+                "a webhook is given up: its origin is not allowed", run_id=told.run_id, url=told.url
+            )
             await asyncio.to_thread(self._store.forget, told)
             return
         problem = await self._problem(http, told)
@@ -76,11 +83,18 @@ class Notifier:
             await asyncio.to_thread(self._store.forget, told)
         else:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(told.num_tries, 16))
-            log.info("a webhook is tried again", run_id=told.run_id, url=told.url, problem=problem, in_s=pause_s)
+            log.info(
+                "a webhook is tried again",
+                run_id=told.run_id,
+                url=told.url,
+                problem=problem,
+                in_s=pause_s,
+            )
             await asyncio.to_thread(self._store.postpone, told, now + pause_s)
 
     async def _problem(self, http: httpx.AsyncClient, told: Notification) -> str | None:
-        """Why it was not taken; None where it was. Answers are read no further than their status."""
+        """Why it was not taken; None where it was. Answers are read no further than their
+        status."""
         body = told.body.encode()
         headers = {
             "Content-Type": "application/json",
@@ -88,7 +102,10 @@ class Notifier:
             DELIVERY_HEADER: f"{told.run_id}/{told.seq}",
         }
         try:
-            async with asyncio.timeout(2 * TIMEOUT_S), http.stream("POST", told.url, content=body, headers=headers) as answer:
+            async with (
+                asyncio.timeout(2 * TIMEOUT_S),
+                http.stream("POST", told.url, content=body, headers=headers) as answer,
+            ):
                 return None if answer.is_success else f"it answered {answer.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
             return f"{type(exc).__name__}: {exc}"

@@ -1,4 +1,5 @@
-"""What does not fit between database and storage, and how an operator has the service go on with the storage that is there."""
+"""What does not fit between database and storage, and how an operator has the service go on with
+the storage that is there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def storage_status(storage: Storage, runs: RunStore, gate: StorageGate) -> Stora
             if (newest := _newest(storage, run)) > run.submission
         ]
         ids = runs.storage.run_ids()
-        unknown = [entry.name for entry in storage.files.list("runs") if entry.is_dir and entry.name not in ids]
+        unknown = [
+            entry.name
+            for entry in storage.files.list("runs")
+            if entry.is_dir and entry.name not in ids
+        ]
     except StorageError as exc:
         problem = problem or str(exc)
     return StorageStatus(
@@ -49,7 +54,8 @@ def storage_status(storage: Storage, runs: RunStore, gate: StorageGate) -> Stora
 
 
 def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> StorageAdoption:
-    """Go on with the storage that is there. Runs that have not ended are brought in line with what it holds of them.
+    """Go on with the storage that is there. Runs that have not ended are brought in line with what
+    it holds of them.
 
     Doing it again changes nothing more. Raises StorageError, DatabaseError.
     """
@@ -70,9 +76,17 @@ def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> Storag
         if is_short:
             lost.append(run.id)
     gate.forget()
-    log.warning("the storage was adopted", storage=storage.uri, storage_id=storage_id, caught_up=caught_up, lost=lost)
+    log.warning(
+        "the storage was adopted",
+        storage=storage.uri,
+        storage_id=storage_id,
+        caught_up=caught_up,
+        lost=lost,
+    )
     previous = before.storage_id if before else None
-    return StorageAdoption(storage_id=storage_id, previous_id=previous, caught_up=tuple(caught_up), lost=tuple(lost))
+    return StorageAdoption(
+        storage_id=storage_id, previous_id=previous, caught_up=tuple(caught_up), lost=tuple(lost)
+    )
 
 
 def _unended(runs: RunStore) -> list[RunRow]:

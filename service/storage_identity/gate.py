@@ -1,4 +1,5 @@
-"""Whether the storage is the one that the database belongs to: asked before anything is begun there, or concluded from it."""
+"""Whether the storage is the one that the database belongs to: asked before anything is begun
+there, or concluded from it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import structlog
 
 from service.db.storage_identity import KnownStorage, StorageRecords
 from service.model.rows import RunRow
-from storage.cluster.identity import REMEDY, Known, check_identity, new_identity, read_identity, write_identity
+from storage.cluster.identity import (
+    REMEDY,
+    Known,
+    check_identity,
+    new_identity,
+    read_identity,
+    write_identity,
+)
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import Storage
 
@@ -26,7 +34,12 @@ log = structlog.get_logger(__name__)
 class StorageGate:
     """One for each process that works with the storage. Any thread may ask; it blocks."""
 
-    def __init__(self, storage: Storage, records: StorageRecords, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        records: StorageRecords,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._storage = storage
         self._records = records
         self._monotonic = monotonic
@@ -51,7 +64,8 @@ class StorageGate:
         return known.storage_id
 
     def problem(self) -> str | None:
-        """Return why the storage must not be used, as of the last few seconds; None where it may. Raises DatabaseError."""
+        """Return why the storage must not be used, as of the last few seconds; None where it may.
+        Raises DatabaseError."""
         with self._lock:
             if self._monotonic() - self._asked_at >= KEPT_S:
                 try:
@@ -77,15 +91,19 @@ class StorageGate:
     def check_run(self, run: RunRow) -> Known:
         """See that a run may go on here. Returns what its driver is to find.
 
-        Raises StorageMismatch where the storage holds submissions that the database does not know, and as ``check``.
+        Raises StorageMismatch where the storage holds submissions that the database does not know,
+        and as ``check``.
         """
         storage_id = self.check()
         newest = max(self._storage.run_dir(run.id).submissions(), default=0)
         if newest > run.submission:
             raise StorageMismatch(
-                f"the storage holds submission {newest} of run {run.id}, and the database knows {run.submission}: the database is "
-                "older than its storage, for instance restored from a backup. End the other service if there is one, and restore a "
-                "newer database; or run `everstep storage adopt`, which reads what the storage holds beyond it"
+                f"the storage holds submission {newest} of run {run.id}, and the database knows "
+                f"{run.submission}: the database is "
+                "older than its storage, for instance restored from a backup. End the other "
+                "service if there is one, and restore a "
+                "newer database; or run `everstep storage adopt`, which reads what the storage "
+                "holds beyond it"
             )
         return known_of(run, storage_id)
 
@@ -94,7 +112,8 @@ class StorageGate:
         runs = self._records.submitted_runs(_RUNS_LOOKED_FOR)
         if runs and not any(_has_directory(self._storage, run_id) for run_id in runs):
             raise StorageMismatch(
-                f"the database knows {len(runs)} run{'s' * (len(runs) > 1)} ({runs[0]} for one), and storage {self._storage.uri} "
+                f"the database knows {len(runs)} run{'s' * (len(runs) > 1)} ({runs[0]} for one), "
+                f"and storage {self._storage.uri} "
                 f"holds the directory of none. {REMEDY}"
             )
         return self._records.claim(read_identity(self._storage) or new_identity())

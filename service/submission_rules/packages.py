@@ -1,4 +1,5 @@
-"""Which packages the runs of which project may bring (``runtime_env.pip``), by the operator's word."""
+"""Which packages the runs of which project may bring (``runtime_env.pip``), by the operator's
+word."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _WORD: Final = re.compile(
 )
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _DENIED: Final = (
-    "is denied by this service; leave it out or set it to null, and have packages installed on the nodes or put them into your "
+    "is denied by this service; leave it out or set it to null, and have packages installed on "
+    "the nodes or put them into your "
     "code. The operator allows it by EVERSTEP_ALLOW_PIP"
 )
 
@@ -32,7 +34,8 @@ class PipRule:
 
     @classmethod
     def of(cls, text: str) -> PipRule:
-        """From ``PACKAGE`` and ``PROJECT:PACKAGE``, separated by commas; ``1`` is any package for all, ``0`` or nothing is none.
+        """From ``PACKAGE`` and ``PROJECT:PACKAGE``, separated by commas; ``1`` is any package for
+        all, ``0`` or nothing is none.
 
         Raises ValueError for another word.
         """
@@ -55,7 +58,10 @@ class PipRule:
             raise InvalidSpec((FieldError(("runtime_env",), _DENIED),))
         if "*" in allowed:
             return
-        words = f"is not among the packages that project {spec.project!r} may bring: {', '.join(allowed)}"
+        words = (
+            f"is not among the packages that project {spec.project!r} may bring: "
+            f"{', '.join(allowed)}"
+        )
         faults = _refused(spec.runtime_env.pip, allowed, words)
         if faults:
             raise InvalidSpec(faults)
@@ -72,7 +78,9 @@ def _pair(word: str) -> tuple[str, str]:
     return found["project"] or "*", _canonical(found["package"])
 
 
-def _refused(requirements: Sequence[str], allowed: Sequence[str], words: str) -> tuple[FieldError, ...]:
+def _refused(
+    requirements: Sequence[str], allowed: Sequence[str], words: str
+) -> tuple[FieldError, ...]:
     found = []
     for index, requirement in enumerate(requirements):
         name = _NAME.match(requirement)

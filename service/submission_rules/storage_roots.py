@@ -1,4 +1,5 @@
-"""Below which directories and object stores' prefixes the operator lets storage and the data of runs lie."""
+"""Below which directories and object stores' prefixes the operator lets storage and the data of
+runs lie."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from storage.filesystem import Storage, open_storage
 class StorageRoots:
     """Roots that the operator allows; without any, everything is.
 
-    Paths of data are those of the nodes, and compared as they are written; the storage is on this machine too, and compared with
-    its links followed.
+    Paths of data are those of the nodes, and compared as they are written; the storage is on this
+    machine too, and compared with its links followed.
 
     >>> StorageRoots(["/data"]).admits("/data/imagenet"), StorageRoots(["/data"]).admits("/database")
     (True, False)
@@ -30,11 +31,14 @@ class StorageRoots:
         self._roots = tuple(open_storage(root).uri for root in roots)
 
     def admits(self, place: str) -> bool:
-        """Whether a path or URI is one of the roots or lies below one; what is relative, of a home or goes up, does not."""
+        """Whether a path or URI is one of the roots or lies below one; what is relative, of a home
+        or goes up, does not."""
         if not self._roots:
             return True
         parts = _parts(place)
-        return ".." not in parts and any(parts[: len(root)] == root for root in map(_parts, self._roots))
+        return ".." not in parts and any(
+            parts[: len(root)] == root for root in map(_parts, self._roots)
+        )
 
     def problem_of_storage(self, storage: Storage) -> str | None:
         """Why the service's storage may not lie where it does; None where it may."""
@@ -44,12 +48,15 @@ class StorageRoots:
         return f"{storage.uri} lies below none of the allowed roots: {', '.join(self._roots)}"
 
     def check_data(self, spec: RunSpec) -> None:
-        """Raises InvalidSpec naming every field with a path on the nodes that lies below no root."""
+        """Raises InvalidSpec naming every field with a path on the nodes that lies below no
+        root."""
         if not self._roots:
             return
         allowed = ", ".join(self._roots)
         faults = [
-            FieldError(loc, f"{path!r} lies below none of the roots that the operator allows: {allowed}")
+            FieldError(
+                loc, f"{path!r} lies below none of the roots that the operator allows: {allowed}"
+            )
             for loc, path in _node_paths(spec, ())
             if not self.admits(path)
         ]
@@ -61,7 +68,8 @@ ANYWHERE: Final = StorageRoots()
 
 
 def _parts(place: str) -> tuple[str, ...]:
-    """What a place is called by, outermost first: scheme, bucket, names; of a path '/' and names."""
+    """What a place is called by, outermost first: scheme, bucket, names; of a path '/' and
+    names."""
     if "://" not in place:
         return PurePosixPath(place).parts
     try:

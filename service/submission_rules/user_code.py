@@ -1,7 +1,8 @@
-"""A look at a user's code before a run begins: what its syntax tree shows, and nothing of it is run.
+"""A look at a user's code before a run begins: what its syntax tree shows, and nothing of it is
+run.
 
-What cannot be known from the tree alone (a class made by a function, names that a ``*`` import brings, bases from other packages)
-is given the benefit of the doubt: the ranks will say it.
+What cannot be known from the tree alone (a class made by a function, names that a ``*`` import
+brings, bases from other packages) is given the benefit of the doubt: the ranks will say it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ OPTIONAL_METHODS = {
 }
 
 _MAX_SOURCE_BYTES = 64 << 10
-"""A larger file is not parsed: the parser holds the interpreter, and so every request, for a tenth of a second for so much."""
+"""A larger file is not parsed: the parser holds the interpreter, and so every request, for a tenth
+of a second for so much."""
 _MAX_READ_BYTES = 512 << 10
 """Imports are followed until so much was parsed."""
 _MAX_SUGGESTIONS = 10
@@ -93,7 +95,9 @@ class _Tree:
                 continue
             for name in names:
                 parts = name.split(".", MAX_DEPTH)[:MAX_DEPTH]
-                found = (self.path_of(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+                found = (
+                    self.path_of(".".join(parts[:depth])) for depth in range(1, len(parts) + 1)
+                )
                 yield from (path for path in found if path is not None)
 
     def absolute(self, path: str, node: ast.ImportFrom) -> str:
@@ -104,7 +108,8 @@ class _Tree:
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def reachable(self, path: str) -> list[str]:
-        """Return the module and what of the archive importing it imports, in order, until _MAX_READ_BYTES were parsed."""
+        """Return the module and what of the archive importing it imports, in order, until
+        _MAX_READ_BYTES were parsed."""
         order, seen, left_bytes = [path], {path}, _MAX_READ_BYTES
         for number, current in enumerate(order):  # which grows meanwhile
             left_bytes -= len(self.files[current])
@@ -112,13 +117,16 @@ class _Tree:
                 return order[:number]
             module = self.parse(current)
             if isinstance(module, ast.Module):
-                fresh = dict.fromkeys(found for found in self.imported(current, module) if found not in seen)
+                fresh = dict.fromkeys(
+                    found for found in self.imported(current, module) if found not in seen
+                )
                 order += fresh
                 seen.update(fresh)
         return order
 
     def find(self, path: str, name: str, hops: int = _MAX_HOPS) -> _Found | None:
-        """What ``name`` is at the top of a module, through imports within the archive. None: surely nothing."""
+        """What ``name`` is at the top of a module, through imports within the archive. None: surely
+        nothing."""
         module = self.parse(path)
         if isinstance(module, str) or not hops or len(self.files[path]) > _MAX_SOURCE_BYTES:
             return _Found(path, None)
@@ -151,15 +159,18 @@ class _Tree:
         return self._names[path]
 
     def members(self, found: _Found, hops: int = _MAX_HOPS) -> _Members:
-        """Return what a class has. Each class is asked once: else bases of bases would be asked again for every way to them."""
+        """Return what a class has. Each class is asked once: else bases of bases would be asked
+        again for every way to them."""
         if found not in self._members:
-            self._members[found] = _Members({}, frozenset(), False)  # of a class that is its own base
+            # of a class that is its own base
+            self._members[found] = _Members({}, frozenset(), False)
             self._members[found] = _members(self, found, hops)
         return self._members[found]
 
 
 def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
-    """Everything that is surely wrong with what ``code`` names, each with its file and line where it has one.
+    """Everything that is surely wrong with what ``code`` names, each with its file and line where
+    it has one.
 
     Args:
         files: the archive's files by path.
@@ -173,10 +184,19 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
     if path is None:
         known = modules(files.keys())
         near = closest(module_name, known)
-        hint = f"did you mean {near}?" if near else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        hint = (
+            f"did you mean {near}?"
+            if near
+            else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        )
         return [FieldError(where, f"the archive has no module {module_name!r}; {hint}")]
-    packages = [tree.path_of(module_name.rsplit(".", depth)[0]) for depth in range(1, module_name.count(".") + 1)]
-    read = dict.fromkeys(file for start in (path, *packages) if start is not None for file in tree.reachable(start))
+    packages = [
+        tree.path_of(module_name.rsplit(".", depth)[0])
+        for depth in range(1, module_name.count(".") + 1)
+    ]
+    read = dict.fromkeys(
+        file for start in (path, *packages) if start is not None for file in tree.reachable(start)
+    )
     broken = [problem for problem in map(tree.parse, read) if isinstance(problem, str)]
     if broken:
         return [FieldError(where, problem) for problem in broken]
@@ -186,7 +206,11 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
         assert isinstance(module, ast.Module)
         near = closest(name, sorted(tree.names(path, module).bound))
         kind = "class" if field == "task" else "function"
-        return [FieldError(where, f"{path} has no {kind} {name!r}{f'; did you mean {near!r}?' if near else ''}")]
+        return [
+            FieldError(
+                where, f"{path} has no {kind} {name!r}{f'; did you mean {near!r}?' if near else ''}"
+            )
+        ]
     if found.node is None:
         return []
     if field == "train_fn":
@@ -199,12 +223,24 @@ def _function_faults(found: _Found, where: tuple[str, ...]) -> list[FieldError]:
     assert node is not None
     place = _place(found.path, node)
     if isinstance(node, ast.ClassDef):
-        return [FieldError(where, f"{place}: {node.name} is a class; a train_fn is a function of one argument")]
+        return [
+            FieldError(
+                where, f"{place}: {node.name} is a class; a train_fn is a function of one argument"
+            )
+        ]
     if isinstance(node, ast.AsyncFunctionDef):
         return [FieldError(where, f"{place}: {node.name} is async; a train_fn is a plain function")]
     num_required = len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
     if not node.decorator_list and (num_required > 1 or _needed_by_name(node)):
-        return [FieldError(where, f"{place}: {node.name} is called with config, or with nothing; it needs other arguments")]
+        return [
+            FieldError(
+                where,
+                (
+                    f"{place}: {node.name} is called with config, or with nothing; it needs other "
+                    "arguments"
+                ),
+            )
+        ]
     return []
 
 
@@ -221,10 +257,15 @@ def _class_faults(tree: _Tree, found: _Found, where: tuple[str, ...]) -> list[Fi
             path, method = members.methods[name]
             fault = _call_fault(method, num_arguments)
             if fault:
-                faults.append(FieldError(where, f"{_place(path, method)}: {node.name}.{name} {fault}"))
+                faults.append(
+                    FieldError(where, f"{_place(path, method)}: {node.name}.{name} {fault}")
+                )
         elif name in REQUIRED_METHODS and members.complete and name not in members.others:
             needed = ", ".join(REQUIRED_METHODS)
-            told = f"{_place(found.path, node)}: class {node.name} has no method {name}; a task needs {needed}"
+            told = (
+                f"{_place(found.path, node)}: class {node.name} has no method {name}; a task "
+                f"needs {needed}"
+            )
             faults.append(FieldError(where, told))
     return faults
 
@@ -251,7 +292,11 @@ def _members(tree: _Tree, found: _Found, hops: int = _MAX_HOPS) -> _Members:
         if isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC"):
             continue
         inherited = tree.find(found.path, base.id) if isinstance(base, ast.Name) else None
-        theirs = tree.members(inherited, hops - 1) if inherited is not None else _Members({}, frozenset(), False)
+        theirs = (
+            tree.members(inherited, hops - 1)
+            if inherited is not None
+            else _Members({}, frozenset(), False)
+        )
         methods = theirs.methods | methods
         others |= theirs.others
         complete = complete and theirs.complete
@@ -264,11 +309,15 @@ def _members(tree: _Tree, found: _Found, hops: int = _MAX_HOPS) -> _Members:
 
 
 def _call_fault(method: Function, num_arguments: int) -> str | None:
-    """Why a method cannot be called with so many positional arguments; None where it can, or where a decorator may change that."""
+    """Why a method cannot be called with so many positional arguments; None where it can, or where
+    a decorator may change that."""
     if isinstance(method, ast.AsyncFunctionDef):
         return "is async; a task's methods are plain functions"
     decorators = {node.id for node in method.decorator_list if isinstance(node, ast.Name)}
-    if len(decorators) != len(method.decorator_list) or decorators - {"staticmethod", "classmethod"}:
+    if len(decorators) != len(method.decorator_list) or decorators - {
+        "staticmethod",
+        "classmethod",
+    }:
         return None
     given = num_arguments + ("staticmethod" not in decorators)
     most = len(method.args.posonlyargs) + len(method.args.args)
@@ -276,7 +325,10 @@ def _call_fault(method: Function, num_arguments: int) -> str | None:
     if least <= given and (given <= most or method.args.vararg) and not _needed_by_name(method):
         return None
     beside = "" if "staticmethod" in decorators else " beside self"
-    return f"is called with {num_arguments} argument{'' if num_arguments == 1 else 's'}{beside}; it takes others"
+    return (
+        f"is called with {num_arguments} argument{'' if num_arguments == 1 else 's'}{beside}; it "
+        "takes others"
+    )
 
 
 def _needed_by_name(function: Function) -> bool:
@@ -288,14 +340,28 @@ def _argument_faults(found: _Found, code: CodeSpec) -> list[FieldError]:
     node = found.node
     if not isinstance(node, ast.ClassDef) or node.decorator_list:
         return []
-    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    init = next(
+        (
+            item
+            for item in node.body
+            if isinstance(item, ast.FunctionDef) and item.name == "__init__"
+        ),
+        None,
+    )
     if init is None or init.decorator_list:
         return []
     arguments = init.args
-    named = [argument.arg for argument in [*arguments.args[not arguments.posonlyargs :], *arguments.kwonlyargs]]
+    named = [
+        argument.arg
+        for argument in [*arguments.args[not arguments.posonlyargs :], *arguments.kwonlyargs]
+    ]
     positional = named[: len(named) - len(arguments.kwonlyargs)]
     required = positional[: len(positional) - len(arguments.defaults)]
-    required += [each.arg for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    required += [
+        each.arg
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
     place = _place(found.path, init)
     faults: list[FieldError] = []
     known = set(named)
@@ -303,7 +369,11 @@ def _argument_faults(found: _Found, code: CodeSpec) -> list[FieldError]:
         if name not in known and arguments.kwarg is None:
             near = closest(name, named) if len(faults) < _MAX_SUGGESTIONS else None
             hint = f"; did you mean {near!r}?" if near else ""
-            faults.append(FieldError(("code", "args", name), f"{place}: {node.name} takes no argument {name!r}{hint}"))
+            faults.append(
+                FieldError(
+                    ("code", "args", name), f"{place}: {node.name} takes no argument {name!r}{hint}"
+                )
+            )
     faults += [
         FieldError(("code", "args", name), f"{place}: {node.name} needs the argument {name!r}")
         for name in required

@@ -17,7 +17,8 @@ class NotifyRule:
     secret: str = ""
 
     def allows(self, url: str) -> bool:
-        """Whether this service would ever call ``url``. One that hides its host behind a user name has no allowed origin."""
+        """Whether this service would ever call ``url``. One that hides its host behind a user name
+        has no allowed origin."""
         try:
             return origin_of(url) in self.origins
         except httpx.InvalidURL:
@@ -32,4 +33,6 @@ def origin_of(url: str) -> str:
     parsed = httpx.URL(url)
     if parsed.userinfo or parsed.scheme not in ("http", "https") or not parsed.host:
         raise httpx.InvalidURL(f"{url!r} has no origin that can be allowed")
-    return f"{parsed.scheme}://{parsed.host.lower()}" + (f":{parsed.port}" if parsed.port is not None else "")
+    return f"{parsed.scheme}://{parsed.host.lower()}" + (
+        f":{parsed.port}" if parsed.port is not None else ""
+    )

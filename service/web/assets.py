@@ -1,4 +1,5 @@
-"""Static files: read and compressed once, named by their content so that browsers may keep them for good."""
+"""Static files: read and compressed once, named by their content so that browsers may keep them for
+good."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Asset:
 @cache
 def _names() -> frozenset[str]:
     """Every file that there is: a path that is not among them is not looked for."""
-    return frozenset(path.relative_to(_DIRECTORY).as_posix() for path in _DIRECTORY.rglob("*") if path.is_file())
+    return frozenset(
+        path.relative_to(_DIRECTORY).as_posix() for path in _DIRECTORY.rglob("*") if path.is_file()
+    )
 
 
 @cache
@@ -52,7 +55,12 @@ def asset(name: str) -> Asset:
         raise not_found(f"there is no file {name[:80]!r}")
     path = _DIRECTORY / name
     body = path.read_bytes()
-    return Asset(body, gzip.compress(body, 9, mtime=0), _MEDIA_TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:12])
+    return Asset(
+        body,
+        gzip.compress(body, 9, mtime=0),
+        _MEDIA_TYPES[path.suffix],
+        hashlib.sha256(body).hexdigest()[:12],
+    )
 
 
 def asset_url(name: str) -> str:
@@ -65,11 +73,19 @@ async def get_asset(name: str, request: Request) -> Response:
     if name not in _names():
         raise not_found(f"there is no file {name[:80]!r}")
     found = await anyio.to_thread.run_sync(asset, name)
-    headers = {"ETag": f'"{found.version}"', "Vary": "Accept-Encoding", "X-Content-Type-Options": "nosniff"}
+    headers = {
+        "ETag": f'"{found.version}"',
+        "Vary": "Accept-Encoding",
+        "X-Content-Type-Options": "nosniff",
+    }
     fresh = request.query_params.get("v") == found.version
     headers["Cache-Control"] = f"public, max-age={_A_YEAR_S}, immutable" if fresh else "no-cache"
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(found.compressed, media_type=found.media_type, headers=headers | {"Content-Encoding": "gzip"})
+        return Response(
+            found.compressed,
+            media_type=found.media_type,
+            headers=headers | {"Content-Encoding": "gzip"},
+        )
     return Response(found.body, media_type=found.media_type, headers=headers)

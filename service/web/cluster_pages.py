@@ -48,9 +48,14 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
 
 
 def _worth_showing(resources: dict[str, float]) -> list[tuple[str, str]]:
-    """Resources that people ask for, CPUs and GPUs first; memory in bytes, and Ray's own marks left out."""
+    """Resources that people ask for, CPUs and GPUs first; memory in bytes, and Ray's own marks left
+    out."""
     order = {"CPU": 0, "GPU": 1, "memory": 2}
-    named = [(name, amount) for name, amount in resources.items() if ":" not in name and name != "object_store_memory"]
+    named = [
+        (name, amount)
+        for name, amount in resources.items()
+        if ":" not in name and name != "object_store_memory"
+    ]
     return [
         (name, cli_words.size(amount) if name == "memory" else f"{amount:g}")
         for name, amount in sorted(named, key=lambda item: (order.get(item[0], 3), item[0]))
@@ -59,19 +64,26 @@ def _worth_showing(resources: dict[str, float]) -> list[tuple[str, str]]:
 
 @router.post("/cluster/nodes/{node_id}/{word}")
 async def post_mark(
-    node_id: str, word: Literal["cordon", "uncordon", "drain"], context: Context, caller: WebCaller, form: CheckedForm
+    node_id: str,
+    word: Literal["cordon", "uncordon", "drain"],
+    context: Context,
+    caller: WebCaller,
+    form: CheckedForm,
 ) -> Response:
     reason = form.get("reason", "").strip() or None
     try:
         if word == "drain":
             minutes = form.get("deadline_min", "").strip()
             deadline_s = float(minutes) * 60 if minutes else None
-            await cluster.drain_node(node_id, context, caller, cluster.DrainOrder(reason=reason, deadline_s=deadline_s))
+            await cluster.drain_node(
+                node_id, context, caller, cluster.DrainOrder(reason=reason, deadline_s=deadline_s)
+            )
         else:
             await _MARKS[word](node_id, context, caller, cluster.NodeOrder(reason=reason))
     except (ValidationError, ValueError) as exc:
         raise invalid_request(
-            "deadline", msg="give minutes above 0, at most 30 days, and a reason of at most 1000 letters"
+            "deadline",
+            msg="give minutes above 0, at most 30 days, and a reason of at most 1000 letters",
         ) from exc
     return RedirectResponse("/cluster", 303)
 
@@ -83,4 +95,11 @@ async def get_queue(request: Request, context: Context, caller: WebCaller) -> Re
     rows = await context.database_call(context.runs.find, where, _MOST_QUEUED)
     rows.sort(key=lambda run: (-run.priority, run.created_at, run.id))
     specs = {row.id: row.spec for row in rows}
-    return page(request, "queue.html", caller, runs=await run_answers(context, rows), specs=specs, most=_MOST_QUEUED)
+    return page(
+        request,
+        "queue.html",
+        caller,
+        runs=await run_answers(context, rows),
+        specs=specs,
+        most=_MOST_QUEUED,
+    )

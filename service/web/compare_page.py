@@ -1,4 +1,5 @@
-"""Several runs side by side: figures, what differs in their specs, curves. And one run's spec beside another's."""
+"""Several runs side by side: figures, what differs in their specs, curves. And one run's spec
+beside another's."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ _SUGGESTED: Final = 30
 
 @router.get("/compare")
 async def get_comparison(
-    request: Request, context: Context, caller: WebCaller, run: Annotated[list[str] | None, Query()] = None
+    request: Request,
+    context: Context,
+    caller: WebCaller,
+    run: Annotated[list[str] | None, Query()] = None,
 ) -> Response:
     """The runs that ``run`` names, each once."""
     ids = list(dict.fromkeys(run_id.strip() for run_id in run or () if run_id.strip()))
     if len(ids) > MOST_RUNS:
-        raise ProblemError(422, "invalid_request", f"{len(ids)} runs are too many to compare; choose at most {MOST_RUNS}.")
+        raise ProblemError(
+            422,
+            "invalid_request",
+            f"{len(ids)} runs are too many to compare; choose at most {MOST_RUNS}.",
+        )
     rows = [await visible_run(run_id, context, caller) for run_id in ids]
     runs = await run_answers(context, rows)
     return page(
@@ -48,7 +56,11 @@ async def get_comparison(
 
 @router.get("/runs/{run_id}/spec")
 async def get_spec(
-    request: Request, run: WebRun, context: Context, caller: WebCaller, against: Annotated[str, Query(max_length=64)] = ""
+    request: Request,
+    run: WebRun,
+    context: Context,
+    caller: WebCaller,
+    against: Annotated[str, Query(max_length=64)] = "",
 ) -> Response:
     """The spec as resolved; beside it what another run's says otherwise."""
     other = await visible_run(against.strip(), context, caller) if against.strip() else None
@@ -67,4 +79,6 @@ async def get_spec(
 
 async def suggested(context: ApiContext, caller: Principal) -> list[RunRow]:
     """The newest runs that the caller sees: what people most often compare with."""
-    return await context.database_call(context.runs.find, RunFilter(project=caller.project), _SUGGESTED)
+    return await context.database_call(
+        context.runs.find, RunFilter(project=caller.project), _SUGGESTED
+    )

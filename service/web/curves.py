@@ -15,7 +15,8 @@ _MOST_MARKS: Final = 200
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Charts for these metrics, ``[{title, names}]``: training and validation of one metric together, the loss first."""
+    """Charts for these metrics, ``[{title, names}]``: training and validation of one metric
+    together, the loss first."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
         groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
@@ -37,11 +38,20 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
     for event in events:
         if event.kind == EventKind.FAILURE:
             rank = event.data.get("first_rank")
-            why = str(event.data.get("verdict") or "unknown") + ("" if rank is None else f" of rank {rank}")
+            why = str(event.data.get("verdict") or "unknown") + (
+                "" if rank is None else f" of rank {rank}"
+            )
         elif event.attempt not in attempts:
             if (attempts or event.attempt > 1) and event.data.get("step") is not None:
                 label = f"attempt {event.attempt}" + (f": {why}" if why else "")
-                found.append({"step": event.data["step"], "at": event.at, "attempt": event.attempt, "label": label})
+                found.append(
+                    {
+                        "step": event.data["step"],
+                        "at": event.at,
+                        "attempt": event.attempt,
+                        "label": label,
+                    }
+                )
             attempts.add(event.attempt)
             why = ""
     return found[-_MOST_MARKS:]

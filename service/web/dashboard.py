@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from service.web import assets, cluster_pages, compare_page, fork_page, log_in_page, log_page, reference, run_list, run_pages
+from service.web import (
+    assets,
+    cluster_pages,
+    compare_page,
+    fork_page,
+    log_in_page,
+    log_page,
+    reference,
+    run_list,
+    run_pages,
+)
 
 
 def install(app: FastAPI) -> None:
     """Add every page. They are no part of the API that OpenAPI describes."""
-    for module in (assets, reference, log_in_page, run_list, compare_page, fork_page, log_page, run_pages, cluster_pages):
+    for module in (
+        assets,
+        reference,
+        log_in_page,
+        run_list,
+        compare_page,
+        fork_page,
+        log_page,
+        run_pages,
+        cluster_pages,
+    ):
         app.include_router(module.router)

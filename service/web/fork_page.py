@@ -34,16 +34,31 @@ async def get_fork(
     caller.require("submitter")
     spec = {**run.spec, "name": _forked_name(run.name)}
     checkpoint = spec["checkpoint"]
-    if checkpoint["best_mode"] == mode_of(checkpoint["best_metric"]):  # of another metric it may be the other one
-        spec["checkpoint"] = {name: value for name, value in checkpoint.items() if name != "best_mode"}
+    # of another metric it may be the other one
+    if checkpoint["best_mode"] == mode_of(checkpoint["best_metric"]):
+        spec["checkpoint"] = {
+            name: value for name, value in checkpoint.items() if name != "best_mode"
+        }
     if step:
         spec["resume_from"] = {"run_id": run.id, "step": int(step) if step.isdigit() else step}
     text = json.dumps(spec, indent=2, ensure_ascii=False)
-    return await run_page(request, "fork.html", context, caller, run, text=text, key=secrets.token_hex(16), faults=[], step=step)
+    return await run_page(
+        request,
+        "fork.html",
+        context,
+        caller,
+        run,
+        text=text,
+        key=secrets.token_hex(16),
+        faults=[],
+        step=step,
+    )
 
 
 @router.post("/fork")
-async def post_fork(request: Request, run: WebRun, context: Context, caller: WebCaller, form: CheckedForm) -> Response:
+async def post_fork(
+    request: Request, run: WebRun, context: Context, caller: WebCaller, form: CheckedForm
+) -> Response:
     """Submits the spec. The form has a key, so that sending the same twice makes one run."""
     caller.require("submitter")
     text, key = form.get("spec", ""), form.get("key", "")
@@ -51,7 +66,17 @@ async def post_fork(request: Request, run: WebRun, context: Context, caller: Web
         raw = await validated(_parsed, text)
         made, _ = await submitted(context, caller, raw, f"fork-{key[:64]}-{content_sha256(raw)}")
     except InvalidSpec as exc:
-        page = await run_page(request, "fork.html", context, caller, run, text=text, key=key, faults=exc.errors, step="")
+        page = await run_page(
+            request,
+            "fork.html",
+            context,
+            caller,
+            run,
+            text=text,
+            key=key,
+            faults=exc.errors,
+            step="",
+        )
         page.status_code = 422
         return page
     return RedirectResponse(f"/runs/{made['id']}", 303)

@@ -13,7 +13,13 @@ from everstep.wire import GoodputBuckets, RunStatus
 
 STATUS_GROUPS: Final[Mapping[str, tuple[RunStatus, ...]]] = MappingProxyType(
     {
-        "active": (RunStatus.QUEUED, RunStatus.STARTING, RunStatus.RUNNING, RunStatus.RECOVERING, RunStatus.STOPPING),
+        "active": (
+            RunStatus.QUEUED,
+            RunStatus.STARTING,
+            RunStatus.RUNNING,
+            RunStatus.RECOVERING,
+            RunStatus.STOPPING,
+        ),
         "paused": (RunStatus.PAUSED,),
         "succeeded": (RunStatus.SUCCEEDED,),
         "failed": (RunStatus.FAILED,),
@@ -51,7 +57,8 @@ def clock(at: datetime | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time in as few words as a list has room for: ``12 s``, ``4 min``, ``3 h 12 min``, ``2 d 5 h``."""
+    """A length of time in as few words as a list has room for: ``12 s``, ``4 min``, ``3 h 12 min``,
+    ``2 d 5 h``."""
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
     if seconds < 3600:
@@ -60,9 +67,13 @@ def span(seconds: float) -> str:
 
 
 def headline(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The two metrics that say most about a run: its loss, and a validation metric that is not a loss."""
+    """The two metrics that say most about a run: its loss, and a validation metric that is not a
+    loss."""
     names = [name for name in metrics if name == "loss"][:1]
-    validation = sorted((name for name in metrics if name.startswith("val_")), key=lambda name: (name == "val_loss", name))
+    validation = sorted(
+        (name for name in metrics if name.startswith("val_")),
+        key=lambda name: (name == "val_loss", name),
+    )
     return [(name, metrics[name]) for name in (names + validation[:1] or sorted(metrics)[:2])]
 
 
@@ -72,26 +83,42 @@ def progress_share(step: int, total_steps: int | None) -> float:
 
 
 def bucket_shares(buckets: GoodputBuckets, wall_s: float) -> list[dict[str, Any]]:
-    """Each bucket with something in it: where its part of the bar begins, how wide it is (0 to 1), and its seconds."""
+    """Each bucket with something in it: where its part of the bar begins, how wide it is (0 to 1),
+    and its seconds."""
     found, start = [], 0.0
     for name, (title, meaning) in BUCKET_WORDS.items():
         seconds = getattr(buckets, name)
         share = seconds / wall_s if wall_s else 0.0
         if seconds > 0:
-            found.append({"name": name, "title": title, "meaning": meaning, "seconds": seconds, "start": start, "share": share})
+            found.append(
+                {
+                    "name": name,
+                    "title": title,
+                    "meaning": meaning,
+                    "seconds": seconds,
+                    "start": start,
+                    "share": share,
+                }
+            )
         start += share
     return found
 
 
 def leaves(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty object or list is a leaf."""
+    """Every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty object
+    or list is a leaf."""
     if isinstance(value, Mapping) and value:
-        return {name: text for key, item in value.items() for name, text in leaves(item, f"{path}.{key}" if path else key).items()}
+        return {
+            name: text
+            for key, item in value.items()
+            for name, text in leaves(item, f"{path}.{key}" if path else key).items()
+        }
     return {path: json.dumps(value, ensure_ascii=False)}
 
 
 def differences(specs: list[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Paths at which the specs are not all the same, with each one's value there; None where it has none. Names are left out."""
+    """Paths at which the specs are not all the same, with each one's value there; None where it has
+    none. Names are left out."""
     flat = [leaves(spec) for spec in specs]
     paths = dict.fromkeys(path for spec in flat for path in spec)
     rows = [(path, [spec.get(path) for spec in flat]) for path in paths if path != "name"]

@@ -73,7 +73,11 @@ class Lanes:
 
     def position(self, at: float) -> float:
         """Percent of the way from ``start`` to ``end``."""
-        return 0.0 if self.end <= self.start else max(0.0, min(100.0, 100 * (at - self.start) / (self.end - self.start)))
+        return (
+            0.0
+            if self.end <= self.start
+            else max(0.0, min(100.0, 100 * (at - self.start) / (self.end - self.start)))
+        )
 
     def width(self, segment: Segment) -> float:
         """Percent; never so little that it cannot be seen."""
@@ -129,7 +133,9 @@ def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
         rank = event.data.get("first_rank")
         if rank is not None:
             verdict = str(event.data.get("verdict") or Verdict.UNKNOWN)
-            found.setdefault(int(rank), Lane(int(rank))).faults.append(Fault(current.stopped_at, verdict))
+            found.setdefault(int(rank), Lane(int(rank))).faults.append(
+                Fault(current.stopped_at, verdict)
+            )
 
 
 def _ends(event: EventRow) -> bool:
@@ -154,11 +160,14 @@ def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
         lane = found.setdefault(int(worker["rank"]), Lane(int(worker["rank"])))
         for activity, start, until in parts:
             if until > start:
-                lane.segments.append(Segment(activity, start, until, current.number, str(worker["node_id"])))
+                lane.segments.append(
+                    Segment(activity, start, until, current.number, str(worker["node_id"]))
+                )
 
 
 def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
-    """What is drawn of them: the lowest ranks and those that failed, and of their attempts as many of the newest as fit."""
+    """What is drawn of them: the lowest ranks and those that failed, and of their attempts as many
+    of the newest as fit."""
     ordered = sorted(found.values(), key=lambda lane: lane.rank)
     drawn = [lane for index, lane in enumerate(ordered) if index < MOST_RANKS or lane.faults]
     sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)
@@ -174,4 +183,6 @@ def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
     start = min((segment.start for lane in drawn for segment in lane.segments), default=end)
     for lane in drawn:
         lane.faults = [fault for fault in lane.faults if fault.at >= start]
-    return Lanes(start, max(end, start), tuple(drawn), len(ordered) - len(drawn), len(numbers) - len(shown))
+    return Lanes(
+        start, max(end, start), tuple(drawn), len(ordered) - len(drawn), len(numbers) - len(shown)
+    )

@@ -10,7 +10,14 @@ from fastapi.responses import RedirectResponse
 from service.api.context import Context
 from service.api.problems import ProblemError
 from service.web.rendering import PageRoute, page
-from service.web.session import CheckedForm, cookie_of, local_path, log_in, log_out_of_browser, read_form
+from service.web.session import (
+    CheckedForm,
+    cookie_of,
+    local_path,
+    log_in,
+    log_out_of_browser,
+    read_form,
+)
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -26,7 +33,9 @@ async def get_log_in(request: Request, next: str | None = None) -> Response:
 
 
 @router.post("/login")
-async def post_log_in(request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]) -> Response:
+async def post_log_in(
+    request: Request, context: Context, form: Annotated[dict[str, str], Depends(read_form)]
+) -> Response:
     secret, target = form.get("token", "").strip(), local_path(form.get("next"))
     response = RedirectResponse(target, 303)
     try:
@@ -34,7 +43,9 @@ async def post_log_in(request: Request, context: Context, form: Annotated[dict[s
     except ProblemError as exc:
         if exc.status != 401:
             raise
-        problem = "This token is not valid: unknown, expired or revoked." if secret else "Enter a token."
+        problem = (
+            "This token is not valid: unknown, expired or revoked." if secret else "Enter a token."
+        )
         return page(request, "login.html", None, 401, target=target, problem=problem)
     return response
 

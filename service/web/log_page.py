@@ -71,7 +71,11 @@ async def newest(view: LogView, before: int | None, search: str) -> LogPage:
     while end > 0 and len(found) < _PAGE_LINES and searched < _SEARCHED_LINES:
         start = max(0, end - _CHUNK_LINES)
         chunk = await _between(view, start, end)
-        matching = [line for line in chunk if search.casefold() in line.message.casefold()] if search else chunk
+        matching = (
+            [line for line in chunk if search.casefold() in line.message.casefold()]
+            if search
+            else chunk
+        )
         room = _PAGE_LINES - len(found)
         if len(matching) > room:
             matching = matching[-room:]

@@ -1,4 +1,5 @@
-"""Pages as answers: templates that escape, headers that allow nothing inline, errors that a person can read."""
+"""Pages as answers: templates that escape, headers that allow nothing inline, errors that a person
+can read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ logger = structlog.get_logger(__name__)
 THEME_COOKIE: Final = "everstep_theme"
 _COMPRESS_BYTES: Final = 1000
 _HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
+    "'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -38,7 +40,11 @@ _HEADERS: Final = {
 }
 
 _environment: Final = Environment(
-    loader=PackageLoader("service.web"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=PackageLoader("service.web"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 _environment.globals |= {"asset": asset_url, "csrf_field": CSRF_FIELD}
 _environment.filters |= {
@@ -53,7 +59,9 @@ _environment.filters |= {
 }
 
 
-def page(request: Request, template: str, caller: Principal | None, /, status: int = 200, **values: Any) -> HTMLResponse:
+def page(
+    request: Request, template: str, caller: Principal | None, /, status: int = 200, **values: Any
+) -> HTMLResponse:
     """A page from its template.
 
     Args:
@@ -77,7 +85,8 @@ def page(request: Request, template: str, caller: Principal | None, /, status: i
 
 
 class PageRoute(APIRoute):
-    """A route for browsers: what its handler raises becomes a page, and every answer gets the headers of pages."""
+    """A route for browsers: what its handler raises becomes a page, and every answer gets the
+    headers of pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -99,7 +108,9 @@ def _problem_page(request: Request, exc: Exception) -> Response:
     if problem.status == 401:
         return _to_log_in(request)
     caller = getattr(request.state, "caller", None)
-    response = page(request, "problem.html", caller, problem.status, problem=problem, title=_title(problem))
+    response = page(
+        request, "problem.html", caller, problem.status, problem=problem, title=_title(problem)
+    )
     response.headers.update(problem.headers)
     return response
 
@@ -115,8 +126,13 @@ def _title(problem: ProblemError) -> str:
 
 
 def _to_log_in(request: Request) -> Response:
-    """To the log-in page and back; a script is told with the status, and htmx with its own header."""
-    if request.method == "GET" and "text/html" in request.headers.get("accept", "") and "hx-request" not in request.headers:
+    """To the log-in page and back; a script is told with the status, and htmx with its own
+    header."""
+    if (
+        request.method == "GET"
+        and "text/html" in request.headers.get("accept", "")
+        and "hx-request" not in request.headers
+    ):
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"/login?next={quote(target, safe='')}", 303)
     if request.method == "POST":

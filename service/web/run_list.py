@@ -34,7 +34,9 @@ async def get_runs(
     search = search.strip()
     tags = (parse_tag(tag),) if tag else ()
     statuses = STATUS_GROUPS.get(status, (RunStatus(status),) if status in set(RunStatus) else ())
-    wanted = RunFilter(project=project or None, statuses=tuple(statuses), search=search or None, tags=tags)
+    wanted = RunFilter(
+        project=project or None, statuses=tuple(statuses), search=search or None, tags=tags
+    )
     found = await found_runs(context, caller, wanted, _PAGE_RUNS, cursor or None)
     where = RunFilter(project=caller.project or project or None, search=search or None, tags=tags)
     counts = await context.database_call(context.runs.count_by_status, where)
@@ -49,7 +51,8 @@ async def get_runs(
         "runs.html",
         caller,
         runs=found.items,
-        counts={"": sum(counts.values())} | {name: sum(counts[each] for each in group) for name, group in STATUS_GROUPS.items()},
+        counts={"": sum(counts.values())}
+        | {name: sum(counts[each] for each in group) for name, group in STATUS_GROUPS.items()},
         given=given,
         link=link,
         next_page=_address(given | {"cursor": found.next_cursor}) if found.next_cursor else None,

@@ -38,11 +38,25 @@ _TOLD: Final = frozenset(EventKind) - {EventKind.METRICS}
 
 
 async def run_page(
-    request: Request, template: str, context: ApiContext, caller: Principal, row: RunRow, /, **values: Any
+    request: Request,
+    template: str,
+    context: ApiContext,
+    caller: Principal,
+    row: RunRow,
+    /,
+    **values: Any,
 ) -> Response:
     """A page with the head that every page of a run has: name, status, actions."""
     [run] = await runs.run_answers(context, [row])
-    return page(request, template, caller, run=run, actions=_actions(run, caller), progress_share=progress_share, **values)
+    return page(
+        request,
+        template,
+        caller,
+        run=run,
+        actions=_actions(run, caller),
+        progress_share=progress_share,
+        **values,
+    )
 
 
 def _actions(run: Run, caller: Principal) -> list[str]:
@@ -63,7 +77,9 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
     failures = await histories.get_failures(run, context)
     goodput = await histories.get_goodput(run, context)
     times = await histories.get_stragglers(run, context)
-    drawn = lanes(await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock())
+    drawn = lanes(
+        await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock()
+    )
     return await run_page(
         request,
         "run.html",
@@ -99,7 +115,11 @@ def _told(failure: Failure) -> dict[str, Any]:
 
 def _evidence(evidence: dict[str, Any]) -> list[tuple[str, str]]:
     """Each piece of evidence as a name and its text; nested pieces one a line."""
-    return [(name.replace("_", " "), _text(value)) for name, value in evidence.items() if value not in (None, "", [], {})]
+    return [
+        (name.replace("_", " "), _text(value))
+        for name, value in evidence.items()
+        if value not in (None, "", [], {})
+    ]
 
 
 def _text(value: Any) -> str:
@@ -112,13 +132,20 @@ def _text(value: Any) -> str:
 
 @router.get("/curves.json")
 async def get_curves(
-    run: WebRun, context: Context, all: Annotated[bool, Query()] = False, max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS
+    run: WebRun,
+    context: Context,
+    all: Annotated[bool, Query()] = False,
+    max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS,
 ) -> Response:
     """Charts, their series and the restarts, and the event behind which the stream goes on."""
     grouped = curves.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
-    series = await thinned(context, run.id, [name for chart in shown for name in chart["names"]], max_points)
-    marks = curves.marks(await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS))
+    series = await thinned(
+        context, run.id, [name for chart in shown for name in chart["names"]], max_points
+    )
+    marks = curves.marks(
+        await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS)
+    )
     return JSONResponse(
         {
             "run": {"id": run.id, "name": run.name},
@@ -139,11 +166,15 @@ async def get_stream(
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: sse.LastEventId = None,
 ) -> StreamingResponse:
-    return sse.response(context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after)))
+    return sse.response(
+        context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after))
+    )
 
 
 @router.get("/checkpoints")
-async def get_checkpoints(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
+async def get_checkpoints(
+    request: Request, run: WebRun, context: Context, caller: WebCaller
+) -> Response:
     found = (await checkpoints.list_checkpoints(run, context)).items
     return await run_page(
         request,
@@ -163,7 +194,9 @@ async def get_archive(run: WebRun, context: Context, step: checkpoints.Which) ->
 
 
 @router.post("/checkpoints/{step}/verify")
-async def post_verify(run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm) -> Response:
+async def post_verify(
+    run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm
+) -> Response:
     checkpoint = await checkpoints.verify_checkpoint(run, context, step)
     return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
 
@@ -171,28 +204,47 @@ async def post_verify(run: ControlledWebRun, context: Context, step: checkpoints
 @router.post("/profiles")
 async def post_profile(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
     try:
-        wanted = ProfileRequest.model_validate({"rank": form.get("rank"), "steps": form.get("steps")})
+        wanted = ProfileRequest.model_validate(
+            {"rank": form.get("rank"), "steps": form.get("steps")}
+        )
     except ValidationError as exc:
-        raise invalid_request("profile", msg=f"give a rank from 0, and 1 to {MOST_STEPS} steps") from exc
+        raise invalid_request(
+            "profile", msg=f"give a rank from 0, and 1 to {MOST_STEPS} steps"
+        ) from exc
     await profiles.order_profile(run, context, wanted)
     return RedirectResponse(f"/runs/{run.id}#times-title", 303)
 
 
 @router.get("/profiles/{profile_id}/trace")
-async def get_trace(run: WebRun, context: Context, profile_id: profiles.ProfileId) -> StreamingResponse:
+async def get_trace(
+    run: WebRun, context: Context, profile_id: profiles.ProfileId
+) -> StreamingResponse:
     return await profiles.get_trace(run, context, profile_id)
 
 
 @router.get("/events")
 async def get_events(
-    request: Request, run: WebRun, context: Context, caller: WebCaller, after: Annotated[int, Query(ge=0, le=2**53)] = 0
+    request: Request,
+    run: WebRun,
+    context: Context,
+    caller: WebCaller,
+    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
 ) -> Response:
     """What happened in words, oldest first; what is too small to be told is left out."""
     rows = await context.database_call(context.events.after, run.id, after, _PAGE_EVENTS + 1, _TOLD)
     events = [event_answer(row) for row in rows[:_PAGE_EVENTS]]
     told = [(event, text) for event in events if (text := cli_words.event(event))]
     next_after = rows[_PAGE_EVENTS - 1].seq if len(rows) > _PAGE_EVENTS else None
-    return await run_page(request, "events.html", context, caller, run, events=told, after=after, next_after=next_after)
+    return await run_page(
+        request,
+        "events.html",
+        context,
+        caller,
+        run,
+        events=told,
+        after=after,
+        next_after=next_after,
+    )
 
 
 @router.post("/delete")
@@ -206,7 +258,10 @@ _ACTIONS: Final = {"pause": runs.pause_run, "resume": runs.resume_run, "cancel":
 
 @router.post("/{action}")
 async def post_action(
-    run: ControlledWebRun, context: Context, action: Literal["pause", "resume", "cancel"], _form: CheckedForm
+    run: ControlledWebRun,
+    context: Context,
+    action: Literal["pause", "resume", "cancel"],
+    _form: CheckedForm,
 ) -> Response:
     await _ACTIONS[action](run, context)
     return RedirectResponse(f"/runs/{run.id}", 303)

@@ -1,8 +1,9 @@
 """Who looks at a page: the log-in cookie, and the proof that a form came from one of our pages.
 
-The cookie names a session in the database, so that it is worth nothing elsewhere, a service that starts anew keeps its log-ins, and
-they end with the token that they were made with. Scripts cannot read it (HttpOnly), other sites' forms and requests do not carry it
-(SameSite=Lax), and over TLS no other host or plain connection can set it (``__Host-``). Every form carries a salted MAC under the
+The cookie names a session in the database, so that it is worth nothing elsewhere, a service that
+starts anew keeps its log-ins, and they end with the token that they were made with. Scripts cannot
+read it (HttpOnly), other sites' forms and requests do not carry it (SameSite=Lax), and over TLS no
+other host or plain connection can set it (``__Host-``). Every form carries a salted MAC under the
 cookie besides, and must come from this origin where the browser tells.
 """
 
@@ -42,7 +43,8 @@ def _is_secure(request: Request) -> bool:
 
 
 async def web_caller(request: Request, context: Context) -> Principal:
-    """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in page."""
+    """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in
+    page."""
     secret = cookie_of(request)
     found = await context.database_look(context.sessions.find, secret) if secret else None
     caller = admitted(request, context, found, sha256_of(secret))
@@ -71,13 +73,17 @@ ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
 
 async def log_in(request: Request, response: Response, context: ApiContext, token: str) -> None:
     """Begin a session of a token and set its cookie. Raises 401 where the token is not valid."""
-    caller = await principal(request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token))
+    caller = await principal(
+        request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token)
+    )
     secret = await context.database_call(context.sessions.begin, caller.token_id)
     secure = _is_secure(request)
     if secure:
         response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
     name = SECURE_COOKIE if secure else COOKIE
-    response.set_cookie(name, secret, max_age=int(LASTS_S), path="/", secure=secure, httponly=True, samesite="lax")
+    response.set_cookie(
+        name, secret, max_age=int(LASTS_S), path="/", secure=secure, httponly=True, samesite="lax"
+    )
 
 
 def log_out_of_browser(request: Request, response: Response) -> None:
@@ -88,7 +94,8 @@ def log_out_of_browser(request: Request, response: Response) -> None:
 
 
 def csrf_token(secret: str) -> str:
-    """A proof for one form: a new salt each time, so that compression of pages gives nothing of it away."""
+    """A proof for one form: a new salt each time, so that compression of pages gives nothing of it
+    away."""
     salt = secrets.token_hex(_SALT_BYTES)
     return f"{salt}.{_mac(secret, salt)}"
 
@@ -104,17 +111,22 @@ def is_csrf_token(secret: str, token: str) -> bool:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form from this origin. Raises 403 for one from elsewhere, 413 for one that is too large."""
+    """The fields of a form from this origin. Raises 403 for one from elsewhere, 413 for one that is
+    too large."""
     _check_origin(request)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ProblemError(413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes.")
+            raise ProblemError(
+                413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes."
+            )
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
     except ValueError as exc:
-        raise ProblemError(400, "malformed_form", "The form cannot be read; reload the page and send it again.") from exc
+        raise ProblemError(
+            400, "malformed_form", "The form cannot be read; reload the page and send it again."
+        ) from exc
 
 
 def _host_of(origin: str) -> str | None:
@@ -126,20 +138,27 @@ def _host_of(origin: str) -> str | None:
 
 
 def _check_origin(request: Request) -> None:
-    """Browsers tell where a form is from; what tells nothing is no browser and has no cookie of ours to misuse."""
+    """Browsers tell where a form is from; what tells nothing is no browser and has no cookie of
+    ours to misuse."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site is not None and site not in ("same-origin", "none")
     if origin is not None and _host_of(origin) != request.headers.get("host", ""):
         foreign = True
     if foreign:
-        raise ProblemError(403, "foreign_origin", "This form came from another site; nothing was done.")
+        raise ProblemError(
+            403, "foreign_origin", "This form came from another site; nothing was done."
+        )
 
 
 async def checked_form(request: Request, _caller: WebCaller) -> dict[str, str]:
     """The fields of a form that one of our pages made for this log-in. Raises 403."""
     fields = await read_form(request)
     if not is_csrf_token(cookie_of(request), fields.pop(CSRF_FIELD, "")):
-        raise ProblemError(403, "stale_form", "This form was made for another log-in; nothing was done. Reload the page.")
+        raise ProblemError(
+            403,
+            "stale_form",
+            "This form was made for another log-in; nothing was done. Reload the page.",
+        )
     return fields
 
 
@@ -147,7 +166,14 @@ CheckedForm = Annotated[dict[str, str], Depends(checked_form)]
 
 
 def local_path(target: str | None) -> str:
-    """``target`` where it is a page of this service, else the first page: a link must not lead a log-in elsewhere."""
-    if not target or not target.startswith("/") or target.startswith("//") or "\\" in target or not target.isprintable():
+    """``target`` where it is a page of this service, else the first page: a link must not lead a
+    log-in elsewhere."""
+    if (
+        not target
+        or not target.startswith("/")
+        or target.startswith("//")
+        or "\\" in target
+        or not target.isprintable()
+    ):
         return "/runs"
     return target

@@ -1,4 +1,5 @@
-"""Holds: who reads a checkpoint says so beside it, and retention leaves it alone until the reader is done or was not heard of."""
+"""Holds: who reads a checkpoint says so beside it, and retention leaves it alone until the reader
+is done or was not heard of."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SeenHolds = dict[str, tuple[bytes, float]]
 
 
 class CheckpointHold:
-    """One reader's hold on a checkpoint. A storage that takes no hold (full, read-only) is read from without."""
+    """One reader's hold on a checkpoint. A storage that takes no hold (full, read-only) is read
+    from without."""
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
         """Taken at once: what is there after this stays there."""
@@ -48,10 +50,11 @@ class CheckpointHold:
 
 
 def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
-    """Return the names of checkpoints that somebody reads, and remove holds that ended. Raises StorageError.
+    """Return the names of checkpoints that somebody reads, and remove holds that ended. Raises
+    StorageError.
 
-    A hold ends when its file has not changed for HOLD_S by this process's own monotonic clock: reader and deleter are on different
-    hosts, whose clocks may differ by more than that.
+    A hold ends when its file has not changed for HOLD_S by this process's own monotonic clock:
+    reader and deleter are on different hosts, whose clocks may differ by more than that.
 
     Args:
         seen: what the caller's earlier calls saw; updated here.

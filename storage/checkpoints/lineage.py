@@ -1,7 +1,8 @@
 """Which checkpoints count: what a newer attempt did not go on from is void (invariant I1).
 
-An attempt's restore point is its ``restored`` event, which is durable before the attempt takes a step. An older attempt that was
-slow rather than dead may commit checkpoints after that; they lie beyond the restore point and are ignored.
+An attempt's restore point is its ``restored`` event, which is durable before the attempt takes a
+step. An older attempt that was slow rather than dead may commit checkpoints after that; they lie
+beyond the restore point and are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class RestorePoint:
 
 
 class RestorePoints:
-    """Where each attempt of a run began, by (submission, attempt); attempts that never began to train are left out."""
+    """Where each attempt of a run began, by (submission, attempt); attempts that never began to
+    train are left out."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -40,10 +42,16 @@ class RestorePoints:
             while True:
                 cursor = self._cursors.get(submission)
                 events, self._cursors[submission] = read_journal(
-                    self._run_dir, submission, cursor, _BATCH, (EventKind.RESTORED,), past_damage=True
+                    self._run_dir,
+                    submission,
+                    cursor,
+                    _BATCH,
+                    (EventKind.RESTORED,),
+                    past_damage=True,
                 )
                 for event in events:
-                    self.found.setdefault((submission, event.attempt), _point(event))  # the first one stays the first
+                    # the first one stays the first
+                    self.found.setdefault((submission, event.attempt), _point(event))
                 if not events:
                     break
         return self.found
@@ -55,16 +63,20 @@ def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
 
 
 def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
-    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a listing of the storage ought to show.
+    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a
+    listing of the storage ought to show.
 
-    Looks through all journals. An older one that is not there may have been deleted by a process that died before it told.
+    Looks through all journals. An older one that is not there may have been deleted by a process
+    that died before it told.
     """
     kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
     told: set[CheckpointName] = set()
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, _BATCH, kinds, past_damage=True)
+            events, cursor = read_journal(
+                run_dir, submission, cursor, _BATCH, kinds, past_damage=True
+            )
             for event in events:
                 name = CheckpointName.parse(str(event.data.get("name")))
                 if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
@@ -80,22 +92,26 @@ def _point(event: JournalEvent) -> RestorePoint:
     return RestorePoint(int(event.data["step"]), event.data.get("source") in BEGINNINGS)
 
 
-def in_lineage(names: Iterable[CheckpointName], restore_points: Mapping[Origin, RestorePoint]) -> list[CheckpointName]:
+def in_lineage(
+    names: Iterable[CheckpointName], restore_points: Mapping[Origin, RestorePoint]
+) -> list[CheckpointName]:
     """Names that every newer attempt's restore point lets stand, oldest first.
 
     Args:
-        restore_points: by (submission, attempt); those without one have not chosen yet and void nothing.
+        restore_points: by (submission, attempt); those without one have not chosen yet and void
+            nothing.
     """
 
     def counts(name: CheckpointName) -> bool:
         return all(
-            not is_newer(origin, name) or (not point.fresh and name.step <= point.step) for origin, point in restore_points.items()
+            not is_newer(origin, name) or (not point.fresh and name.step <= point.step)
+            for origin, point in restore_points.items()
         )
 
     return sorted(filter(counts, names))
 
 
 def is_newer(origin: Origin, name: CheckpointName) -> bool:
-    """Whether an attempt comes after the one that writes a checkpoint. Of a name that says only the submission no attempt is known:
-    attempts of the same one are not newer."""
+    """Whether an attempt comes after the one that writes a checkpoint. Of a name that says only the
+    submission no attempt is known: attempts of the same one are not newer."""
     return origin > name.origin if name.attempt else origin[0] > name.submission

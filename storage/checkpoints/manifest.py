@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: its last file, and the commit. A directory without a valid one is not a checkpoint."""
+"""The manifest of a checkpoint: its last file, and the commit. A directory without a valid one is
+not a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ MAX_MANIFEST_BYTES = 8 << 20
 
 
 def check_file_name(name: str) -> str:
-    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for one that may not be."""
+    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for one
+    that may not be."""
     if fault := relative_names.fault_of(name):
         raise ValueError(f"the file name {name[:200]!r} {fault}")
     if name == MANIFEST:
@@ -61,7 +63,8 @@ class Hash(Protocol):
 
 
 def new_hash() -> Hash:
-    """What files are written with: BLAKE3, which is no slower than memory where SHA-256 would be slower than a disk."""
+    """What files are written with: BLAKE3, which is no slower than memory where SHA-256 would be
+    slower than a disk."""
     return blake3_module.blake3()
 
 
@@ -81,7 +84,8 @@ class FileEntry(_Frozen):
         return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
 
     def digest_of(self, hashed: Hash) -> str:
-        """What to compare with ``digest``; ``hashed`` comes from ``new_hash`` and was given the whole file."""
+        """What to compare with ``digest``; ``hashed`` comes from ``new_hash`` and was given the
+        whole file."""
         return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
 
     @model_validator(mode="after")
@@ -122,12 +126,22 @@ class Manifest(_Frozen):
     @property
     def name(self) -> str:
         """The checkpoint's directory below ``checkpoints/``."""
-        return str(CheckpointName(self.step, self.submission, self.attempt if self.schema_version >= _ATTEMPT_IN_NAME else 0))
+        return str(
+            CheckpointName(
+                self.step,
+                self.submission,
+                self.attempt if self.schema_version >= _ATTEMPT_IN_NAME else 0,
+            )
+        )
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Manifests of older versions have no writer, and their digest was taken without."""
-        return {name: value for name, value in handler(self).items() if name != "writer" or value is not None}
+        return {
+            name: value
+            for name, value in handler(self).items()
+            if name != "writer" or value is not None
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -140,25 +154,37 @@ class Manifest(_Frozen):
         return _digest(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``: canonical JSON with its own digest beside the fields."""
+        """The content of ``manifest.json``: canonical JSON with its own digest beside the
+        fields."""
         fields = self.model_dump(mode="json")
         return _canonical({**fields, "digest": _digest(fields)})
 
 
-def best_of(manifests: Iterable[Manifest], metric: str, mode: Literal["min", "max"]) -> Manifest | None:
-    """The checkpoint with the best value of a validation metric, the first of equals; None where none has it."""
+def best_of(
+    manifests: Iterable[Manifest], metric: str, mode: Literal["min", "max"]
+) -> Manifest | None:
+    """The checkpoint with the best value of a validation metric, the first of equals; None where
+    none has it."""
     sign = 1.0 if mode == "max" else -1.0
-    scored = [(sign * value, each) for each in manifests if (value := lookup(each.metrics, metric)) is not None]
+    scored = [
+        (sign * value, each)
+        for each in manifests
+        if (value := lookup(each.metrics, metric)) is not None
+    ]
     return max(scored, key=lambda entry: entry[0])[1] if scored else None
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read ``manifest.json``, of which not one byte may differ from what was written. Raises CorruptFile."""
+    """Read ``manifest.json``, of which not one byte may differ from what was written. Raises
+    CorruptFile."""
     try:
         raw = plain_text.parse_json(data)
         version = raw.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
-            raise CorruptFile(f"schema version {version} is of a newer Everstep; this one reads up to {SCHEMA_VERSION}")
+            raise CorruptFile(
+                f"schema version {version} is of a newer Everstep; this one reads up to "
+                f"{SCHEMA_VERSION}"
+            )
         raw.pop("digest", None)
         manifest = Manifest.model_validate_json(json.dumps(raw))
     except (ValueError, AttributeError, ValidationError) as exc:

@@ -1,4 +1,5 @@
-"""The checkpoints of a run: which there are, which of them count, and whether they are what was written."""
+"""The checkpoints of a run: which there are, which of them count, and whether they are what was
+written."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import IO, Literal, TypeVar, cast
 
 from storage.checkpoints.holds import SeenHolds, held_checkpoints
 from storage.checkpoints.lineage import RestorePoints, in_lineage
-from storage.checkpoints.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, best_of, parse_manifest
+from storage.checkpoints.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    best_of,
+    parse_manifest,
+)
 from storage.checkpoints.tar_stream import Archive, file_blocks
 from storage.checkpoints.verified_file import VerifiedFile
 from storage.checkpoints.writer import BEGUN, TRASH, CheckpointWriter, begin_checkpoint, put_back
@@ -40,7 +47,8 @@ class Rejected:
 
 
 class CheckpointStore:
-    """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread reads."""
+    """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread
+    reads."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -55,7 +63,8 @@ class CheckpointStore:
         return CheckpointStore, (self._run_dir,)
 
     def begin(self, step: int, submission: int, attempt: int) -> CheckpointWriter:
-        """Start writing ``step-STEP.sSUBMISSION.aATTEMPT``. What an earlier writer left unfinished or corrupt there is replaced.
+        """Start writing ``step-STEP.sSUBMISSION.aATTEMPT``. What an earlier writer left unfinished
+        or corrupt there is replaced.
 
         Raises:
             CheckpointExists: it is committed and verifies. By whom its manifest tells.
@@ -74,23 +83,32 @@ class CheckpointStore:
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
-        """Every checkpoint with a valid manifest, oldest first (step, submission, attempt); its files are not read."""
+        """Every checkpoint with a valid manifest, oldest first (step, submission, attempt); its
+        files are not read."""
         return self._manifests(_named(self._entries()))
 
     def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
-        """Those of ``list`` that count: without what a newer attempt did not restore from. Oldest first.
+        """Those of ``list`` that count: without what a newer attempt did not restore from. Oldest
+        first.
 
         Args:
-            before_submission: look only at what submissions older than this one wrote and chose; None looks at all.
+            before_submission: look only at what submissions older than this one wrote and chose;
+                None looks at all.
         """
         return self._manifests(self._lineage_names(before_submission))
 
-    def newest_valid(self, before_submission: int | None = None) -> tuple[Manifest | None, builtins.list[Rejected]]:
-        """The newest checkpoint of the lineage that verifies, read back whole, and the newer ones that do not.
+    def newest_valid(
+        self, before_submission: int | None = None
+    ) -> tuple[Manifest | None, builtins.list[Rejected]]:
+        """The newest checkpoint of the lineage that verifies, read back whole, and the newer ones
+        that do not.
 
-        Raises StorageError when the storage itself is in trouble: that must not send a run back to an older checkpoint.
+        Raises StorageError when the storage itself is in trouble: that must not send a run back to
+        an older checkpoint.
         """
-        newest, _, rejected = self.read_newest(lambda manifest: self.verify(manifest.name), before_submission)
+        newest, _, rejected = self.read_newest(
+            lambda manifest: self.verify(manifest.name), before_submission
+        )
         return newest, rejected
 
     def read_newest(
@@ -99,16 +117,18 @@ class CheckpointStore:
         before_submission: int | None = None,
         told: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
-        """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is read, and read once.
+        """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is
+        read, and read once.
 
         Args:
-            read: raises CorruptCheckpoint where the checkpoint is not what its manifest says, as ``read_file`` does.
-            told: checkpoints that must be there (``told_checkpoints``), whether or not they are listed. Those that are not are
-                rejected like damaged ones.
+            read: raises CorruptCheckpoint where the checkpoint is not what its manifest says, as
+                ``read_file`` does.
+            told: checkpoints that must be there (``told_checkpoints``), whether or not they are
+                listed. Those that are not are rejected like damaged ones.
 
         Raises:
-            StorageUnavailable: not one of those that were told is there, nor any other: the storage is not what it was, and a run
-                must not begin again for that.
+            StorageUnavailable: not one of those that were told is there, nor any other: the storage
+                is not what it was, and a run must not begin again for that.
         """
         rejected: builtins.list[Rejected] = []
         num_missing = 0
@@ -119,37 +139,52 @@ class CheckpointStore:
             except StorageNotFound:
                 if name in told:  # else it was deleted since it was listed
                     num_missing += 1
-                    rejected.append(Rejected(str(name), "it was committed, as the journal tells, and is not there any more"))
+                    rejected.append(
+                        Rejected(
+                            str(name),
+                            "it was committed, as the journal tells, and is not there any more",
+                        )
+                    )
             except CorruptCheckpoint as exc:
                 self._rejected.add(str(name))
                 rejected.append(Rejected(str(name), str(exc)))
         if num_missing and num_missing == len(rejected):
             raise StorageUnavailable(
-                f"run {self._run_dir.run_id} committed {rejected[0].name}, as its journal tells, but {self._run_dir.uri} holds no "
-                "checkpoint at all; mount or put back what is missing there. To begin again, submit the spec as a new run"
+                f"run {self._run_dir.run_id} committed {rejected[0].name}, as its journal tells, "
+                f"but {self._run_dir.uri} holds no "
+                "checkpoint at all; mount or put back what is missing there. To begin again, "
+                "submit the spec as a new run"
             )
         return None, None, rejected
 
     def manifest(self, name: str) -> Manifest:
-        """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its manifest is not valid."""
+        """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its
+        manifest is not valid."""
         path = f"{self._directory(name)}/{MANIFEST}"
         try:
             manifest = parse_manifest(self._files.read(path, MAX_MANIFEST_BYTES))
         except StorageNotFound as exc:
-            raise StorageNotFound(f"run {self._run_dir.run_id} has no committed checkpoint {name}") from exc
+            raise StorageNotFound(
+                f"run {self._run_dir.run_id} has no committed checkpoint {name}"
+            ) from exc
         except (CorruptFile, StorageUnreadable) as exc:
             raise CorruptCheckpoint(name, MANIFEST, "a valid manifest", str(exc)) from exc
         if (manifest.name, manifest.run_id) != (name, self._run_dir.run_id):
             raise CorruptCheckpoint(
-                name, MANIFEST, f"{name} of run {self._run_dir.run_id}", f"{manifest.name} of run {manifest.run_id}"
+                name,
+                MANIFEST,
+                f"{name} of run {self._run_dir.run_id}",
+                f"{manifest.name} of run {manifest.run_id}",
             )
         return manifest
 
     def verify(self, name: str, on_block: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Read back every file. Raises CorruptCheckpoint for the first that differs, StorageNotFound for no checkpoint.
+        """Read back every file. Raises CorruptCheckpoint for the first that differs,
+        StorageNotFound for no checkpoint.
 
         Args:
-            on_block: told the size of every block that was read; it may wait to hold a rate, or raise to break off.
+            on_block: told the size of every block that was read; it may wait to hold a rate, or
+                raise to break off.
         """
         manifest = self.manifest(name)
         for relpath in sorted(manifest.files):
@@ -163,21 +198,27 @@ class CheckpointStore:
         """A file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
         manifest = self.manifest(name)
         if relpath not in manifest.files:
-            raise StorageNotFound(f"checkpoint {name} has no file {relpath}; it has {sorted(manifest.files)}")
+            raise StorageNotFound(
+                f"checkpoint {name} has no file {relpath}; it has {sorted(manifest.files)}"
+            )
         return b"".join(self._blocks(manifest, relpath))
 
     def load_file(self, name: str, relpath: str, load: Callable[[IO[bytes]], T]) -> T:
-        """What ``load`` makes of a file, as torch.load does: verified, also in the place of an error that damage caused in it.
+        """What ``load`` makes of a file, as torch.load does: verified, also in the place of an
+        error that damage caused in it.
 
-        On a local filesystem ``load`` reads straight from the file, into its own memory. It is called again where it did not read
-        front to back, and then is given a copy of the verified bytes, as from an object store.
+        On a local filesystem ``load`` reads straight from the file, into its own memory. It is
+        called again where it did not read front to back, and then is given a copy of the verified
+        bytes, as from an object store.
 
         Raises CorruptCheckpoint, StorageNotFound, StorageError.
         """
         manifest = self.manifest(name)
         if self._run_dir.storage.is_local and relpath in manifest.files:
             with self._as_damage(manifest, relpath):
-                stream = cast(io.FileIO, self._files.open_read(f"{self._directory(name)}/{relpath}"))
+                stream = cast(
+                    io.FileIO, self._files.open_read(f"{self._directory(name)}/{relpath}")
+                )
                 with VerifiedFile(stream, name, relpath, manifest.files[relpath]) as file:
                     found = load(cast(IO[bytes], file))
             if not file.came_back:
@@ -187,7 +228,8 @@ class CheckpointStore:
     def archive(self, name: str) -> Archive:
         """The checkpoint as a tar file, to be streamed in blocks that are verified as they pass.
 
-        Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint in the stream for a file.
+        Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint in
+        the stream for a file.
         """
         manifest = self.manifest(name)
         return Archive(manifest, partial(self._blocks, manifest))
@@ -203,11 +245,16 @@ class CheckpointStore:
         self._files.delete_dir(directory)
 
     def damage(self, name: str) -> str:
-        """Flip one byte of a checkpoint's smallest file, as a failing disk would: for drills. Returns the file's relative path.
+        """Flip one byte of a checkpoint's smallest file, as a failing disk would: for drills.
+        Returns the file's relative path.
 
         Raises StorageNotFound, CorruptCheckpoint for one whose manifest is damaged already.
         """
-        sizes = {relpath: entry.size_bytes for relpath, entry in self.manifest(name).files.items() if entry.size_bytes}
+        sizes = {
+            relpath: entry.size_bytes
+            for relpath, entry in self.manifest(name).files.items()
+            if entry.size_bytes
+        }
         relpath = min(sizes, key=lambda each: sizes[each])
         path = f"{self._directory(name)}/{relpath}"
         data = bytearray(self._files.read(path, sizes[relpath]))
@@ -223,19 +270,22 @@ class CheckpointStore:
         written: Manifest | None = None,
         best_by: tuple[str, Literal["min", "max"]] | None = None,
     ) -> builtins.list[str]:
-        """Delete what need not be kept, and the leavings of dead writers; the names of deleted checkpoints, oldest first.
+        """Delete what need not be kept, and the leavings of dead writers; the names of deleted
+        checkpoints, oldest first.
 
-        Kept are the ``keep_latest`` of the lineage (at least one) that were committed last and that neither this object nor the
-        service found to be corrupt, ``written``, ``best``, those that other runs are to begin from, and those that somebody reads
-        (``CheckpointHold``). What is corrupt goes once the sound ones that are kept are all newer. Call it only from the one
+        Kept are the ``keep_latest`` of the lineage (at least one) that were committed last and that
+        neither this object nor the service found to be corrupt, ``written``, ``best``, those that
+        other runs are to begin from, and those that somebody reads (``CheckpointHold``). What is
+        corrupt goes once the sound ones that are kept are all newer. Call it only from the one
         process that saves, between saves.
 
         Args:
-            origin: submission and attempt of who asks. Where a newer one has begun, nothing is deleted, also where it begins
+            origin: submission and attempt of who asks. Where a newer one has begun, nothing is
+                deleted, also where it begins
                 meanwhile: it may go on from just this checkpoint.
             written: what the caller has just committed, and need not be read back.
-            best_by: metric and mode by which the best of those that are there is kept as well: ``best`` itself may never have been
-                committed, where its rank died with it.
+            best_by: metric and mode by which the best of those that are there is kept as well:
+                ``best`` itself may never have been committed, where its rank died with it.
         """
         if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
             return []
@@ -244,10 +294,15 @@ class CheckpointStore:
         entries = self._entries()
         committed = self._read_committed(entries)
         if origin is not None:
-            committed = {name: manifest for name, manifest in committed.items() if name.origin <= origin}
-        # Who has begun knows where all before it began: their journals are read once in an attempt, not with every save.
+            committed = {
+                name: manifest for name, manifest in committed.items() if name.origin <= origin
+            }
+        # Who has begun knows where all before it began: their journals are read once in an attempt,
+        # not with every save.
         points = self._points.found if origin in self._points.found else self._points.update()
-        lineage = [manifest for name in in_lineage(committed, points) if (manifest := committed[name])]
+        lineage = [
+            manifest for name in in_lineage(committed, points) if (manifest := committed[name])
+        ]
         if not lineage:
             return []
         told = self._run_dir.kept()
@@ -261,22 +316,33 @@ class CheckpointStore:
             kept.add(best_there.name)
         kept |= {manifest.name for manifest in lineage if manifest.step in told.steps}
         kept |= held_checkpoints(self._run_dir, self._holds)
-        kept |= {each.name for each in lineage if each.name in corrupt and _commit_order(each) >= _commit_order(latest[0])}
+        kept |= {
+            each.name
+            for each in lineage
+            if each.name in corrupt and _commit_order(each) >= _commit_order(latest[0])
+        }
         newest = _name_of(lineage[-1])
         counted = {manifest.name for manifest in lineage}
-        doomed = [name for name in committed if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))]
-        deleted = [str(name) for name in doomed if self._delete_unless_held(name, committed[name], origin)]
+        doomed = [
+            name
+            for name in committed
+            if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
+        ]
+        deleted = [
+            str(name) for name in doomed if self._delete_unless_held(name, committed[name], origin)
+        ]
         self._sweep(entries - set(map(str, committed)), newest)
         return deleted
 
     def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
-        """Of checkpoints that were told of those that are not there, oldest first, but for what is newer than all that is: that may
-        not be listed yet."""
+        """Of checkpoints that were told of those that are not there, oldest first, but for what is
+        newer than all that is: that may not be listed yet."""
         there = set(self._committed(self._entries()))
         return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
 
     def collect_orphans(self) -> builtins.list[str]:
-        """Remove what writers left that is no checkpoint, of a run that has ended: nobody who counts writes there any more.
+        """Remove what writers left that is no checkpoint, of a run that has ended: nobody who
+        counts writes there any more.
 
         Who was only slow finds its marker gone, and cannot commit. Returns the directories' names.
         """
@@ -287,13 +353,18 @@ class CheckpointStore:
             self._clear(name)
         return orphans
 
-    def _delete_unless_held(self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None) -> bool:
-        """Whether it is gone. A hold that was taken since they were listed counts: its reader had found a valid manifest. So does
-        an attempt that has begun since."""
+    def _delete_unless_held(
+        self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None
+    ) -> bool:
+        """Whether it is gone. A hold that was taken since they were listed counts: its reader had
+        found a valid manifest. So does an attempt that has begun since."""
         path = self._manifest_path(name)
         self._files.delete_file(path)
-        if manifest is not None and (str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)):
-            self._files.write(path, manifest.to_bytes())  # which are the bytes that it was read from
+        if manifest is not None and (
+            str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)
+        ):
+            # which are the bytes that it was read from
+            self._files.write(path, manifest.to_bytes())
             return False
         self._files.delete_dir(self._directory(str(name)))
         return True
@@ -309,23 +380,30 @@ class CheckpointStore:
                 self._clear(each)
 
     def _clear(self, entry: str) -> None:
-        """Remove a directory that is no checkpoint. What was set aside and is one after all is put back: who had set it aside died
-        before it could."""
+        """Remove a directory that is no checkpoint. What was set aside and is one after all is put
+        back: who had set it aside died before it could."""
         path = self._run_dir.checkpoints_path(entry)
-        if entry.startswith(TRASH) and put_back(self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]):
+        if entry.startswith(TRASH) and put_back(
+            self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]
+        ):
             return
         self._files.delete_dir(path)
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
-        """Whether nobody who counts can still be writing it: the newest attempt's steps only rise."""
+        """Whether nobody who counts can still be writing it: the newest attempt's steps only
+        rise."""
         return (name.origin, name.step) < (newest.origin, newest.step)
 
-    def _lineage_names(self, before_submission: int | None, told: Collection[CheckpointName] = ()) -> builtins.list[CheckpointName]:
+    def _lineage_names(
+        self, before_submission: int | None, told: Collection[CheckpointName] = ()
+    ) -> builtins.list[CheckpointName]:
         names, points = {*self._committed(self._entries()), *told}, self._points.update()
         if before_submission is not None:
             names = {name for name in names if name.submission < before_submission}
-            points = {origin: point for origin, point in points.items() if origin[0] < before_submission}
+            points = {
+                origin: point for origin, point in points.items() if origin[0] < before_submission
+            }
         return in_lineage(names, points)
 
     def _entries(self) -> set[str]:
@@ -337,7 +415,8 @@ class CheckpointStore:
         return [name for name in _named(entries) if self._files.exists(self._manifest_path(name))]
 
     def _read_committed(self, entries: Iterable[str]) -> dict[CheckpointName, Manifest | None]:
-        """As ``_committed``, with their manifests; None for one that is not valid. Each one is read once, and then looked for."""
+        """As ``_committed``, with their manifests; None for one that is not valid. Each one is read
+        once, and then looked for."""
         found: dict[CheckpointName, Manifest | None] = {}
         for name in _named(entries):
             known = self._known.get(name)
@@ -362,14 +441,18 @@ class CheckpointStore:
                 continue  # newest_valid() reports it; or it was deleted since it was listed
         return found
 
-    def _verify_file(self, manifest: Manifest, relpath: str, on_block: Callable[[int], None]) -> None:
+    def _verify_file(
+        self, manifest: Manifest, relpath: str, on_block: Callable[[int], None]
+    ) -> None:
         for block in self._blocks(manifest, relpath):
             on_block(len(block))
 
     def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
         """As ``file_blocks``, with a missing or unreadable file told as what it is."""
         with self._as_damage(manifest, relpath):
-            yield from file_blocks(self._files, self._directory(manifest.name), manifest, relpath, offset)
+            yield from file_blocks(
+                self._files, self._directory(manifest.name), manifest, relpath, offset
+            )
 
     @contextmanager
     def _as_damage(self, manifest: Manifest, relpath: str) -> Iterator[None]:
@@ -379,16 +462,22 @@ class CheckpointStore:
             yield
         except StorageNotFound as exc:
             self.manifest(manifest.name)  # deleted while it was read: says so
-            raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", "no file") from exc
+            raise CorruptCheckpoint(
+                manifest.name, relpath, f"{entry.size_bytes} bytes", "no file"
+            ) from exc
         except (CorruptFile, StorageUnreadable) as exc:
-            raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", str(exc)) from exc
+            raise CorruptCheckpoint(
+                manifest.name, relpath, f"{entry.size_bytes} bytes", str(exc)
+            ) from exc
 
     def _manifest_path(self, name: CheckpointName) -> str:
         return f"{self._run_dir.checkpoints_path(str(name))}/{MANIFEST}"
 
     def _directory(self, name: str) -> str:
         if CheckpointName.parse(name) is None:
-            raise InvalidStorage(f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2, 3)}")
+            raise InvalidStorage(
+                f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2, 3)}"
+            )
         return self._run_dir.checkpoints_path(name)
 
     @property
@@ -404,7 +493,9 @@ def _name_of(manifest: Manifest) -> CheckpointName:
 
 def _unfinished(entry: str) -> CheckpointName | None:
     """Which checkpoint was begun in a directory that is none; None for one in which none was."""
-    return CheckpointName.parse(entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry)
+    return CheckpointName.parse(
+        entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry
+    )
 
 
 def _named(entries: Iterable[str]) -> list[CheckpointName]:
@@ -415,7 +506,8 @@ def _named(entries: Iterable[str]) -> list[CheckpointName]:
 def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
     """Return a key that sorts checkpoints by the order of their commits.
 
-    No clock is asked, since ranks of different attempts may have different ones. The step alone would not do: an attempt that
-    fell back past a corrupt checkpoint commits sound ones below its step. Within an attempt steps only rise.
+    No clock is asked, since ranks of different attempts may have different ones. The step alone
+    would not do: an attempt that fell back past a corrupt checkpoint commits sound ones below its
+    step. Within an attempt steps only rise.
     """
     return manifest.submission, manifest.attempt, manifest.step

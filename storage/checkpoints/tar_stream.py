@@ -1,6 +1,8 @@
-"""A checkpoint as an uncompressed tar file: made block by block in constant memory, verified as it passes, the same every time.
+"""A checkpoint as an uncompressed tar file: made block by block in constant memory, verified as it
+passes, the same every time.
 
-Its bytes follow from the manifest alone, so that a download that broke off goes on at the byte where it stopped.
+Its bytes follow from the manifest alone, so that a download that broke off goes on at the byte
+where it stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Archive:
     """``manifest.json``, then every file, at the archive's root.
 
     Args:
-        blocks: a file's bytes, verified where they are asked for from the first one on. Where it raises, the stream ends there.
+        blocks: a file's bytes, verified where they are asked for from the first one on. Where it
+            raises, the stream ends there.
     """
 
     def __init__(self, manifest: Manifest, blocks: Blocks) -> None:
@@ -42,7 +45,8 @@ class Archive:
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """The bytes from ``start`` up to, not including, ``stop``; None is the end.
 
-        A file of which not all lies in between is not compared with its digest: whoever puts the pieces together does that.
+        A file of which not all lies in between is not compared with its digest: whoever puts the
+        pieces together does that.
         """
         stop = self.size_bytes if stop is None else max(start, min(stop, self.size_bytes))
         begin = 0
@@ -54,7 +58,9 @@ class Archive:
                     yield block[: stop - place]
                     place += len(block)
                     if place >= stop and stop < end:
-                        break  # a file that is to be sent whole is read to its end, where its digest is compared
+                        # a file that is to be sent whole is read to its end, where its digest is
+                        # compared
+                        break
             begin = end
 
 
@@ -76,10 +82,13 @@ def _file(relpath: str, size_bytes: int, blocks: Blocks) -> _Part:
     return _Part(size_bytes, lambda offset: blocks(relpath, offset))
 
 
-def file_blocks(files: Files, directory: str, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
+def file_blocks(
+    files: Files, directory: str, manifest: Manifest, relpath: str, offset: int = 0
+) -> Iterator[bytes]:
     """A file's bytes from ``offset`` on in blocks, never more than the manifest says.
 
-    Raises CorruptCheckpoint, at the latest after the last, where the size differs, or where all was read (``offset`` 0) the digest.
+    Raises CorruptCheckpoint, at the latest after the last, where the size differs, or where all was
+    read (``offset`` 0) the digest.
     """
     entry = manifest.files[relpath]
     path = f"{directory}/{relpath}"

@@ -1,4 +1,5 @@
-"""A checkpoint's file that is verified while it is read straight into its reader's memory, in the order that the reader chooses."""
+"""A checkpoint's file that is verified while it is read straight into its reader's memory, in the
+order that the reader chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _SMALL_BYTES = 16 << 10
-"""Shorter reads are copied and compared later, since readers jump about for them: a zip file's directory is at its end."""
+"""Shorter reads are copied and compared later, since readers jump about for them: a zip file's
+directory is at its end."""
 _BLOCK_BYTES = 512 << 10
 """Hashed at once, while the processor's cache still has it."""
 
@@ -22,13 +24,19 @@ _BLOCK_BYTES = 512 << 10
 class VerifiedFile(io.RawIOBase):
     """For use in a ``with``; what was read may be believed once that was left without an exception.
 
-    Every byte is read once and hashed where it was read to. That takes large reads at rising offsets, as torch.load makes them of
-    what torch.save wrote; ``came_back`` says that a reader went another way, and was given bytes that nobody verified.
+    Every byte is read once and hashed where it was read to. That takes large reads at rising
+    offsets, as torch.load makes them of what torch.save wrote; ``came_back`` says that a reader
+    went another way, and was given bytes that nobody verified.
     """
 
     def __init__(self, stream: io.FileIO, checkpoint: str, relpath: str, entry: FileEntry) -> None:
         super().__init__()
-        self._stream, self._checkpoint, self._relpath, self._entry = stream, checkpoint, relpath, entry
+        self._stream, self._checkpoint, self._relpath, self._entry = (
+            stream,
+            checkpoint,
+            relpath,
+            entry,
+        )
         self._hash = entry.new_hash()
         self._at = 0
         """Where the reader is."""
@@ -42,7 +50,9 @@ class VerifiedFile(io.RawIOBase):
         size_bytes = stream.seek(0, io.SEEK_END)
         if size_bytes != entry.size_bytes:
             stream.close()
-            raise CorruptCheckpoint(checkpoint, relpath, f"{entry.size_bytes} bytes", f"{size_bytes} bytes")
+            raise CorruptCheckpoint(
+                checkpoint, relpath, f"{entry.size_bytes} bytes", f"{size_bytes} bytes"
+            )
 
     def readable(self) -> bool:
         return True
@@ -51,7 +61,10 @@ class VerifiedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size_bytes}[whence]
+        self._at = (
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size_bytes}[whence]
+        )
         return self._at
 
     def tell(self) -> int:
@@ -81,8 +94,14 @@ class VerifiedFile(io.RawIOBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        """Compare the digest. Raises CorruptCheckpoint, also in the place of what a reader made of damaged bytes; StorageError."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Compare the digest. Raises CorruptCheckpoint, also in the place of what a reader made of
+        damaged bytes; StorageError."""
         try:
             if kind is not None and not issubclass(kind, Exception):
                 return
@@ -114,7 +133,8 @@ class VerifiedFile(io.RawIOBase):
                 view = view[count:]
 
     def _take(self, block: memoryview) -> None:
-        """The next bytes of the file: into the digest, and compared with what was read of them before."""
+        """The next bytes of the file: into the digest, and compared with what was read of them
+        before."""
         self._hash.update(block)
         begin, end = self._hashed_bytes, self._hashed_bytes + len(block)
         while self._ahead and self._ahead[0][0] < end:

@@ -1,4 +1,5 @@
-"""Writing one checkpoint: files first, each hashed as it is written, then the manifest, which commits them."""
+"""Writing one checkpoint: files first, each hashed as it is written, then the manifest, which
+commits them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Self
 
 from everstep.wire import relative_names
 from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, new_hash
-from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageError, StorageNotFound, StorageUnreadable
+from storage.errors import (
+    CheckpointExists,
+    CheckpointReplaced,
+    InvalidStorage,
+    StorageError,
+    StorageNotFound,
+    StorageUnreadable,
+)
 from storage.files.protocol import Files, WriteStream
 from storage.process_nonce import process_nonce
 from storage.run_dir import CheckpointName, RunDir
@@ -24,14 +32,17 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _BESIDE_BYTES = 1 << 20
-"""Blocks from this size on are hashed beside their write; for smaller ones handing over costs more than it saves."""
+"""Blocks from this size on are hashed beside their write; for smaller ones handing over costs more
+than it saves."""
 _BUFFER_BYTES = 1 << 20
 BEGUN, TRASH = ".begun-", ".trash-"
-"""How names of directories begin that are being written, or were set aside; the checkpoint's name and a random part follow."""
+"""How names of directories begin that are being written, or were set aside; the checkpoint's name
+and a random part follow."""
 
 
 class _HashedStream(io.RawIOBase):
-    """A file's bytes on their way to the storage: hashed and counted. What follows a failed write is dropped."""
+    """A file's bytes on their way to the storage: hashed and counted. What follows a failed write
+    is dropped."""
 
     def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
         super().__init__()
@@ -51,9 +62,11 @@ class _HashedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         if self.spoilt:
             return len(view)
-        # The digest of a large block is taken while it is written: both let go of the interpreter. Neither keeps the caller's
-        # memory, so both must be done on return.
-        hashed = self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
+        # The digest of a large block is taken while it is written: both let go of the interpreter.
+        # Neither keeps the caller's memory, so both must be done on return.
+        hashed = (
+            self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
+        )
         try:
             self._stream.write(view)
         except BaseException as exc:
@@ -88,13 +101,19 @@ class _HashedStream(io.RawIOBase):
 
 
 class CheckpointFile(io.BufferedWriter):
-    """A binary file that is hashed and counted as it is written; whole and durable once closed without an exception.
+    """A binary file that is hashed and counted as it is written; whole and durable once closed
+    without an exception.
 
-    Small pieces are gathered: torch writes five for every tensor, and what each one cost on its way was a third of a small save.
+    Small pieces are gathered: torch writes five for every tensor, and what each one cost on its way
+    was a third of a small save.
     """
 
     def __init__(
-        self, stream: WriteStream, closed_whole: Callable[[FileEntry], None], hasher: Executor, on_write: Callable[[], None]
+        self,
+        stream: WriteStream,
+        closed_whole: Callable[[FileEntry], None],
+        hasher: Executor,
+        on_write: Callable[[], None],
     ) -> None:
         self._bytes = _HashedStream(stream, hasher, on_write)
         self._closed_whole = closed_whole
@@ -108,7 +127,12 @@ class CheckpointFile(io.BufferedWriter):
         if not self._bytes.spoilt:
             self._closed_whole(self._bytes.entry())
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.close()
             return
@@ -121,12 +145,14 @@ class CheckpointFile(io.BufferedWriter):
 
 
 class CheckpointWriter:
-    """One checkpoint in the making. Nothing of it is a checkpoint before ``commit``; leaving the context without aborts it."""
+    """One checkpoint in the making. Nothing of it is a checkpoint before ``commit``; leaving the
+    context without aborts it."""
 
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._run_dir = run_dir
         self._name = name
-        # A directory of its own, which becomes the checkpoint's by the commit: nobody else ever writes there.
+        # A directory of its own, which becomes the checkpoint's by the commit: nobody else ever
+        # writes there.
         self._directory = run_dir.checkpoints_path(f"{BEGUN}{name}-{secrets.token_hex(6)}")
         self._marker = f"{self._directory}/{MANIFEST}.tmp"
         self._entries: dict[str, FileEntry | None] = {}
@@ -152,7 +178,9 @@ class CheckpointWriter:
         """The checkpoint's directory below ``checkpoints/``."""
         return str(self._name)
 
-    def write_file(self, relpath: str, on_write: Callable[[], None] = lambda: None) -> CheckpointFile:
+    def write_file(
+        self, relpath: str, on_write: Callable[[], None] = lambda: None
+    ) -> CheckpointFile:
         """Begin a file, for use in a ``with``.
 
         Args:
@@ -161,7 +189,9 @@ class CheckpointWriter:
         Raises InvalidStorage for a path that may not be, CheckpointReplaced.
         """
         if fault := relative_names.fault_of(relpath):
-            raise InvalidStorage(f"{relpath!r} is not a plain path below a checkpoint's directory: it {fault}")
+            raise InvalidStorage(
+                f"{relpath!r} is not a plain path below a checkpoint's directory: it {fault}"
+            )
         if relpath.startswith(MANIFEST):
             raise InvalidStorage(f"{relpath!r} is the manifest's own name; choose another")
         if relpath in self._entries:
@@ -187,7 +217,8 @@ class CheckpointWriter:
         metrics: Mapping[str, float],
         created_at: datetime | None = None,
     ) -> Manifest:
-        """Write the manifest last; from then on, also after a crash of the machine, this is a checkpoint.
+        """Write the manifest last; from then on, also after a crash of the machine, this is a
+        checkpoint.
 
         Args:
             metrics: of this state's own evaluation; those that are not finite are left out.
@@ -199,7 +230,10 @@ class CheckpointWriter:
         entries = {relpath: entry for relpath, entry in self._entries.items() if entry is not None}
         unfinished = sorted(self._entries.keys() - entries.keys())
         if unfinished or not entries:
-            raise InvalidStorage(f"checkpoint {self.name} cannot be committed: {unfinished or 'no file'} was written whole")
+            raise InvalidStorage(
+                f"checkpoint {self.name} cannot be committed: {unfinished or 'no file'} was "
+                "written whole"
+            )
         manifest = Manifest(
             run_id=self._run_dir.run_id,
             step=self._name.step,
@@ -214,10 +248,15 @@ class CheckpointWriter:
             created_at=created_at or datetime.now(UTC),
             files=entries,
         )
-        # The files' bytes are durable since they were closed; now their names, innermost directories first.
+        # The files' bytes are durable since they were closed; now their names, innermost
+        # directories first.
         with self._as_replaced():
-            for directory in sorted({str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True):
-                self._files.sync_dir(self._directory if directory == "." else f"{self._directory}/{directory}")
+            for directory in sorted(
+                {str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True
+            ):
+                self._files.sync_dir(
+                    self._directory if directory == "." else f"{self._directory}/{directory}"
+                )
         target = f"{self._run_dir.checkpoints_path(self.name)}/{MANIFEST}"
         if not self._promote(target, manifest.to_bytes()):
             raise CheckpointReplaced(self.name)
@@ -244,12 +283,18 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._hasher.shutdown()
         if kind is None:
             self.abort()
             return
-        with suppress(StorageError):  # the exception under way says more; who begins next clears away what is left
+        # the exception under way says more; who begins next clears away what is left
+        with suppress(StorageError):
             self.abort()
 
     @property
@@ -258,8 +303,9 @@ class CheckpointWriter:
 
 
 class ObjectCheckpointWriter(CheckpointWriter):
-    """The same where nothing can be renamed, and a put overwrites what another has put: all that is written lies at its place from
-    the beginning, and the place belongs to the first process that begins there, for as long as its marker is there."""
+    """The same where nothing can be renamed, and a put overwrites what another has put: all that is
+    written lies at its place from the beginning, and the place belongs to the first process that
+    begins there, for as long as its marker is there."""
 
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._owner = f"{process_nonce()} {secrets.token_hex(6)}".encode()
@@ -272,7 +318,8 @@ class ObjectCheckpointWriter(CheckpointWriter):
             return
         if _content(self._files, self._marker).partition(b" ")[0] != process_nonce().encode():
             raise CheckpointReplaced(self.name)
-        self._files.write(self._marker, self._owner)  # an earlier save of this process's, which is void from now on
+        # an earlier save of this process's, which is void from now on
+        self._files.write(self._marker, self._owner)
 
     def _may_go_on(self) -> bool:
         return _content(self._files, self._marker) == self._owner
@@ -296,7 +343,8 @@ class ObjectCheckpointWriter(CheckpointWriter):
     def _clear_away(self) -> None:
         if not self._may_go_on():
             return
-        # The manifest first: where the answer to its put was lost, it may be there. The marker last: then others may begin.
+        # The manifest first: where the answer to its put was lost, it may be there. The marker
+        # last: then others may begin.
         for relpath in (MANIFEST, *self._entries):
             self._files.delete_file(f"{self._directory}/{relpath}")
         self._files.delete_file(self._marker)
@@ -307,11 +355,14 @@ class ObjectCheckpointWriter(CheckpointWriter):
         self._files.delete_file(self._marker)
 
 
-def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]) -> CheckpointWriter:
+def begin_checkpoint(
+    run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]
+) -> CheckpointWriter:
     """Clear away what an earlier writer left under this name, and begin.
 
     Args:
-        is_sound: whether a checkpoint of this name is committed and verifies; asked only where there is a manifest.
+        is_sound: whether a checkpoint of this name is committed and verifies; asked only where
+            there is a manifest.
 
     Raises:
         CheckpointExists: it is.
@@ -327,13 +378,15 @@ def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[
             raise CheckpointExists(str(name))
         writer.clear_leavings(is_corrupt=is_there)
         return writer
-    for entry in files.list(run_dir.checkpoints_path()):  # who was slow, not dead, cannot commit any more
+    # who was slow, not dead, cannot commit any more
+    for entry in files.list(run_dir.checkpoints_path()):
         if entry.name.startswith(f"{BEGUN}{name}-"):
             _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
     judged = _content(files, manifest)
     if judged and is_sound():
         raise CheckpointExists(str(name))
-    # Renamed before it is deleted, and judged by what was renamed: another writer may have committed since we looked.
+    # Renamed before it is deleted, and judged by what was renamed: another writer may have
+    # committed since we looked.
     aside = _aside(run_dir, name)
     if files.set_aside(directory, aside):
         if _content(files, f"{aside}/{MANIFEST}") != judged:
@@ -345,8 +398,9 @@ def begin_checkpoint(run_dir: RunDir, name: CheckpointName, is_sound: Callable[[
 
 
 def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
-    """Bring a committed checkpoint that was set aside back to its place, where there is none now. Whether it is one: then it must
-    not be removed, also where its place is taken by somebody else."""
+    """Bring a committed checkpoint that was set aside back to its place, where there is none now.
+    Whether it is one: then it must not be removed, also where its place is taken by somebody
+    else."""
     files = run_dir.files
     if CheckpointName.parse(name) is None or not files.exists(f"{aside}/{MANIFEST}"):
         return False

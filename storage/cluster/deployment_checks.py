@@ -1,4 +1,5 @@
-"""Files of checks of a deployment: ``cluster/checks/ID/`` with a probe for each node, and the report."""
+"""Files of checks of a deployment: ``cluster/checks/ID/`` with a probe for each node, and the
+report."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ def read_probe(storage: Storage, check_id: str, node_id: str) -> bytes:
 
 
 def write_report(storage: Storage, check_id: str, data: bytes) -> None:
-    """Leave the report, take away the probes and what is left of old checks. Raises StorageError."""
+    """Leave the report, take away the probes and what is left of old checks. Raises
+    StorageError."""
     storage.files.write(f"{_ROOT}/{check_id}/report.json", data)
     storage.files.delete_dir(f"{_ROOT}/{check_id}/probes")
-    checks = [entry.name for entry in storage.files.list(_ROOT) if entry.is_dir]  # sorted, which is by time
+    # sorted, which is by time
+    checks = [entry.name for entry in storage.files.list(_ROOT) if entry.is_dir]
     for old in checks[:-KEPT]:
         storage.files.delete_dir(f"{_ROOT}/{old}")
 

@@ -1,4 +1,5 @@
-"""A storage's identity: a UUID in a file at its root, by which a storage that was replaced is told from the one that was known."""
+"""A storage's identity: a UUID in a file at its root, by which a storage that was replaced is told
+from the one that was known."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from storage.run_dir import CheckpointName, RunDir
 
 IDENTITY_FILE = "everstep-storage.json"
 KNOWN_VARIABLE = "EVERSTEP_KNOWN"
-"""Variable in which the service tells a driver what its database knows of the run: ``Known`` as JSON."""
+"""Variable in which the service tells a driver what its database knows of the run: ``Known`` as
+JSON."""
 EXIT_STORAGE = 4
-"""Exit code of a driver that left the run's storage alone, since it is not the one that is known, or could not be used."""
+"""Exit code of a driver that left the run's storage alone, since it is not the one that is known,
+or could not be used."""
 STORAGE_WORDS = "everstep: storage: "
 """How the line begins in which such a driver says why."""
 REMEDY = (
-    "Mount or name the storage that was used before. To go on with the one that is there, and without what it lacks, run "
+    "Mount or name the storage that was used before. To go on with the one that is there, and "
+    "without what it lacks, run "
     "`everstep storage adopt`"
 )
 
@@ -31,7 +35,8 @@ def new_identity() -> str:
 
 
 def read_identity(storage: Storage) -> str | None:
-    """Return the storage's id; None where it has none. Raises StorageError, CorruptFile where the file holds no id."""
+    """Return the storage's id; None where it has none. Raises StorageError, CorruptFile where the
+    file holds no id."""
     try:
         data = storage.files.read(IDENTITY_FILE)
     except StorageNotFound:
@@ -40,24 +45,38 @@ def read_identity(storage: Storage) -> str | None:
         return str(uuid.UUID(json.loads(data)["id"]))
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         path = storage.files.path(IDENTITY_FILE)
-        raise CorruptFile(f"{path} holds no storage id ({exc}); put it back, or delete it and adopt the storage") from exc
+        raise CorruptFile(
+            f"{path} holds no storage id ({exc}); put it back, or delete it and adopt the storage"
+        ) from exc
 
 
 def write_identity(storage: Storage, identity: str) -> str:
-    """Give a storage an id unless it has one. Returns the id that it then has. Raises StorageError."""
+    """Give a storage an id unless it has one. Returns the id that it then has. Raises
+    StorageError."""
     storage.files.create_new(IDENTITY_FILE, json.dumps({"id": identity}).encode() + b"\n")
     found = read_identity(storage)
     if found is None:
-        raise StorageMismatch(f"storage {storage.uri} does not give back the identity file that was just written there. {REMEDY}")
+        raise StorageMismatch(
+            f"storage {storage.uri} does not give back the identity file that was just written "
+            f"there. {REMEDY}"
+        )
     return found
 
 
 def check_identity(storage: Storage, known: str) -> None:
-    """Raises StorageMismatch where the storage has another id than the known one, or none; StorageError."""
+    """Raises StorageMismatch where the storage has another id than the known one, or none;
+    StorageError."""
     found = read_identity(storage)
     if found != known:
-        has = f"has the id {found}" if found else "has no id: it is empty, not mounted, or another one"
-        raise StorageMismatch(f"storage {storage.uri} {has}, and the database belongs to the storage with the id {known}. {REMEDY}")
+        has = (
+            f"has the id {found}"
+            if found
+            else "has no id: it is empty, not mounted, or another one"
+        )
+        raise StorageMismatch(
+            f"storage {storage.uri} {has}, and the database belongs to the storage with the id "
+            f"{known}. {REMEDY}"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,8 @@ class Known:
 
     @staticmethod
     def parse(text: str | None) -> Known:
-        """Read back what ``to_text`` wrote; what a newer service says besides is left out. Raises ValueError."""
+        """Read back what ``to_text`` wrote; what a newer service says besides is left out. Raises
+        ValueError."""
         found = json.loads(text) if text else {}
         return Known(found.get("storage"), int(found.get("journal", 0)), found.get("checkpoint"))
 
@@ -84,7 +104,8 @@ class Known:
 def check_known(run_dir: RunDir, known: Known) -> None:
     """See that the storage holds at least what is known of a run.
 
-    A checkpoint that a journal names may be missing: a restore then says so, and takes the one before it.
+    A checkpoint that a journal names may be missing: a restore then says so, and takes the one
+    before it.
 
     Raises:
         StorageMismatch: it holds less; says what is missing.
@@ -94,7 +115,8 @@ def check_known(run_dir: RunDir, known: Known) -> None:
         check_identity(run_dir.storage, known.storage)
     if known.journal and not read_journal(run_dir, known.journal, None, 1)[0]:
         raise StorageMismatch(
-            f"the database knows the journal of submission {known.journal} of run {run_dir.run_id}, which is not in "
+            f"the database knows the journal of submission {known.journal} of run "
+            f"{run_dir.run_id}, which is not in "
             f"{run_dir.uri}. {REMEDY}"
         )
     name = CheckpointName.parse(known.checkpoint or "")
@@ -102,5 +124,12 @@ def check_known(run_dir: RunDir, known: Known) -> None:
         return
     newest = max((manifest.step for manifest in run_dir.checkpoints.list()), default=-1)
     if newest < 0 or (newest < name.step and name not in told_checkpoints(run_dir)):
-        there = f"its newest checkpoint is of step {newest}" if newest >= 0 else "it holds no checkpoint"
-        raise StorageMismatch(f"the database knows checkpoint {name} of run {run_dir.run_id}; {there}, in {run_dir.uri}. {REMEDY}")
+        there = (
+            f"its newest checkpoint is of step {newest}"
+            if newest >= 0
+            else "it holds no checkpoint"
+        )
+        raise StorageMismatch(
+            f"the database knows checkpoint {name} of run {run_dir.run_id}; {there}, in "
+            f"{run_dir.uri}. {REMEDY}"
+        )

@@ -1,7 +1,8 @@
-"""Which nodes may take no rank, as the service tells drivers: one small file of the storage, ``cluster/nodes.json``.
+"""Which nodes may take no rank, as the service tells drivers: one small file of the storage,
+``cluster/nodes.json``.
 
-The service is its only writer and replaces it whole; whoever looks for room for ranks reads it. A file that is not there marks
-no node.
+The service is its only writer and replaces it whole; whoever looks for room for ranks reads it. A
+file that is not there marks no node.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MarkState = Literal["cordoned", "draining"]
 
 @dataclass(frozen=True)
 class NodeMark:
-    """One node that takes no new rank; from one that is ``draining`` ranks leave, too. Times are unix seconds."""
+    """One node that takes no new rank; from one that is ``draining`` ranks leave, too. Times are
+    unix seconds."""
 
     node_id: str
     state: MarkState
@@ -48,7 +50,8 @@ NO_MARKS = encode_marks(())
 
 
 def read_marks_file(storage: Storage) -> bytes:
-    """The file as it lies there; where there is none, what it says of no marks. Raises StorageError."""
+    """The file as it lies there; where there is none, what it says of no marks. Raises
+    StorageError."""
     try:
         return storage.files.read(PATH)
     except StorageNotFound:
@@ -70,7 +73,9 @@ def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
         nodes = plain_text.parse_json(data)["nodes"]
         return {node_id: _mark(node_id, fields) for node_id, fields in nodes.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CorruptFile(f"{storage.files.path(PATH)} does not say which nodes are marked: {data[:80]!r}") from exc
+        raise CorruptFile(
+            f"{storage.files.path(PATH)} does not say which nodes are marked: {data[:80]!r}"
+        ) from exc
 
 
 def _mark(node_id: str, fields: dict[str, object]) -> NodeMark:

@@ -1,4 +1,5 @@
-"""Archives of users' code: read without trust, file by file, within limits that no header can talk its way around."""
+"""Archives of users' code: read without trust, file by file, within limits that no header can talk
+its way around."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from everstep.code.rules import MAX_ARCHIVE_BYTES, MAX_DEPTH, MAX_FILES, MAX_PATH_BYTES, MAX_UNPACKED_BYTES
+from everstep.code.rules import (
+    MAX_ARCHIVE_BYTES,
+    MAX_DEPTH,
+    MAX_FILES,
+    MAX_PATH_BYTES,
+    MAX_UNPACKED_BYTES,
+)
 from everstep.wire import relative_names
 from storage.errors import InvalidArchive
 
@@ -23,7 +30,8 @@ _BLOCK_BYTES = 1 << 20
 _MAX_TAR_BYTES = MAX_UNPACKED_BYTES + MAX_FILES * 2048
 """A tar stream within the limits: the files, and a header and padding for each."""
 _MAX_DIRECTORY_BYTES = MAX_FILES * (MAX_PATH_BYTES + 256)
-"""A zip file's directory within the limits: zipfile reads all of it before anything can be counted."""
+"""A zip file's directory within the limits: zipfile reads all of it before anything can be
+counted."""
 _BROKEN = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error),
     *(EOFError, OSError, ValueError, LookupError, ArithmeticError, RuntimeError),
@@ -43,11 +51,14 @@ class Member:
 def read_members(data: bytes) -> Iterator[Member]:
     """Every file of a zip or tar.gz, in the archive's order; nothing is written anywhere.
 
-    Raises InvalidArchive, at the latest at the end: for what is neither, is broken or too large, or holds anything but files and
-    directories with plain relative paths.
+    Raises InvalidArchive, at the latest at the end: for what is neither, is broken or too large, or
+    holds anything but files and directories with plain relative paths.
     """
     if len(data) > MAX_ARCHIVE_BYTES:
-        raise InvalidArchive(f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and weights out of it")
+        raise InvalidArchive(
+            f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and weights "
+            "out of it"
+        )
     checked = _Checked()
     try:
         if data[:2] == b"\x1f\x8b":
@@ -63,7 +74,8 @@ def read_members(data: bytes) -> Iterator[Member]:
 
 
 def unpack(data: bytes, directory: Path) -> dict[str, int]:
-    """Write every file below ``directory``, which must be empty; their sizes in bytes by path. Raises InvalidArchive."""
+    """Write every file below ``directory``, which must be empty; their sizes in bytes by path.
+    Raises InvalidArchive."""
     sizes = {}
     for member in read_members(data):
         path = directory / member.path
@@ -89,7 +101,11 @@ class _Checked:
         self._count()
         path = _plain_path(name)
         parents = ["/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 1)]
-        if path in self.files or path in self._directories or any(parent in self.files for parent in parents):
+        if (
+            path in self.files
+            or path in self._directories
+            or any(parent in self.files for parent in parents)
+        ):
             raise InvalidArchive(f"the archive holds {path!r} twice")
         self.files.add(path)
         self._directories.update(parents)
@@ -101,38 +117,52 @@ class _Checked:
             _plain_path(name.rstrip("/"))
 
     def read(self, stream: IO[bytes], path: str, declared_bytes: int) -> bytes:
-        """A file's bytes; no more are ever read than there is room for, whatever its header declares."""
+        """A file's bytes; no more are ever read than there is room for, whatever its header
+        declares."""
         if declared_bytes > self._bytes_left:
             raise InvalidArchive(_too_large(path))
         content = stream.read(self._bytes_left + 1) if declared_bytes else b""
         if len(content) > self._bytes_left:
             raise InvalidArchive(_too_large(path))
         if len(content) != declared_bytes:
-            raise InvalidArchive(f"the archive is broken: {path!r} has {len(content)} bytes and declares {declared_bytes}")
+            raise InvalidArchive(
+                f"the archive is broken: {path!r} has {len(content)} bytes and declares "
+                f"{declared_bytes}"
+            )
         self._bytes_left -= len(content)
         return content
 
     def _count(self) -> None:
         self._num_entries += 1
         if self._num_entries > MAX_FILES:
-            raise InvalidArchive(f"the archive holds more than {MAX_FILES} files and directories; leave data out of it")
+            raise InvalidArchive(
+                f"the archive holds more than {MAX_FILES} files and directories; leave data out "
+                "of it"
+            )
 
 
 def _plain_path(name: str) -> str:
-    """``name`` without leading ``./``. Raises InvalidArchive for one that leads elsewhere, or that systems read differently."""
+    """``name`` without leading ``./``. Raises InvalidArchive for one that leads elsewhere, or that
+    systems read differently."""
     parts = [part for part in name.split("/") if part != "."]
     path = "/".join(parts)
     if relative_names.fault_of(path) or name[1:2] == ":" or not name.isprintable():
         raise InvalidArchive(
-            f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes or control characters"
+            f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes "
+            "or control characters"
         )
     if len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES:
-        raise InvalidArchive(f"the archive holds a path that is too long or too deep: {path[:80]!r}…")
+        raise InvalidArchive(
+            f"the archive holds a path that is too long or too deep: {path[:80]!r}…"
+        )
     return path
 
 
 def _too_large(path: str) -> str:
-    return f"the archive unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB (at {path!r}); leave data and weights out of it"
+    return (
+        f"the archive unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB (at {path!r}); leave "
+        "data and weights out of it"
+    )
 
 
 def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
@@ -145,7 +175,10 @@ def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
                     checked.directory(info.name)
                     continue
                 if not info.isreg() or info.issparse():
-                    raise InvalidArchive(f"the archive holds {info.name[:200]!r}, which is neither a file nor a directory")
+                    raise InvalidArchive(
+                        f"the archive holds {info.name[:200]!r}, which is neither a file nor a "
+                        "directory"
+                    )
                 path = checked.path(info.name)
                 stream = tar.extractfile(info)
                 assert stream is not None
@@ -153,7 +186,8 @@ def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
 
 
 def _gunzip(data: bytes, plain: IO[bytes]) -> None:
-    """Unpacked to a file, so that a tar's headers cannot ask for more memory than there are bytes."""
+    """Unpacked to a file, so that a tar's headers cannot ask for more memory than there are
+    bytes."""
     size_bytes = 0
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -174,18 +208,31 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
                 checked.directory(info.filename)
                 continue
             if kind not in (0, stat.S_IFREG):
-                raise InvalidArchive(f"the archive holds {info.filename[:200]!r}, which is neither a file nor a directory")
+                raise InvalidArchive(
+                    f"the archive holds {info.filename[:200]!r}, which is neither a file nor a "
+                    "directory"
+                )
             if info.flag_bits & 0x1:
-                raise InvalidArchive(f"{info.filename[:200]!r} is encrypted; send an archive without a password")
+                raise InvalidArchive(
+                    f"{info.filename[:200]!r} is encrypted; send an archive without a password"
+                )
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise InvalidArchive(f"{info.filename[:200]!r} is packed by a method other than deflate; pack it anew")
+                raise InvalidArchive(
+                    f"{info.filename[:200]!r} is packed by a method other than deflate; pack it "
+                    "anew"
+                )
             path = checked.path(info.filename)
             with archive.open(info) as stream:
-                yield Member(path, checked.read(stream, path, info.file_size), bool(info.external_attr >> 16 & 0o100))
+                yield Member(
+                    path,
+                    checked.read(stream, path, info.file_size),
+                    bool(info.external_attr >> 16 & 0o100),
+                )
 
 
 def _check_directory(data: bytes) -> None:
-    """Refuse a directory that is larger than the limits allow, before zipfile makes an object of each of its entries."""
+    """Refuse a directory that is larger than the limits allow, before zipfile makes an object of
+    each of its entries."""
     end = data.rfind(b"PK\x05\x06")
     if end < 0 or len(data) < end + 22:
         raise InvalidArchive("the archive is broken: its directory is missing")
@@ -193,4 +240,6 @@ def _check_directory(data: bytes) -> None:
         raise InvalidArchive("the archive is a zip64; its files must be fewer and smaller")
     [size_bytes] = struct.unpack_from("<L", data, end + 12)
     if size_bytes > _MAX_DIRECTORY_BYTES:
-        raise InvalidArchive(f"the archive holds more than {MAX_FILES} files and directories; leave data out of it")
+        raise InvalidArchive(
+            f"the archive holds more than {MAX_FILES} files and directories; leave data out of it"
+        )

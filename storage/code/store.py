@@ -1,4 +1,5 @@
-"""Uploaded code: archives in storage, named by what they hold, so that every node can fetch them and none is stored twice."""
+"""Uploaded code: archives in storage, named by what they hold, so that every node can fetch them
+and none is stored twice."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class CodeStore:
         self._files = storage.files
 
     def put(self, data: bytes) -> StoredCode:
-        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what is not safe, or of no use."""
+        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what
+        is not safe, or of no use."""
         looked_at = look_at(data)
         self.keep(looked_at, data)
         return looked_at
@@ -41,12 +43,16 @@ class CodeStore:
             self._files.write(_path(looked_at.digest), data)
 
     def read(self, digest: str) -> bytes:
-        """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not those that were stored."""
+        """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not
+        those that were stored."""
         path = _path(digest)
         data = self._files.read(path, MAX_ARCHIVE_BYTES)
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if found != digest:
-            raise CorruptFile(f"{self._files.path(path)} holds {found}; upload the code again, which puts it right")
+            raise CorruptFile(
+                f"{self._files.path(path)} holds {found}; upload the code again, which puts it "
+                "right"
+            )
         return data
 
     def _holds(self, digest: str) -> bool:
@@ -58,13 +64,16 @@ class CodeStore:
 
 
 def look_at(data: bytes) -> StoredCode:
-    """Return what an archive holds, without keeping it. Raises InvalidArchive for what is not safe, or of no use."""
+    """Return what an archive holds, without keeping it. Raises InvalidArchive for what is not safe,
+    or of no use."""
     paths = {member.path for member in read_members(data)}
     if problems := collisions(paths):
         raise InvalidArchive("; ".join(problems))
     names = modules(paths)
     if not names:
-        raise InvalidArchive("the archive holds no Python module; pack the directory that holds yours")
+        raise InvalidArchive(
+            "the archive holds no Python module; pack the directory that holds yours"
+        )
     return StoredCode(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data), names)
 
 

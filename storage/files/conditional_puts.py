@@ -1,7 +1,8 @@
 """Creating an object only where there is none: what pyarrow cannot ask of an object store.
 
-S3 has it as ``If-None-Match: *`` since August 2024, MinIO and others as well. A store that ignores the condition is refused
-(``storage.filesystem.require_exclusive_creates``): there two writers would both be told that they have written.
+S3 has it as ``If-None-Match: *`` since August 2024, MinIO and others as well. A store that ignores
+the condition is refused (``storage.filesystem.require_exclusive_creates``): there two writers would
+both be told that they have written.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from storage.errors import InvalidStorage, StorageDenied, StorageError, StorageFull, StorageNotFound, StorageUnavailable
+from storage.errors import (
+    InvalidStorage,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageNotFound,
+    StorageUnavailable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +32,9 @@ _MISSING = {"NoSuchBucket", "404"}
 class S3ConditionalPuts:
     """By botocore, with the credentials that it finds where pyarrow finds them."""
 
-    def __init__(self, options: Mapping[str, str], connect_timeout_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self, options: Mapping[str, str], connect_timeout_s: float, request_timeout_s: float
+    ) -> None:
         self._options = options
         self._timeouts = (connect_timeout_s, request_timeout_s)
 
@@ -39,7 +49,10 @@ class S3ConditionalPuts:
                     return False
                 continue  # two puts met, of which neither may have won
             return True
-        raise StorageUnavailable(f"cannot create {bucket}/{key}: others put it at the same time, again and again; try again later")
+        raise StorageUnavailable(
+            f"cannot create {bucket}/{key}: others put it at the same time, again and again; try "
+            "again later"
+        )
 
     def _call(self, operation: str, bucket: str, key: str, **arguments: Any) -> None:
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
@@ -49,9 +62,14 @@ class S3ConditionalPuts:
         except ClientError as exc:
             raise _mapped(exc.response, f"{bucket}/{key}") from exc
         except NoCredentialsError as exc:
-            raise StorageDenied(f"cannot write {bucket}/{key}: {exc}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from exc
+            raise StorageDenied(
+                f"cannot write {bucket}/{key}: {exc}; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            ) from exc
         except BotoCoreError as exc:
-            raise StorageUnavailable(f"cannot write {bucket}/{key}: {exc}; check that the store is up and reachable") from exc
+            raise StorageUnavailable(
+                f"cannot write {bucket}/{key}: {exc}; check that the store is up and reachable"
+            ) from exc
 
     @cached_property
     def _client(self) -> Any:
@@ -63,8 +81,12 @@ class S3ConditionalPuts:
         session = get_session()
         return session.create_client(
             "s3",
-            region_name=self._options.get("region") or session.get_config_variable("region") or "us-east-1",
-            endpoint_url=f"{self._options.get('scheme', 'https')}://{endpoint}" if endpoint else None,
+            region_name=self._options.get("region")
+            or session.get_config_variable("region")
+            or "us-east-1",
+            endpoint_url=f"{self._options.get('scheme', 'https')}://{endpoint}"
+            if endpoint
+            else None,
             config=Config(
                 connect_timeout=connect_s,
                 read_timeout=request_s,
@@ -77,7 +99,8 @@ class S3ConditionalPuts:
 
 
 class _Conflict(Exception):
-    """The condition did not hold; its code as the text. Only for this module: a caller hears of no error."""
+    """The condition did not hold; its code as the text. Only for this module: a caller hears of no
+    error."""
 
 
 def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:
@@ -89,11 +112,16 @@ def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:
     if code == _AT_THE_SAME_TIME or status == 409:
         return _Conflict(_AT_THE_SAME_TIME)
     if code in _MISSING:
-        return StorageNotFound(f"{words}; create the bucket, or name another one in the storage URI")
+        return StorageNotFound(
+            f"{words}; create the bucket, or name another one in the storage URI"
+        )
     if code in _DENIED:
         return StorageDenied(f"{words}; check the credentials and the bucket's policy")
     if status == 501:
-        return InvalidStorage(f"{words}; this store does not know If-None-Match: * on a put; use one that does, or a filesystem")
+        return InvalidStorage(
+            f"{words}; this store does not know If-None-Match: * on a put; use one that does, or "
+            "a filesystem"
+        )
     if status == 507:
         return StorageFull(words)
     return StorageUnavailable(f"{words}; check that the store is up and reachable")

@@ -48,17 +48,20 @@ def _is_dir(path: str) -> bool:
 
 
 class _SyncedFile:
-    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to sync.
+    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to
+    sync.
 
-    The system begins to bring pages to the medium as soon as they are written. Otherwise all of a checkpoint would wait in memory
-    for the fsync at its end, and the medium would idle meanwhile.
+    The system begins to bring pages to the medium as soon as they are written. Otherwise all of a
+    checkpoint would wait in memory for the fsync at its end, and the medium would idle meanwhile.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._offset_bytes = 0
         with mapped("create", path):
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd: int | None = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+            )
 
     def write(self, data: bytes | memoryview, /) -> int:
         assert self._fd is not None
@@ -67,7 +70,9 @@ class _SyncedFile:
         with mapped("write", self._path):
             while written < len(view):
                 count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
-                if sys.platform == "linux":  # begins to write dirty pages back that are to be dropped, and drops none before that
+                # begins to write dirty pages back that are to be dropped, and drops none before
+                # that
+                if sys.platform == "linux":
                     os.posix_fadvise(self._fd, self._offset_bytes, count, os.POSIX_FADV_DONTNEED)
                 self._offset_bytes += count
                 written += count
@@ -87,7 +92,8 @@ class _SyncedFile:
 class LocalFiles:
     """Files below a local directory, which is made when something is first written.
 
-    Paths are plain text here: a save names forty of them, and to make a ``Path`` of each costs as much as what is then asked.
+    Paths are plain text here: a save names forty of them, and to make a ``Path`` of each costs as
+    much as what is then asked.
     """
 
     can_append = True
@@ -96,7 +102,8 @@ class LocalFiles:
         self._root = str(root)
         self._prefix = os.path.join(self._root, "")
         self._places: dict[str, str] = {}
-        """Where the directories below the root really lie: an operator may have put one of them elsewhere by a link."""
+        """Where the directories below the root really lie: an operator may have put one of them
+        elsewhere by a link."""
 
     def path(self, relpath: str) -> str:
         return self._prefix + relpath if relpath not in ("", ".") else self._root
@@ -105,7 +112,8 @@ class LocalFiles:
         path = self.path(relpath)
         try:
             with mapped("look at", path):
-                return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)  # os.path hides EACCES and EIO
+                # os.path hides EACCES and EIO
+                return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
         except StorageNotFound:
             return False
 
@@ -128,10 +136,11 @@ class LocalFiles:
             return cast(ReadStream, file)
 
     def _refuse_outside(self, fd: int, relpath: str) -> None:
-        """Refuse a file or directory that a link in its path led to, out of the storage or into another run's directory.
+        """Refuse a file or directory that a link in its path led to, out of the storage or into
+        another run's directory.
 
-        A run's code writes beside us, and readers such as the service have more rights than it. Asked of what is open, which
-        nobody can exchange any more. Raises LinkedFile.
+        A run's code writes beside us, and readers such as the service have more rights than it.
+        Asked of what is open, which nobody can exchange any more. Raises LinkedFile.
         """
         if sys.platform != "linux":
             return
@@ -157,7 +166,8 @@ class LocalFiles:
             return []
 
     def _entries(self, path: str, relpath: str) -> builtins.list[Entry]:
-        """Raises LinkedFile, CorruptFile for a directory with more names than any of a run has, OSError."""
+        """Raises LinkedFile, CorruptFile for a directory with more names than any of a run has,
+        OSError."""
         in_run = "/" in relpath
         if in_run and os.path.islink(path):
             raise linked(path)
@@ -165,11 +175,17 @@ class LocalFiles:
         try:
             self._refuse_outside(fd, relpath)
             with os.scandir(fd) as entries:
-                found = [Entry(entry.name, entry.is_dir()) for entry in islice(entries, _MAX_ENTRIES + 1 if in_run else None)]
+                found = [
+                    Entry(entry.name, entry.is_dir())
+                    for entry in islice(entries, _MAX_ENTRIES + 1 if in_run else None)
+                ]
         finally:
             os.close(fd)
         if in_run and len(found) > _MAX_ENTRIES:
-            raise CorruptFile(f"{path} holds more than {_MAX_ENTRIES} names, which no run needs; remove what was put there")
+            raise CorruptFile(
+                f"{path} holds more than {_MAX_ENTRIES} names, which no run needs; remove what "
+                "was put there"
+            )
         return sorted(found)
 
     def write(self, relpath: str, data: bytes) -> None:
@@ -195,7 +211,8 @@ class LocalFiles:
         with mapped("create", path):
             self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL, relpath)
             try:
-                os.link(temporary, path)  # unlike a rename it fails where there is a file, and readers never see half of one
+                # unlike a rename it fails where there is a file, and readers never see half of one
+                os.link(temporary, path)
             except FileExistsError:
                 return self.read(relpath) == data
             except OSError as exc:
@@ -208,7 +225,8 @@ class LocalFiles:
         return True
 
     def _create_in_place(self, relpath: str, data: bytes) -> bool:
-        """As ``create_new``, on a filesystem without hard links: a reader may see half of the file for a moment."""
+        """As ``create_new``, on a filesystem without hard links: a reader may see half of the file
+        for a moment."""
         path = self.path(relpath)
         try:
             self._write_synced(path, data, os.O_CREAT | os.O_EXCL, relpath)
@@ -259,10 +277,14 @@ class LocalFiles:
         return True
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever removed it in the
-        # meantime makes one of the two fail, so a writer that was replaced cannot commit. To rename a directory over one that
-        # is not empty fails: of several writers one commits.
-        (begun, _), (directory, name) = os.path.split(self.path(marker)), os.path.split(self.path(relpath))
+        # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever
+        # removed it in the meantime makes one of the two fail, so a writer that was replaced cannot
+        # commit. To rename a directory over one that is not empty fails: of several writers one
+        # commits.
+        (begun, _), (directory, name) = (
+            os.path.split(self.path(marker)),
+            os.path.split(self.path(relpath)),
+        )
         try:
             with mapped("commit", f"{directory}/{name}"):
                 self._write_synced(self.path(marker), data, os.O_TRUNC, marker)
@@ -292,7 +314,8 @@ class LocalFiles:
         path = self.path(relpath)
         with mapped("delete", path):
             while _is_dir(path):
-                with suppress(FileNotFoundError):  # somebody else deletes something in it, which would end this in the middle
+                # somebody else deletes something in it, which would end this in the middle
+                with suppress(FileNotFoundError):
                     shutil.rmtree(path)
 
     def _write_synced(self, path: str, data: bytes, flags: int, relpath: str) -> None:

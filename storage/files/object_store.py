@@ -1,6 +1,8 @@
-"""An object store through pyarrow: whole objects appear at once, nothing is appended, renamed or locked.
+"""An object store through pyarrow: whole objects appear at once, nothing is appended, renamed or
+locked.
 
-Credentials come from the environment (AWS_ACCESS_KEY_ID and so on, or the machine's role), never from the URI.
+Credentials come from the environment (AWS_ACCESS_KEY_ID and so on, or the machine's role), never
+from the URI.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _GCS_OPTIONS = {"endpoint_override", "scheme"}
 
 
 def open_object_files(parts: SplitResult) -> ObjectFiles:
-    """Open ``s3://bucket/prefix?endpoint_override=…&scheme=…&region=…`` or ``gs://…``. Raises InvalidStorage."""
+    """Open ``s3://bucket/prefix?endpoint_override=…&scheme=…&region=…`` or ``gs://…``. Raises
+    InvalidStorage."""
     from pyarrow import fs
 
     options = _options(parts)
@@ -39,24 +42,35 @@ def open_object_files(parts: SplitResult) -> ObjectFiles:
                 base,
                 S3ConditionalPuts(options, _CONNECT_TIMEOUT_S, _REQUEST_TIMEOUT_S),
             )
-        return ObjectFiles(fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S), **options), base)
+        return ObjectFiles(
+            fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S), **options),
+            base,
+        )
 
 
 def check_object_uri(parts: SplitResult) -> None:
-    """Find what is wrong with an object store's URI without asking the store. Raises InvalidStorage."""
+    """Find what is wrong with an object store's URI without asking the store. Raises
+    InvalidStorage."""
     _options(parts)
 
 
 def _options(parts: SplitResult) -> dict[str, str]:
     if parts.username or parts.password:
-        raise InvalidStorage("the storage URI holds credentials; put them in the environment (AWS_ACCESS_KEY_ID, …) instead")
+        raise InvalidStorage(
+            "the storage URI holds credentials; put them in the environment (AWS_ACCESS_KEY_ID, "
+            "…) instead"
+        )
     if not parts.netloc:
-        raise InvalidStorage(f"the storage URI names no bucket; write {parts.scheme}://bucket/prefix")
+        raise InvalidStorage(
+            f"the storage URI names no bucket; write {parts.scheme}://bucket/prefix"
+        )
     allowed = _S3_OPTIONS if parts.scheme == "s3" else _GCS_OPTIONS
     given = parse_qs(parts.query, keep_blank_values=True)
     unknown = sorted(set(given) - allowed)
     if unknown:
-        raise InvalidStorage(f"the storage URI has unknown options {unknown}; {parts.scheme} takes {sorted(allowed)}")
+        raise InvalidStorage(
+            f"the storage URI has unknown options {unknown}; {parts.scheme} takes {sorted(allowed)}"
+        )
     options = {name: values[-1] for name, values in given.items()}
     endpoint = options.get("endpoint_override", "")
     if "://" in endpoint:
@@ -70,7 +84,10 @@ def make_s3_bucket(parts: SplitResult) -> None:
 
     with mapped("make bucket", parts.netloc):
         fs.S3FileSystem(
-            allow_bucket_creation=True, connect_timeout=_CONNECT_TIMEOUT_S, request_timeout=_REQUEST_TIMEOUT_S, **_options(parts)
+            allow_bucket_creation=True,
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            request_timeout=_REQUEST_TIMEOUT_S,
+            **_options(parts),
         ).create_dir(parts.netloc)
 
 
@@ -96,7 +113,8 @@ class ObjectFiles:
     can_append = False
 
     def __init__(self, filesystem: Any, base: str, puts: S3ConditionalPuts | None = None) -> None:
-        """``puts`` is None of Google's store, whose conditions pyarrow does not speak: there a look comes before the put."""
+        """``puts`` is None of Google's store, whose conditions pyarrow does not speak: there a look
+        comes before the put."""
         self._fs = filesystem
         self.base = base
         self._puts = puts
@@ -105,7 +123,8 @@ class ObjectFiles:
         return f"{self.base}/{relpath}" if relpath not in ("", ".") else self.base
 
     def exists(self, relpath: str) -> bool:
-        # Not get_file_info: for a missing object it lists the prefix to see whether it is a directory.
+        # Not get_file_info: for a missing object it lists the prefix to see whether it is a
+        # directory.
         path = self.path(relpath)
         try:
             with mapped("look at", path):
@@ -165,7 +184,10 @@ class ObjectFiles:
         return False
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        raise InvalidStorage(f"{self.path(marker)} cannot be renamed on an object store; create {relpath} there instead")
+        raise InvalidStorage(
+            f"{self.path(marker)} cannot be renamed on an object store; create {relpath} there "
+            "instead"
+        )
 
     def delete_file(self, relpath: str) -> None:
         path = self.path(relpath)

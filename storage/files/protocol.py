@@ -22,7 +22,13 @@ class ReadStream(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None, /) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
 
 
 class WriteStream(Protocol):
@@ -33,7 +39,8 @@ class WriteStream(Protocol):
 
 
 class Files(Protocol):
-    """Files below a root; every path is relative to it, with ``/``. All methods raise StorageError, nothing else."""
+    """Files below a root; every path is relative to it, with ``/``. All methods raise StorageError,
+    nothing else."""
 
     @property
     def can_append(self) -> bool:
@@ -46,7 +53,8 @@ class Files(Protocol):
         """Whether there is such a file. Never lists."""
 
     def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
-        """Return the whole file. Raises StorageNotFound, NotRegularFile, FileTooLarge. Never lists, never waits for a writer."""
+        """Return the whole file. Raises StorageNotFound, NotRegularFile, FileTooLarge. Never lists,
+        never waits for a writer."""
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
         """Stream a file from a byte on. Raises StorageNotFound, NotRegularFile."""
@@ -55,19 +63,23 @@ class Files(Protocol):
         """Names directly below a directory, sorted; none where there is no such directory."""
 
     def write(self, relpath: str, data: bytes) -> None:
-        """Create or replace a small file at once: readers see the old one or the new one. Durable on return."""
+        """Create or replace a small file at once: readers see the old one or the new one. Durable
+        on return."""
 
     def create_new(self, relpath: str, data: bytes) -> bool:
-        """Create a small file, unless there is one: False, and nothing has happened. Of several that try at once one succeeds.
+        """Create a small file, unless there is one: False, and nothing has happened. Of several
+        that try at once one succeeds.
 
-        A try whose answer was lost counts as successful where the file holds just ``data``. Durable on return.
+        A try whose answer was lost counts as successful where the file holds just ``data``. Durable
+        on return.
         """
 
     def create(self, relpath: str) -> WriteStream:
         """Begin a new file, which must not exist yet where the filesystem can tell."""
 
     def touch(self, relpath: str) -> None:
-        """Make a new empty file in a directory that is made for it. Neither survives a crash of the machine until it is synced."""
+        """Make a new empty file in a directory that is made for it. Neither survives a crash of the
+        machine until it is synced."""
 
     def make_dir(self, relpath: str) -> None:
         """Make a directory and its parents durably, where directories are a thing."""
@@ -79,9 +91,11 @@ class Files(Protocol):
         """Rename a directory at once; False where nothing is there or renames are not a thing."""
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        """Write ``data`` as ``relpath``, which must not exist, provided that ``marker`` still exists, which it uses up; else False.
+        """Write ``data`` as ``relpath``, which must not exist, provided that ``marker`` still
+        exists, which it uses up; else False.
 
-        The directory of ``marker`` becomes that of ``relpath``, with all in it. Only where directories can be renamed.
+        The directory of ``marker`` becomes that of ``relpath``, with all in it. Only where
+        directories can be renamed.
         """
 
     def delete_file(self, relpath: str) -> None:

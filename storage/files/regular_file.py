@@ -1,7 +1,9 @@
-"""Open files that other processes write: never wait for one, never follow a link, never read more than a limit.
+"""Open files that other processes write: never wait for one, never follow a link, never read more
+than a limit.
 
-Ranks run users' code beside everything that a run's directory holds. A FIFO in the place of a journal would keep its reader
-waiting for ever, a link would lead it elsewhere, and a sparse file of some terabytes costs its writer nothing.
+Ranks run users' code beside everything that a run's directory holds. A FIFO in the place of a
+journal would keep its reader waiting for ever, a link would lead it elsewhere, and a sparse file of
+some terabytes costs its writer nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +33,28 @@ class _Reader(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
-    """Return a descriptor of a regular file, without waiting. It is an ``opener`` for ``open``, too.
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None
+) -> int:
+    """Return a descriptor of a regular file, without waiting. It is an ``opener`` for ``open``,
+    too.
 
     Raises LinkedFile, NotRegularFile, OSError.
     """
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC, 0o644, dir_fd=dir_fd)
+        fd = os.open(
+            path,
+            flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC,
+            0o644,
+            dir_fd=dir_fd,
+        )
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise linked(path) from exc
         if exc.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO that nobody reads
-            raise NotRegularFile(f"{os.fspath(path)} is a FIFO, a socket or a device, not a regular file; remove it") from exc
+            raise NotRegularFile(
+                f"{os.fspath(path)} is a FIFO, a socket or a device, not a regular file; remove it"
+            ) from exc
         raise
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -59,12 +71,15 @@ def linked(path: str | os.PathLike[str], target: str | None = None) -> LinkedFil
             target = str(Path(path).readlink())
         except OSError:
             target = "somewhere else"
-    words = f"leads out of the storage, or to files of another run: it is a link to {target}; remove it"
+    words = (
+        f"leads out of the storage, or to files of another run: it is a link to {target}; remove it"
+    )
     return LinkedFile(f"{os.fspath(path)} {words}")
 
 
 def read_whole(stream: _Reader, path: str, size_bytes: int, limit_bytes: int) -> bytes:
-    """Return all bytes of an open file. Raises FileTooLarge for more than the limit, before or while it is read."""
+    """Return all bytes of an open file. Raises FileTooLarge for more than the limit, before or
+    while it is read."""
     if size_bytes > limit_bytes:
         raise FileTooLarge(path, size_bytes, limit_bytes)
     data = stream.read(size_bytes + 1)

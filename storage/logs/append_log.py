@@ -1,8 +1,9 @@
 """One append-only log of JSON lines, under two shapes that read alike.
 
-Where the filesystem appends, ``STEM.jsonl`` grows. Where it cannot, ``STEM/000001.jsonl``, ``STEM/000002.jsonl`` … are
-sealed segments with consecutive names: a reader asks for the next name and never lists. A log has one writer at a time;
-one that finds that somebody else wrote stops with LogTakenOver instead of mixing its lines in.
+Where the filesystem appends, ``STEM.jsonl`` grows. Where it cannot, ``STEM/000001.jsonl``,
+``STEM/000002.jsonl`` … are sealed segments with consecutive names: a reader asks for the next name
+and never lists. A log has one writer at a time; one that finds that somebody else wrote stops with
+LogTakenOver instead of mixing its lines in.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageError, StorageNotFound, mapped
+from storage.errors import (
+    CorruptFile,
+    InvalidStorage,
+    LogTakenOver,
+    StorageError,
+    StorageNotFound,
+    mapped,
+)
 from storage.files.local import write_all
 from storage.files.protocol import Files
 from storage.files.regular_file import open_regular
@@ -33,7 +41,8 @@ MAX_SEGMENT_BYTES = 64 << 20
 
 @dataclass(frozen=True, order=True)
 class LogCursor:
-    """The place after a line: segment (0 in a growing file), byte in it, and lines before it over all segments."""
+    """The place after a line: segment (0 in a growing file), byte in it, and lines before it over
+    all segments."""
 
     segment: int = 0
     offset_bytes: int = 0
@@ -65,23 +74,27 @@ class LogWriter(Protocol):
     """The writing end of a log."""
 
     mark_every_bytes: int
-    """How much may be written between two marks for ``tail`` to stay cheap; 0 asks for one in every append."""
+    """How much may be written between two marks for ``tail`` to stay cheap; 0 asks for one in every
+    append."""
 
     @property
     def place(self) -> int:
         """Where the log ends now, for ``arrived``."""
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write lines without newlines in one go. After an error any part of them may be there: open the log again."""
+        """Write lines without newlines in one go. After an error any part of them may be there:
+        open the log again."""
 
     def arrived(self, place: int, lines: Sequence[bytes]) -> int:
-        """How many of ``lines`` are there, in a log that was opened again after it could not append them at ``place``."""
+        """How many of ``lines`` are there, in a log that was opened again after it could not append
+        them at ``place``."""
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         """Complete lines from the newest mark on, or all where there is none."""
 
     def cut(self, num_bytes: int) -> None:
-        """Take back the last bytes, which a crash of the machine spoilt. Raises CorruptFile where that cannot be."""
+        """Take back the last bytes, which a crash of the machine spoilt. Raises CorruptFile where
+        that cannot be."""
 
     def close(self) -> None: ...
 
@@ -90,25 +103,35 @@ def open_log(files: Files, stem: str, *, durable: bool) -> LogWriter:
     """Go on writing a log, or begin it. A last line that a dead writer left torn is cut off.
 
     Args:
-        durable: whether append() returns only when the lines survive a crash of the machine (object stores: always).
+        durable: whether append() returns only when the lines survive a crash of the machine (object
+            stores: always).
     """
-    return AppendedLog(files, stem, durable=durable) if files.can_append else SegmentedLog(files, stem)
+    return (
+        AppendedLog(files, stem, durable=durable) if files.can_append else SegmentedLog(files, stem)
+    )
 
 
 def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[LogLine]:
-    """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or where there is no such log (yet).
+    """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or
+    where there is no such log (yet).
 
     Raises CorruptFile for a line, or a segment, that is longer than any that was written.
     """
     if limit <= 0:
         return []
-    return _read_appended(files, stem, cursor, limit) if files.can_append else _read_segments(files, stem, cursor, limit)
+    return (
+        _read_appended(files, stem, cursor, limit)
+        if files.can_append
+        else _read_segments(files, stem, cursor, limit)
+    )
 
 
 def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
-    """What is another one whenever a growing log is, cheaply; None where there is no such log (yet), or it does not grow.
+    """What is another one whenever a growing log is, cheaply; None where there is no such log
+    (yet), or it does not grow.
 
-    The file is opened for it: on NFS only that is sure to see what others have written, and a stat may be a minute old.
+    The file is opened for it: on NFS only that is sure to see what others have written, and a stat
+    may be a minute old.
     """
     if not files.can_append:
         return None
@@ -126,9 +149,14 @@ def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
 
 
 def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
-    """Complete lines at the end of a log, in about its last ``num_bytes``, oldest first; none where there is no such log."""
+    """Complete lines at the end of a log, in about its last ``num_bytes``, oldest first; none where
+    there is no such log."""
     try:
-        return _end_of_file(files, f"{stem}.jsonl", num_bytes) if files.can_append else _last_segments(files, stem, num_bytes)
+        return (
+            _end_of_file(files, f"{stem}.jsonl", num_bytes)
+            if files.can_append
+            else _last_segments(files, stem, num_bytes)
+        )
     except StorageNotFound:
         return []
 
@@ -146,7 +174,9 @@ def _end_of_file(files: Files, relpath: str, num_bytes: int) -> list[bytes]:
 
 def _last_segments(files: Files, stem: str, num_bytes: int) -> list[bytes]:
     lines: list[bytes] = []
-    numbers = sorted(int(match[1]) for entry in files.list(stem) if (match := _SEGMENT.fullmatch(entry.name)))
+    numbers = sorted(
+        int(match[1]) for entry in files.list(stem) if (match := _SEGMENT.fullmatch(entry.name))
+    )
     for number in reversed(numbers):
         lines = _split(files.read(_segment(stem, number), MAX_SEGMENT_BYTES)) + lines
         if sum(map(len, lines)) >= num_bytes:
@@ -182,7 +212,8 @@ class AppendedLog:
             found = os.fstat(self._fd).st_size
             if found != self._size_bytes:
                 raise LogTakenOver(
-                    f"{self._path} has {found} bytes, not the {self._size_bytes} of this writer: another one writes it"
+                    f"{self._path} has {found} bytes, not the {self._size_bytes} of this writer: "
+                    "another one writes it"
                 )
             write_all(self._fd, data)
             if self._durable:
@@ -203,7 +234,8 @@ class AppendedLog:
             while True:
                 end, start = start, max(0, start - step_bytes)
                 data = _read_between(self._fd, start, end) + data
-                step_bytes = len(data)  # twice as far back each time, so that nothing is copied again and again
+                # twice as far back each time, so that nothing is copied again and again
+                step_bytes = len(data)
                 # Where this does not begin the file, its first line may be the end of a longer one.
                 lines = _split(data)[1 if start else 0 :]
                 marks = [index for index, line in enumerate(lines) if is_mark(line)]
@@ -259,9 +291,12 @@ class SegmentedLog:
 
     def append(self, lines: Sequence[bytes]) -> None:
         relpath = _segment(self._stem, self._next)
-        # Under a condition: of two writers that put the same segment one hears that it has, and is told so.
+        # Under a condition: of two writers that put the same segment one hears that it has, and is
+        # told so.
         if not self._files.create_new(relpath, b"".join(line + b"\n" for line in lines)):
-            raise LogTakenOver(f"{self._files.path(relpath)} exists: another process writes this log")
+            raise LogTakenOver(
+                f"{self._files.path(relpath)} exists: another process writes this log"
+            )
         self._next += 1
 
     @property
@@ -274,7 +309,9 @@ class SegmentedLog:
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
         lines: list[bytes] = []
         for number in range(self._next - 1, FIRST_SEGMENT - 1, -1):
-            lines = _split(self._files.read(_segment(self._stem, number), MAX_SEGMENT_BYTES)) + lines
+            lines = (
+                _split(self._files.read(_segment(self._stem, number), MAX_SEGMENT_BYTES)) + lines
+            )
             marks = [index for index, line in enumerate(lines) if is_mark(line)]
             if marks:
                 return lines[marks[-1] :]
@@ -282,7 +319,8 @@ class SegmentedLog:
 
     def cut(self, num_bytes: int) -> None:
         raise CorruptFile(
-            f"the last {num_bytes} bytes of {self._files.path(self._stem)} are not JSON lines; delete its last segment"
+            f"the last {num_bytes} bytes of {self._files.path(self._stem)} are not JSON lines; "
+            "delete its last segment"
         )
 
     def close(self) -> None:
@@ -299,7 +337,8 @@ def _segment(stem: str, number: int) -> str:
 
 
 def _first_missing(exists: Callable[[int], bool]) -> int:
-    """The first number from FIRST_SEGMENT on that does not exist, where they exist without gaps: doubling, then halving."""
+    """The first number from FIRST_SEGMENT on that does not exist, where they exist without gaps:
+    doubling, then halving."""
     if not exists(FIRST_SEGMENT):
         return FIRST_SEGMENT
     low, high = FIRST_SEGMENT, FIRST_SEGMENT * 2
@@ -316,13 +355,19 @@ def _read_appended(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
     try:
         if cursor.offset_bytes == 0:
             return _lines_from(files, relpath, cursor, limit)
-        # Look at the newline before the cursor, too: where it is missing, the machine crashed and took lines with it that
-        # were read but not yet synced. The log is then shorter, and the cursor's byte means nothing; its line count does.
-        with files.open_read(relpath, cursor.offset_bytes - 1) as stream, mapped("read", files.path(relpath)):
+        # Look at the newline before the cursor, too: where it is missing, the machine crashed and
+        # took lines with it that were read but not yet synced. The log is then shorter, and the
+        # cursor's byte means nothing; its line count does.
+        with (
+            files.open_read(relpath, cursor.offset_bytes - 1) as stream,
+            mapped("read", files.path(relpath)),
+        ):
             intact = stream.read(1) == b"\n"
         if intact:
             return _lines_from(files, relpath, cursor, limit)
-        return _lines_from(files, relpath, LogCursor(), cursor.num_lines + limit)[cursor.num_lines :]
+        return _lines_from(files, relpath, LogCursor(), cursor.num_lines + limit)[
+            cursor.num_lines :
+        ]
     except StorageNotFound:
         return []
 
@@ -331,15 +376,23 @@ def _lines_from(files: Files, relpath: str, cursor: LogCursor, limit: int) -> li
     lines: list[LogLine] = []
     offset, begun, begun_bytes = cursor.offset_bytes, list[bytes](), 0
     with files.open_read(relpath, offset) as stream, mapped("read", files.path(relpath)):
-        while len(lines) < limit and offset - cursor.offset_bytes < _BATCH_BYTES and (block := stream.read(_BLOCK_BYTES)):
+        while (
+            len(lines) < limit
+            and offset - cursor.offset_bytes < _BATCH_BYTES
+            and (block := stream.read(_BLOCK_BYTES))
+        ):
             first, newline, rest = block.partition(b"\n")
-            begun.append(first)  # joined once, at the line's end: to add block to block would copy a long line again and again
+            # joined once, at the line's end: to add block to block would copy a long line again and
+            # again
+            begun.append(first)
             begun_bytes += len(first)
             if begun_bytes > MAX_LINE_BYTES:
                 if lines:
                     break  # what comes before it first
                 where = f"line {cursor.num_lines + 1} of {files.path(relpath)}"
-                raise CorruptFile(f"{where} is longer than {MAX_LINE_BYTES} bytes: no log has such a line")
+                raise CorruptFile(
+                    f"{where} is longer than {MAX_LINE_BYTES} bytes: no log has such a line"
+                )
             if not newline:
                 continue
             *complete, last = rest.split(b"\n")
@@ -361,7 +414,10 @@ def _read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
         if not data.endswith(b"\n"):
             if lines:
                 break  # what comes before it first
-            raise CorruptFile(f"{files.path(_segment(stem, number))} does not end in a newline: it is not as it was written")
+            raise CorruptFile(
+                f"{files.path(_segment(stem, number))} does not end in a newline: it is not as it "
+                "was written"
+            )
         offset = skip_bytes
         for line in data[skip_bytes:].split(b"\n")[:-1][: limit - len(lines)]:
             offset += len(line) + 1

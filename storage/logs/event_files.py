@@ -1,5 +1,6 @@
-"""TensorBoard's event files in a run's directory: bytes that anyone can work out again from the journals, so that a writer which
-died is followed by one that writes the same bytes to the same places."""
+"""TensorBoard's event files in a run's directory: bytes that anyone can work out again from the
+journals, so that a writer which died is followed by one that writes the same bytes to the same
+places."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class EventFile(Protocol):
     """Records of one submission, in order from the first."""
 
     def add(self, size_bytes: int) -> bool:
-        """Make room for the next record; whether it has to be given, by ``put``, since it is not there yet."""
+        """Make room for the next record; whether it has to be given, by ``put``, since it is not
+        there yet."""
 
     def put(self, record: bytes) -> None:
         """The bytes of the record that room was made for."""
@@ -42,7 +44,8 @@ def open_event_file(run_dir: RunDir, name: str, header: bytes) -> EventFile:
 
 
 class GrowingEventFile:
-    """One file that grows. What is there is passed over, and a record that was torn is written again in its place."""
+    """One file that grows. What is there is passed over, and a record that was torn is written
+    again in its place."""
 
     def __init__(self, run_dir: RunDir, name: str, header: bytes) -> None:
         self._path = run_dir.tensorboard_path(name)
@@ -88,7 +91,11 @@ class PartedEventFile:
         self._name = name
         self._header = header
         directory = run_dir.tensorboard_path("").rstrip("/")
-        there = [entry.name for entry in run_dir.files.list(directory) if entry.name.startswith(f"{name}.")]
+        there = [
+            entry.name
+            for entry in run_dir.files.list(directory)
+            if entry.name.startswith(f"{name}.")
+        ]
         self._num_sealed = max((int(each.rpartition(".")[2]) for each in there), default=1) - 1
         self._number = 1
         self._size_bytes = len(header)
@@ -118,4 +125,6 @@ class PartedEventFile:
             self._changed = False
 
     def _write(self, number: int, data: bytes) -> None:
-        self._run_dir.files.write(self._run_dir.tensorboard_path(f"{self._name}.{number:06d}"), data)
+        self._run_dir.files.write(
+            self._run_dir.tensorboard_path(f"{self._name}.{number:06d}"), data
+        )

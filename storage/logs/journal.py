@@ -1,4 +1,5 @@
-"""A submission's journal: one ordered log of what happened, written by one process, read from a cursor (docs/event-log.md)."""
+"""A submission's journal: one ordered log of what happened, written by one process, read from a
+cursor (docs/event-log.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from typing import Any
 from everstep.spec import plain_text
 from everstep.wire.events import EventKind
 from storage.errors import CorruptFile, StorageError
-from storage.logs.append_log import MAX_LINE_BYTES, LogCursor, LogLine, LogWriter, log_stamp, open_log, read_log
+from storage.logs.append_log import (
+    MAX_LINE_BYTES,
+    LogCursor,
+    LogLine,
+    LogWriter,
+    log_stamp,
+    open_log,
+    read_log,
+)
 from storage.logs.line_checksum import CHECKSUM_BYTES, FIELD, has_checksum, with_checksum
 from storage.run_dir import RunDir
 
@@ -40,10 +49,11 @@ class JournalEvent:
     attempt: int = 0
     """Worker group that it belongs to; 0 for none."""
     data: dict[str, Any] = field(default_factory=dict)
-    """JSON; see everstep/wire/events.py for each kind's. Floats that are not finite are written as null."""
+    """JSON; see everstep/wire/events.py for each kind's. Floats that are not finite are written as
+    null."""
     source: str
-    """The process that tells of it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". One that starts again needs another name, since
-    its ``source_n`` begins again; hence the random part."""
+    """The process that tells of it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". One that starts
+    again needs another name, since its ``source_n`` begins again; hence the random part."""
     source_n: int
     """Position among that source's events, rising from 1."""
     n: int = 0
@@ -52,14 +62,16 @@ class JournalEvent:
 
 @dataclass
 class _Written:
-    """What the journal holds: the last number given, the last event of each source, and the newest attempt that began."""
+    """What the journal holds: the last number given, the last event of each source, and the newest
+    attempt that began."""
 
     last_n: int = 0
     sources: dict[str, int] = field(default_factory=dict)
     attempt: int = 0
 
     def admit(self, event: JournalEvent) -> JournalEvent | None:
-        """Number an event; None when its source sent it before, or is a rank of an attempt that a newer one has replaced."""
+        """Number an event; None when its source sent it before, or is a rank of an attempt that a
+        newer one has replaced."""
         if event.source_n <= self.sources.get(event.source, 0):
             return None
         if is_rank(event.source) and event.attempt < self.attempt:
@@ -75,15 +87,18 @@ class _Written:
             self.attempt = max(self.attempt, attempt)
 
     def mark(self) -> bytes:
-        return with_checksum(_dump({"mark": {"n": self.last_n, "sources": self.sources, "attempt": self.attempt}}))
+        return with_checksum(
+            _dump({"mark": {"n": self.last_n, "sources": self.sources, "attempt": self.attempt}})
+        )
 
 
 class JournalWriter:
     """The one writer of a submission's journal. Not thread-safe.
 
-    It numbers events, and drops those that a source sends again because it never heard that they had arrived. It refuses what
-    ranks tell of an attempt once a newer one has begun: they were given up, and what they do is no part of the run. A process
-    that takes over from a dead one goes on where that one's last complete line ends.
+    It numbers events, and drops those that a source sends again because it never heard that they
+    had arrived. It refuses what ranks tell of an attempt once a newer one has begun: they were
+    given up, and what they do is no part of the run. A process that takes over from a dead one goes
+    on where that one's last complete line ends.
     """
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
@@ -104,11 +119,14 @@ class JournalWriter:
         return self._written.sources.get(source, 0)
 
     def append(self, events: Sequence[JournalEvent]) -> list[JournalEvent]:
-        """Number and write events; durable on return. Returns those that were written: neither dropped nor refused.
+        """Number and write events; durable on return. Returns those that were written: neither
+        dropped nor refused.
 
         Raises:
-            StorageError: some of them may be written. Appending the same ones again writes each once.
-            LogTakenOver: another process has written this journal; the next append goes on after its events.
+            StorageError: some of them may be written. Appending the same ones again writes each
+                once.
+            LogTakenOver: another process has written this journal; the next append goes on after
+                its events.
         """
         log = self._log or self._open()
         state = _Written(self._written.last_n, dict(self._written.sources), self._written.attempt)
@@ -140,7 +158,9 @@ class JournalWriter:
 
     def _open(self) -> LogWriter:
         """Open the log and learn from its end what it holds."""
-        log = open_log(self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True)
+        log = open_log(
+            self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True
+        )
         try:
             self._written, self._unmarked_bytes, knows_attempt = _recover(log)
             if not knows_attempt:
@@ -173,8 +193,9 @@ def is_rank(source: str) -> bool:
 
 
 def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
-    """What a log holds, the bytes since its last mark, and whether that mark says the newest attempt; lines that a crash of the
-    machine spoilt at the end are cut off. Spoilt ones that events follow stay, and readers tell of them."""
+    """What a log holds, the bytes since its last mark, and whether that mark says the newest
+    attempt; lines that a crash of the machine spoilt at the end are cut off. Spoilt ones that
+    events follow stay, and readers tell of them."""
     state, num_bytes, knows_attempt, end = _Written(), 0, True, 0
     lines = log.tail(_is_mark)
     for index, line in enumerate(lines):
@@ -201,7 +222,8 @@ def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
 
 
 def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | None:
-    """What is another one whenever a submission's journal has more to read; None where that cannot be told without reading."""
+    """What is another one whenever a submission's journal has more to read; None where that cannot
+    be told without reading."""
     return log_stamp(run_dir.files, run_dir.journal_stem(submission))
 
 
@@ -217,19 +239,24 @@ def read_journal(
 ) -> tuple[list[JournalEvent], str]:
     """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
-    They are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``): ask again until none is left.
+    They are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``):
+    ask again until none is left.
 
-    Never returns a line that is still being written. A journal that does not exist (yet) has no events.
+    Never returns a line that is still being written. A journal that does not exist (yet) has no
+    events.
 
     Args:
-        kinds: only these; lines of others are not even parsed, which makes a long journal ten times quicker to read.
-        past_damage: whether to read on behind lines that are not what was written. In the place of each event that is lost a
-            ``journal_damaged`` one stands, which names file and line. A spoilt end is left for the next writer to cut off.
-        is_over: with ``past_damage``: nobody writes the journal any more, so that a spoilt end is told as well.
+        kinds: only these; lines of others are not even parsed, which makes a long journal ten times
+            quicker to read.
+        past_damage: whether to read on behind lines that are not what was written. In the place of
+            each event that is lost a ``journal_damaged`` one stands, which names file and line. A
+            spoilt end is left for the next writer to cut off.
+        is_over: with ``past_damage``: nobody writes the journal any more, so that a spoilt end is
+            told as well.
 
     Raises:
-        CorruptFile: without ``past_damage``: the line at the cursor is complete and not what was written; what comes before it was
-            returned first.
+        CorruptFile: without ``past_damage``: the line at the cursor is complete and not what was
+            written; what comes before it was returned first.
         InvalidStorage: the cursor was not made here.
     """
     position = LogCursor.parse(cursor)
@@ -247,7 +274,9 @@ def read_journal(
             for line in lines:
                 try:
                     is_whole = has_checksum(line.data)
-                    is_wanted = wanted is None or any(kind in line.data[:_KIND_BYTES] for kind in wanted)
+                    is_wanted = wanted is None or any(
+                        kind in line.data[:_KIND_BYTES] for kind in wanted
+                    )
                     event = _decode(line, is_whole) if is_wanted or not is_whole else None
                 except (CorruptFile, ValueError) as exc:
                     if not past_damage:
@@ -263,8 +292,8 @@ def read_journal(
         except CorruptFile:
             if events:
                 break  # what comes before it first
-            # A block boundary in a torn line, which a new writer cut off and wrote over between our two reads, looks like
-            # this; it is gone when read again.
+            # A block boundary in a torn line, which a new writer cut off and wrote over between our
+            # two reads, looks like this; it is gone when read again.
             if retried:
                 raise
             retried = True
@@ -276,7 +305,8 @@ def read_journal(
 
 
 def may_be_cut(before: str | None, after: str) -> bool:
-    """Return whether ``read_journal``, which got from one cursor to the other, may have stopped for the length of its events."""
+    """Return whether ``read_journal``, which got from one cursor to the other, may have stopped for
+    the length of its events."""
     begin, end = LogCursor.parse(before), LogCursor.parse(after)
     if end.segment:
         return end.segment > begin.segment + 1  # how long a segment is, its cursor does not say
@@ -284,7 +314,8 @@ def may_be_cut(before: str | None, after: str) -> bool:
 
 
 def _check_types(event: JournalEvent) -> None:
-    """Raise ValueError for a field that no writer of a journal makes so: whoever runs code can write its lines, too."""
+    """Raise ValueError for a field that no writer of a journal makes so: whoever runs code can
+    write its lines, too."""
     numbers = (event.submission, event.attempt, event.source_n, event.n)
     if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
         raise ValueError("submission, attempt, source_n and n must be whole numbers from 0")
@@ -295,7 +326,8 @@ def _check_types(event: JournalEvent) -> None:
 
 
 class _Damage:
-    """Lines that are not what was written, until the next one that is says how many events were lost with them."""
+    """Lines that are not what was written, until the next one that is says how many events were
+    lost with them."""
 
     def __init__(self, run_dir: RunDir, submission: int, *, knows_last: bool) -> None:
         self._run_dir, self._submission = run_dir, submission
@@ -312,15 +344,19 @@ class _Damage:
         self.end = line.end
 
     def before(self, event: JournalEvent | None) -> list[JournalEvent]:
-        """Return what stands for the lost events before ``event``, or before the journal's end; often nothing."""
+        """Return what stands for the lost events before ``event``, or before the journal's end;
+        often nothing."""
         told: list[JournalEvent] = []
         if self.end is not None:
             count = len(self._lines)
             if event is not None and self._last_n is not None:
-                # Of lines that ran together, or of a mark, it is another number than that of the lines.
+                # Of lines that ran together, or of a mark, it is another number than that of the
+                # lines.
                 count = min(event.n - self._last_n - 1, _MOST_LOST)
             first = event.n - count if event is not None else (self._last_n or 0) + 1
-            told = [self._event(first + index, event or self._last) for index in range(max(0, count))]
+            told = [
+                self._event(first + index, event or self._last) for index in range(max(0, count))
+            ]
             self._lines, self._problem, self.end = [], "", None
         if event is not None:
             self._last, self._last_n = event, event.n
@@ -349,7 +385,9 @@ def _path(run_dir: RunDir, submission: int) -> str:
     return f"{stem}.jsonl" if run_dir.files.can_append else stem
 
 
-def _not_an_event(run_dir: RunDir, submission: int, line: LogLine, problem: Exception) -> CorruptFile:
+def _not_an_event(
+    run_dir: RunDir, submission: int, line: LogLine, problem: Exception
+) -> CorruptFile:
     where = f"journal line {line.end.num_lines} of {_path(run_dir, submission)}"
     return CorruptFile(f"{where} is not what was written ({problem}): {line.data[:80]!r}")
 
@@ -381,7 +419,11 @@ def _encode(event: JournalEvent) -> bytes:
 def _cut(value: Any) -> Any:
     """Return the same with every text cut to what a person would read."""
     if isinstance(value, str):
-        return value if len(value) <= _LONG_TEXT_CHARS else f"{value[:_LONG_TEXT_CHARS]}… ({len(value)} characters)"
+        return (
+            value
+            if len(value) <= _LONG_TEXT_CHARS
+            else f"{value[:_LONG_TEXT_CHARS]}… ({len(value)} characters)"
+        )
     if isinstance(value, dict):
         return {key: _cut(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -401,8 +443,11 @@ def _to_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A number of an array library as a number, all else in words: an event that cannot be written would be sent for ever."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
+    """A number of an array library as a number, all else in words: an event that cannot be written
+    would be sent for ever."""
+    return (
+        value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -419,7 +464,8 @@ def _finite(value: Any) -> Any:
 def _decode(line: LogLine, is_whole: bool) -> JournalEvent | None:
     """The event in a line; None for a mark. Raises ValueError for what is neither.
 
-    Text that cannot be kept or sent on, as messages of errors may be, comes written out, so that whoever reads may do either.
+    Text that cannot be kept or sent on, as messages of errors may be, comes written out, so that
+    whoever reads may do either.
 
     Args:
         is_whole: whether its checksum fits; lines of older versions have none.

@@ -17,7 +17,8 @@ def with_checksum(line: bytes) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return whether the line has one; those of older versions have none. Raises ValueError where it does not fit."""
+    """Return whether the line has one; those of older versions have none. Raises ValueError where
+    it does not fit."""
     found = _SUFFIX.search(line, max(0, len(line) - CHECKSUM_BYTES - 1))
     if found is None:
         return False

@@ -1,4 +1,5 @@
-"""What every rank and the driver logged, kept in the run's directory and merged into one order for readers."""
+"""What every rank and the driver logged, kept in the run's directory and merged into one order for
+readers."""
 
 from __future__ import annotations
 
@@ -51,14 +52,22 @@ class LoggedLine:
 class RankLogWriter:
     """The log of one rank in one attempt, or (``rank`` None) the driver's. Not thread-safe.
 
-    On an object store every ``write`` makes an object: gather lines for ``storage.batch_s`` first. A log that grows goes on in
-    another part, and the oldest part goes: no rank fills the storage.
+    On an object store every ``write`` makes an object: gather lines for ``storage.batch_s`` first.
+    A log that grows goes on in another part, and the oldest part goes: no rank fills the storage.
     """
 
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
-        where = RankLog(submission, DRIVER_ATTEMPT, -1) if rank is None else RankLog(submission, attempt, rank)
+        where = (
+            RankLog(submission, DRIVER_ATTEMPT, -1)
+            if rank is None
+            else RankLog(submission, attempt, rank)
+        )
         self._run_dir = run_dir
-        parts = [log.part for log in run_dir.rank_logs_of(where.submission, where.attempt) if log.rank == where.rank]
+        parts = [
+            log.part
+            for log in run_dir.rank_logs_of(where.submission, where.attempt)
+            if log.rank == where.rank
+        ]
         self._where = replace(where, part=max(parts, default=1))
         self._part_bytes = 0
         self._unsure: tuple[int, list[bytes]] | None = None
@@ -66,9 +75,11 @@ class RankLogWriter:
         self._log = self._open()
 
     def write(self, lines: Sequence[LogRecord]) -> None:
-        """Readers see them on return; they survive a crash of the process, not (before close) one of the machine.
+        """Readers see them on return; they survive a crash of the process, not (before close) one
+        of the machine.
 
-        Raises StorageError. Written again, first and in the same order, what arrived all the same is not repeated.
+        Raises StorageError. Written again, first and in the same order, what arrived all the same
+        is not repeated.
         """
         if not lines:
             return
@@ -103,7 +114,11 @@ class RankLogWriter:
         if oldest.part >= 1:
             delete_rank_log(self._run_dir, oldest)
             kept_mb = KEPT_PARTS * PART_BYTES / 1e6
-            notice = LogRecord(at, "WARNING", f"older lines of this log are gone: no more than {kept_mb:.0f} MB are kept")
+            notice = LogRecord(
+                at,
+                "WARNING",
+                f"older lines of this log are gone: no more than {kept_mb:.0f} MB are kept",
+            )
             log.append([_encode(notice)])
         return log
 
@@ -142,10 +157,11 @@ def read_rank_logs(
     attempt: int | None = None,
     limit: int = 1000,
 ) -> tuple[list[LoggedLine], dict[str, str]]:
-    """Lines after ``cursor`` by submission, attempt and time, at most ``limit``, and the cursor after them.
+    """Lines after ``cursor`` by submission, attempt and time, at most ``limit``, and the cursor
+    after them.
 
-    The cursor is a JSON object with one place for each log, so nothing is skipped or repeated while logs grow and new
-    attempts appear; a line that an older attempt writes late comes late.
+    The cursor is a JSON object with one place for each log, so nothing is skipped or repeated while
+    logs grow and new attempts appear; a line that an older attempt writes late comes late.
 
     Args:
         rank: only this rank's lines; None for all ranks and the driver.
@@ -153,12 +169,15 @@ def read_rank_logs(
     """
     places = dict(cursor or {})
     wanted = (
-        log for log in run_dir.rank_logs() if (rank is None or log.rank == rank) and (attempt is None or log.attempt == attempt)
+        log
+        for log in run_dir.rank_logs()
+        if (rank is None or log.rank == rank) and (attempt is None or log.attempt == attempt)
     )
     lines: list[LoggedLine] = []
     for _, logs in groupby(wanted, key=lambda log: (log.submission, log.attempt)):
         merged = heapq.merge(
-            *(_read_one(run_dir, log, places.get(_key(log)), limit - len(lines)) for log in logs), key=lambda found: found[0].at
+            *(_read_one(run_dir, log, places.get(_key(log)), limit - len(lines)) for log in logs),
+            key=lambda found: found[0].at,
         )
         for line, key, place in islice(merged, limit - len(lines)):
             lines.append(line)
@@ -169,18 +188,31 @@ def read_rank_logs(
 
 
 def last_rank_lines(
-    run_dir: RunDir, submission: int, attempt: int, rank: int | None, limit: int, before: float | None = None
+    run_dir: RunDir,
+    submission: int,
+    attempt: int,
+    rank: int | None,
+    limit: int,
+    before: float | None = None,
 ) -> list[LoggedLine]:
-    """The last lines of one rank in one attempt (``rank`` None: of the driver), oldest first, at most ``limit``.
+    """The last lines of one rank in one attempt (``rank`` None: of the driver), oldest first, at
+    most ``limit``.
 
     Args:
         before: only lines that were logged before this (unix seconds).
     """
     number, place = (-1, DRIVER_ATTEMPT) if rank is None else (rank, attempt)
     found: list[LoggedLine] = []
-    for log in reversed([log for log in run_dir.rank_logs_of(submission, place) if log.rank == number]):
-        lines = (_line(log, data) for data in reversed(read_end(run_dir.files, run_dir.rank_log_stem(log), _END_BYTES)))
-        found += [line for line in lines if line is not None and (before is None or line.at < before)][: limit - len(found)]
+    for log in reversed(
+        [log for log in run_dir.rank_logs_of(submission, place) if log.rank == number]
+    ):
+        lines = (
+            _line(log, data)
+            for data in reversed(read_end(run_dir.files, run_dir.rank_log_stem(log), _END_BYTES))
+        )
+        found += [
+            line for line in lines if line is not None and (before is None or line.at < before)
+        ][: limit - len(found)]
         if len(found) >= limit:
             break
     return found[::-1]
@@ -191,19 +223,31 @@ def _line(log: RankLog, data: bytes) -> LoggedLine | None:
     try:
         raw = plain_text.loads(data)
         return LoggedLine(
-            log.submission, log.attempt, None if log.rank < 0 else log.rank, raw["at"], raw["level"], raw["message"], log.part
+            log.submission,
+            log.attempt,
+            None if log.rank < 0 else log.rank,
+            raw["at"],
+            raw["level"],
+            raw["message"],
+            log.part,
         )
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _read_one(run_dir: RunDir, log: RankLog, cursor: str | None, limit: int) -> Iterator[tuple[LoggedLine, str, str]]:
+def _read_one(
+    run_dir: RunDir, log: RankLog, cursor: str | None, limit: int
+) -> Iterator[tuple[LoggedLine, str, str]]:
     """A log's lines in its own order, each with the log's key and the cursor after it."""
     key = _key(log)
-    for found in read_log(run_dir.files, run_dir.rank_log_stem(log), LogCursor.parse(cursor), limit):
+    for found in read_log(
+        run_dir.files, run_dir.rank_log_stem(log), LogCursor.parse(cursor), limit
+    ):
         line = _line(log, found.data)
         if line is None:
-            raise CorruptFile(f"line {found.end.num_lines} of log {key} is not a log record: {found.data[:80]!r}")
+            raise CorruptFile(
+                f"line {found.end.num_lines} of log {key} is not a log record: {found.data[:80]!r}"
+            )
         yield line, key, str(found.end)
 
 
@@ -212,4 +256,6 @@ def _key(log: RankLog) -> str:
 
 
 def _encode(line: LogRecord) -> bytes:
-    return json.dumps({"at": line.at, "level": line.level, "message": line.message}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"at": line.at, "level": line.level, "message": line.message}, separators=(",", ":")
+    ).encode()

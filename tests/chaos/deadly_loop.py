@@ -1,9 +1,11 @@
-"""The training loop with deaths at chosen places: a rank sends itself a signal there, in the middle of what it does.
+"""The training loop with deaths at chosen places: a rank sends itself a signal there, in the middle
+of what it does.
 
-``spec.tags["strikes"]`` says where: ``place:rank:step:attempt:signal``, several of them separated by spaces; ``step`` counts the
-steps done before. Places: ``start`` (before the replica is built), ``all_reduce`` (in the last backward, while peers wait for its
-gradients), ``commit`` (the optimizer has stepped, the counters have not), ``evaluation``, ``checkpoint`` (files are written, the
-manifest is not; rank 0), ``loader`` (the signal goes to the rank's loader processes).
+``spec.tags["strikes"]`` says where: ``place:rank:step:attempt:signal``, several of them separated
+by spaces; ``step`` counts the steps done before. Places: ``start`` (before the replica is built),
+``all_reduce`` (in the last backward, while peers wait for its gradients), ``commit`` (the optimizer
+has stepped, the counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest
+is not; rank 0), ``loader`` (the signal goes to the rank's loader processes).
 """
 
 from __future__ import annotations
@@ -70,11 +72,13 @@ def _in_all_reduce(strike: Strike) -> None:
         join(self, is_fresh=is_fresh)
 
         def gradient_is_there(_: Any) -> None:
-            is_last = getattr(self.wrapped, "require_backward_grad_sync", True)  # of the step's micro-batches
+            # of the step's micro-batches
+            is_last = getattr(self.wrapped, "require_backward_grad_sync", True)
             if is_last and self.state.step == strike.step and self.state.complete:
                 strike.fall()
 
-        self.parameters[0].register_hook(gradient_is_there)  # the first parameter's gradient is the last to come
+        # the first parameter's gradient is the last to come
+        self.parameters[0].register_hook(gradient_is_there)
 
     Replica.join = join_and_watch  # type: ignore[method-assign]
 

@@ -23,14 +23,16 @@ _WEIGHTS = {
     "service_killed": 2,
     "service_stopped": 1,
 }
-"""How often each kind comes. A rank that is stopped stays so; the others go on after ``STOPPED_S``."""
+"""How often each kind comes. A rank that is stopped stays so; the others go on after
+``STOPPED_S``."""
 KINDS = tuple(_WEIGHTS)
 STOPPED_S = 4.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: after ``step`` has been reached and ``delay_s`` have passed; ``pick`` chooses the victim among those there are."""
+    """One fault: after ``step`` has been reached and ``delay_s`` have passed; ``pick`` chooses the
+    victim among those there are."""
 
     kind: str
     step: int
@@ -39,16 +41,20 @@ class Fault:
 
 
 def plan(seed: int, total_steps: int, most: int = 6) -> list[Fault]:
-    """Two to ``most`` faults in the order of their steps. Every third one but the first strikes within a second of the one
-    before, that is in its recovery, and half of these at once."""
+    """Two to ``most`` faults in the order of their steps. Every third one but the first strikes
+    within a second of the one before, that is in its recovery, and half of these at once."""
     random = Random(seed)
-    steps = sorted(random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most)))
+    steps = sorted(
+        random.randrange(0, total_steps * 3 // 4) for _ in range(random.randint(2, most))
+    )
     faults: list[Fault] = []
     for number, step in enumerate(steps):
         [kind] = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         follows = number > 0 and random.random() < 1 / 3
         step = faults[-1].step if follows else step
-        delay_s = random.choice([0.0, random.uniform(0.0, 1.0)]) if follows else random.uniform(0.0, 0.3)
+        delay_s = (
+            random.choice([0.0, random.uniform(0.0, 1.0)]) if follows else random.uniform(0.0, 0.3)
+        )
         faults.append(Fault(kind, step, delay_s, random.random()))
     return faults
 
@@ -90,7 +96,9 @@ def _reach(step: int, run: RunHandle) -> bool:
 
 
 def _driver_pid(run: RunHandle) -> int | None:
-    pids = [event.data["driver_pid"] for event in run.events() if event.kind == "submission_started"]
+    pids = [
+        event.data["driver_pid"] for event in run.events() if event.kind == "submission_started"
+    ]
     return int(pids[-1]) if pids else None
 
 
@@ -114,22 +122,31 @@ def _stop_for_a_while(pids: list[int], who: str) -> str | None:
 
 
 def _stop_node(service: ServiceProcess, node_id: str) -> str | None:
-    """Stop a node with all that is on it: the cluster gives it up, and it wakes as one that is not wanted any more."""
+    """Stop a node with all that is on it: the cluster gives it up, and it wakes as one that is not
+    wanted any more."""
     found = [node for node in service.cluster()["nodes"] if node["node_id"] == node_id]
     if not found:
         return None
     raylet = psutil.Process(found[0]["raylet_pid"])
-    told = _stop_for_a_while([raylet.pid, *(child.pid for child in raylet.children(recursive=True))], f"node {node_id[:8]}")
+    told = _stop_for_a_while(
+        [raylet.pid, *(child.pid for child in raylet.children(recursive=True))],
+        f"node {node_id[:8]}",
+    )
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
         service.refill()
     return told
 
 
 def _kill_node(service: ServiceProcess, node_id: str) -> str | None:
-    """SIGKILL to the node and all on it; the keeper is asked for another one, which the run grows onto."""
+    """SIGKILL to the node and all on it; the keeper is asked for another one, which the run grows
+    onto."""
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
         return None
     service.kill_node(node_id)
-    wait_for(lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]}, 120, "the keeper's notice")
+    wait_for(
+        lambda: node_id not in {node["node_id"] for node in service.cluster()["nodes"]},
+        120,
+        "the keeper's notice",
+    )
     service.refill()
     return f"node {node_id[:8]}"

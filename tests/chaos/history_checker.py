@@ -1,4 +1,5 @@
-"""Holds what the service says of a run that is over against the invariants I1 to I8 (docs/architecture.md)."""
+"""Holds what the service says of a run that is over against the invariants I1 to I8
+(docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -36,12 +37,17 @@ def violations(run: RunHandle, expected: Expected) -> Iterator[str]:
     run.refresh()
     if not run.status.terminal:
         why = run.run.reason.message if run.run.reason else "no reason"
-        last = ", ".join(f"{event.kind} of s{event.submission}" for event in list(run.events())[-6:])
+        last = ", ".join(
+            f"{event.kind} of s{event.submission}" for event in list(run.events())[-6:]
+        )
         yield f"I1: {run.id} is {run.status} ({why}) and does not end; its last events: {last}"
         return
     if run.status not in expected.statuses:
         why = f": {run.run.reason.message}" if run.run.reason else ""
-        yield f"I5: {run.id} is {run.status}, and may only be {', '.join(sorted(expected.statuses))}{why}"
+        yield (
+            f"I5: {run.id} is {run.status}, and may only be "
+            f"{', '.join(sorted(expected.statuses))}{why}"
+        )
     yield from _history(run)
     yield from _attempts(run)
     yield from _failures(run)
@@ -56,7 +62,11 @@ def _history(run: RunHandle) -> Iterator[str]:
     seqs = [event.seq for event in events]
     if seqs != list(range(1, len(seqs) + 1)):
         yield f"I1: the events of {run.id} have gaps or repetitions"
-    ends = [event for event in events if event.kind == "finished" and event.data["outcome"] in ("succeeded", "failed")]
+    ends = [
+        event
+        for event in events
+        if event.kind == "finished" and event.data["outcome"] in ("succeeded", "failed")
+    ]
     if len(ends) > 1:
         yield f"I1: {run.id} ended {len(ends)} times"
     submissions = [event.submission for event in events if event.kind == "submission_started"]
@@ -65,24 +75,35 @@ def _history(run: RunHandle) -> Iterator[str]:
 
 
 def _attempts(run: RunHandle) -> Iterator[str]:
-    """Once an attempt has begun, no rank of an older one tells anything; what it committed beyond the newer one's beginning is not
-    listed; and a checkpoint bears the number of an attempt that had begun by then."""
+    """Once an attempt has begun, no rank of an older one tells anything; what it committed beyond
+    the newer one's beginning is not listed; and a checkpoint bears the number of an attempt that
+    had begun by then."""
     newest, begins = 0, {}
     for event in run.events():
         if event.kind == "attempt_started":
             newest = max(newest, event.attempt)
         elif event.kind in _OF_RANKS and event.attempt < newest:
-            yield f"I1: attempt {event.attempt} of {run.id} tells {event.kind} (seq {event.seq}) after attempt {newest} had begun"
+            yield (
+                f"I1: attempt {event.attempt} of {run.id} tells {event.kind} (seq {event.seq}) "
+                f"after attempt {newest} had begun"
+            )
         if event.kind == "restored":
             fresh = event.data["source"] in ("fresh", "fork")
-            begins.setdefault((event.submission, event.attempt), -1 if fresh else event.data["step"])
-        if event.kind == "checkpoint_committed" and _attempt_in(event.data["name"]) > max(newest, event.attempt):
+            begins.setdefault(
+                (event.submission, event.attempt), -1 if fresh else event.data["step"]
+            )
+        if event.kind == "checkpoint_committed" and _attempt_in(event.data["name"]) > max(
+            newest, event.attempt
+        ):
             yield f"I1: {event.data['name']} of {run.id} was committed before its attempt had begun"
     for listed in run.checkpoints():
         origin = listed.submission, _attempt_in(listed.name)
         void = [later for later, step in begins.items() if later > origin and listed.step > step]
         if origin[1] and listed.state == "committed" and void:
-            yield f"I1: {listed.name} of {run.id} is listed, and attempt {void[0][1]} went on from step {begins[void[0]]}"
+            yield (
+                f"I1: {listed.name} of {run.id} is listed, and attempt {void[0][1]} went on "
+                f"from step {begins[void[0]]}"
+            )
 
 
 _OF_RANKS = (
@@ -104,8 +125,13 @@ def _attempt_in(name: str) -> int:
 
 def _failures(run: RunHandle) -> Iterator[str]:
     for failure in run.failures():
-        if not failure.evidence or (failure.first_rank is None and failure.verdict not in _OF_NO_RANK):
-            yield f"I7: a {failure.verdict} of {run.id} at step {failure.step} comes without its rank or evidence"
+        if not failure.evidence or (
+            failure.first_rank is None and failure.verdict not in _OF_NO_RANK
+        ):
+            yield (
+                f"I7: a {failure.verdict} of {run.id} at step {failure.step} comes without its "
+                "rank or evidence"
+            )
 
 
 _OF_NO_RANK = (Verdict.CONTROL_PLANE, Verdict.PREEMPTION, Verdict.STORAGE)
@@ -117,22 +143,33 @@ def _time(run: RunHandle) -> Iterator[str]:
     if abs(spent - goodput.wall_s) > ROUNDING_S:
         yield f"I6: the buckets of {run.id} have {spent:.3f} s of {goodput.wall_s:.3f} s"
     yield from _detection(run)
-    working_s = goodput.buckets.productive + goodput.buckets.rework + goodput.buckets.checkpoint_stall
+    working_s = (
+        goodput.buckets.productive + goodput.buckets.rework + goodput.buckets.checkpoint_stall
+    )
     moving_s = _moving_s(run)
     if working_s > moving_s + CLOCKS_S + 0.1 * len(run.failures()):
         yield f"I6: {run.id} has {working_s:.1f} s of work, and moved for {moving_s:.1f} s"
 
 
 def _moved_at(event: Event) -> float | None:
-    """Until when training moved, by one event; as train_fn.recovery.progress has it, written anew to be held against it."""
+    """Until when training moved, by one event; as train_fn.recovery.progress has it, written anew
+    to be held against it."""
     if event.kind == "metrics":
         return max((point["at"] for point in event.data["points"]), default=None)
-    moves = ("training_started", "restored", "epoch_completed", "evaluated", "attempt_started", "recovered")
+    moves = (
+        "training_started",
+        "restored",
+        "epoch_completed",
+        "evaluated",
+        "attempt_started",
+        "recovered",
+    )
     return event.at.timestamp() if event.kind in moves else None
 
 
 def _detection(run: RunHandle) -> Iterator[str]:
-    """A failure was noticed ``recovery_s`` before the first step again, and ``detect_s`` after the last step before it.
+    """A failure was noticed ``recovery_s`` before the first step again, and ``detect_s`` after the
+    last step before it.
 
     Of a group that did not come up nothing had moved.
     """
@@ -150,14 +187,18 @@ def _detection(run: RunHandle) -> Iterator[str]:
             (detect_s, last_at), failed = failed, None
             true_s = event.at.timestamp() - event.data["recovery_s"] - last_at
             if abs(true_s - detect_s) > CLOCKS_S:
-                yield f"I6: a failure of {run.id} says that it was noticed after {detect_s:.1f} s, and it took {true_s:.1f} s"
+                yield (
+                    f"I6: a failure of {run.id} says that it was noticed after {detect_s:.1f} "
+                    f"s, and it took {true_s:.1f} s"
+                )
         at = _moved_at(event)
         if at is not None:
             moved_at = max(moved_at or at, at)
 
 
 def _moving_s(run: RunHandle) -> float:
-    """Seconds in which a run may have worked: from an attempt's first work to its last step where it failed, else to its end."""
+    """Seconds in which a run may have worked: from an attempt's first work to its last step where
+    it failed, else to its end."""
     total_s, began_at, moved_at = 0.0, None, 0.0
     for event in run.events():
         at = event.at.timestamp()
@@ -189,11 +230,17 @@ def _checkpoints(run: RunHandle, expected: Expected) -> Iterator[str]:
 def _result(run: RunHandle, expected: Expected) -> Iterator[str]:
     latest = run.run.latest_checkpoint
     if run.step != expected.total_steps or latest is None or latest.step != expected.total_steps:
-        yield f"I5: {run.id} SUCCEEDED at step {run.step} of {expected.total_steps}, checkpoint {latest and latest.step}"
+        yield (
+            f"I5: {run.id} SUCCEEDED at step {run.step} of {expected.total_steps}, checkpoint "
+            f"{latest and latest.step}"
+        )
     counted = [(e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
     whole = (expected.samples, expected.samples, 0, 0)
     if not expected.forked and counted != [whole] * expected.epochs:
-        yield f"I3: samples of {run.id}: {[found for found in counted if found != whole] or len(counted)}"
+        yield (
+            f"I3: samples of {run.id}: "
+            f"{[found for found in counted if found != whole] or len(counted)}"
+        )
     steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
     if steps != list(range(steps[0] if steps and expected.forked else 1, expected.total_steps + 1)):
         yield f"I3: {run.id} has {len(steps)} steps in its history of {expected.total_steps}"
@@ -201,7 +248,13 @@ def _result(run: RunHandle, expected: Expected) -> Iterator[str]:
 
 def strangers(url: str, stranger: str, run_id: str) -> Iterator[str]:
     """What somebody without a token, and somebody of another project, is told."""
-    for path in (f"/v1/runs/{run_id}", f"/v1/runs/{run_id}/events", f"/v1/runs/{run_id}/logs", "/v1/runs", "/v1/cluster"):
+    for path in (
+        f"/v1/runs/{run_id}",
+        f"/v1/runs/{run_id}/events",
+        f"/v1/runs/{run_id}/logs",
+        "/v1/runs",
+        "/v1/cluster",
+    ):
         if (status := httpx.get(url + path, timeout=30).status_code) != 401:
             yield f"I8: GET {path} without a token is answered with {status}"
         answer = httpx.get(url + path, headers={"Authorization": f"Bearer {stranger}"}, timeout=30)

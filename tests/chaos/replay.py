@@ -1,4 +1,5 @@
-"""The same training without faults: plain ranks that make each step at the world size that the disturbed run made it at."""
+"""The same training without faults: plain ranks that make each step at the world size that the
+disturbed run made it at."""
 
 from __future__ import annotations
 
@@ -18,10 +19,16 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments(run: RunHandle) -> Segments:
-    """The stretches of the history that the run kept: what a later attempt took back is not in it."""
+    """The stretches of the history that the run kept: what a later attempt took back is not in
+    it."""
     events = list(run.events())
-    # The controller tells of an attempt, its ranks of what they restored: a quick rank may be heard first.
-    world_sizes = {event.attempt: event.data["world_size"] for event in events if event.kind == "attempt_started"}
+    # The controller tells of an attempt, its ranks of what they restored: a quick rank may be heard
+    # first.
+    world_sizes = {
+        event.attempt: event.data["world_size"]
+        for event in events
+        if event.kind == "attempt_started"
+    }
     starts: list[tuple[int, int]] = []
     for event in events:
         if event.kind == "restored":
@@ -36,14 +43,27 @@ def segments(run: RunHandle) -> Segments:
 
 
 def replay(stretches: Segments, spec: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:
-    """Weights after the same steps at the same world sizes, paused between the stretches and never disturbed."""
+    """Weights after the same steps at the same world sizes, paused between the stretches and never
+    disturbed."""
     run_dir = make_run_dir(directory)
     for submission, (end, world_size) in enumerate(stretches, start=1):
-        stopped: tuple[Stop, int] | None = ("pause", end - 1) if submission < len(stretches) else None
-        job = Job(run_dir, RunSpec.model_validate(spec), world_size, submission=submission, stopped=stopped)
+        stopped: tuple[Stop, int] | None = (
+            ("pause", end - 1) if submission < len(stretches) else None
+        )
+        job = Job(
+            run_dir,
+            RunSpec.model_validate(spec),
+            world_size,
+            submission=submission,
+            stopped=stopped,
+        )
         outcome = train_to_end(job, directory)
-        assert max(outcome.losses) == end, f"the replay ended its stretch at step {max(outcome.losses)}, not {end}"
-        assert [data["source"] for data in outcome.of_kind(EventKind.RESTORED)] == ["fresh" if submission == 1 else "checkpoint"]
+        assert max(outcome.losses) == end, (
+            f"the replay ended its stretch at step {max(outcome.losses)}, not {end}"
+        )
+        assert [data["source"] for data in outcome.of_kind(EventKind.RESTORED)] == [
+            "fresh" if submission == 1 else "checkpoint"
+        ]
     newest = max((directory / "storage").rglob("model.pt"), key=lambda path: path.parent.name)
     weights: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)
     return weights

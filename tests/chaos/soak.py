@@ -1,7 +1,9 @@
-"""``python -m tests.chaos.soak --minutes 60 --report docs/soak.md``: a mixed queue under random faults, held against I1 to I8.
+"""``python -m tests.chaos.soak --minutes 60 --report docs/soak.md``: a mixed queue under random
+faults, held against I1 to I8.
 
-One service with an embedded cluster of three nodes. Runs of every sort come as long as the time lasts; a fault strikes at random
-every few seconds. Then no further faults are made, everything may end, and every run's history is checked.
+One service with an embedded cluster of three nodes. Runs of every sort come as long as the time
+lasts; a fault strikes at random every few seconds. Then no further faults are made, everything may
+end, and every run's history is checked.
 """
 
 from __future__ import annotations
@@ -41,7 +43,16 @@ WITHIN_S = 30.0
 """A failure so soon after a fault is taken to be that fault."""
 END_S = 150.0
 
-SORTS = {"whole": 3, "single": 2, "wide": 2, "urgent": 1, "cancelled": 1, "paused": 2, "fork": 1, "raises": 1}
+SORTS = {
+    "whole": 3,
+    "single": 2,
+    "wide": 2,
+    "urgent": 1,
+    "cancelled": 1,
+    "paused": 2,
+    "fork": 1,
+    "raises": 1,
+}
 """How often each sort of run comes."""
 RAISES = """
 from task import DigitsTask
@@ -56,7 +67,14 @@ class Raises(DigitsTask):
         return super().loss(model, batch)
 """
 """What a submitter got wrong: the run must end FAILED, and be the only sort that does."""
-FAULTS = {"rank_killed": 6, "rank_stopped": 1, "node_killed": 2, "driver_killed": 2, "service_killed": 1, "node_drained": 2}
+FAULTS = {
+    "rank_killed": 6,
+    "rank_stopped": 1,
+    "node_killed": 2,
+    "driver_killed": 2,
+    "service_killed": 1,
+    "node_drained": 2,
+}
 FAULTS |= {"checkpoint_damaged": 1}
 EXPLAINS = {
     "rank_killed": {"worker_lost"},
@@ -110,7 +128,9 @@ class Soak:
         self.client: Client = service.client()
         self.random = random.Random(record.seed)
         self.record = record
-        self.stranger = self.client.tokens.create("stranger", role="submitter", project="elsewhere", create_project=True).token
+        self.stranger = self.client.tokens.create(
+            "stranger", role="submitter", project="elsewhere", create_project=True
+        ).token
         self.drained: dict[str, float] = {}
         with tempfile.TemporaryDirectory() as directory:
             code = Path(shutil.copytree(EXAMPLE, Path(directory) / "code"))
@@ -145,7 +165,9 @@ class Soak:
             except (InvalidSpec, Conflict) as exc:
                 self.record.violations.append(f"I1: a run of sort {sort} was refused: {exc}")
                 continue
-            self.record.runs.append(SoakRun(sort, handle, spec, expected, self.random.randint(20, 60)))
+            self.record.runs.append(
+                SoakRun(sort, handle, spec, expected, self.random.randint(20, 60))
+            )
 
     def _made(self, sort: str) -> tuple[dict[str, Any], Expected]:
         """A spec of this sort, and what may become of it."""
@@ -153,22 +175,40 @@ class Soak:
         most = {"single": 1, "wide": NUM_NODES, "urgent": 1}.get(sort, 2)
         spec: dict[str, Any] = {
             "name": f"{sort} {len(self.record.runs)}",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-            "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32, "seed": self.random.randrange(1000)},
+            "train": {
+                "epochs": epochs,
+                "global_batch_size": 128,
+                "micro_batch_size": 32,
+                "seed": self.random.randrange(1000),
+            },
             "scaling": {"min_workers": 1, "max_workers": most},
             "checkpoint": {"every_steps": 10},
             "recovery": {"hang_timeout_s": 10, "max_system_failures": 10_000},
             "priority": 5 if sort == "urgent" else 0,
         }
-        statuses = {RunStatus.SUCCEEDED, RunStatus.CANCELLED} if sort == "cancelled" else {RunStatus.SUCCEEDED}
+        statuses = (
+            {RunStatus.SUCCEEDED, RunStatus.CANCELLED}
+            if sort == "cancelled"
+            else {RunStatus.SUCCEEDED}
+        )
         expected = Expected(frozenset(statuses), epochs * STEPS_PER_EPOCH, SAMPLES, epochs)
         if sort == "raises":
             del spec["task"]
             spec["code"] = {"archive": self.archive, "task": "raises:Raises"}
             expected.statuses = frozenset({RunStatus.FAILED})
-        done = [run for run in self.record.runs if run.handle.status == RunStatus.SUCCEEDED and not run.expected.corrupted]
-        origins = [run for run in done if not run.expected.forked]  # a fork has made all of its 40 epochs
+        done = [
+            run
+            for run in self.record.runs
+            if run.handle.status == RunStatus.SUCCEEDED and not run.expected.corrupted
+        ]
+        # a fork has made all of its 40 epochs
+        origins = [run for run in done if not run.expected.forked]
         if sort == "fork" and origins:
             parent = self.random.choice(origins)
             spec["resume_from"] = {"run_id": parent.handle.id, "step": "latest"}
@@ -200,7 +240,11 @@ class Soak:
         return True
 
     def _strike(self) -> None:
-        victims = [run for run in self._live() if run.handle.status == RunStatus.RUNNING and run.handle.step >= 5]
+        victims = [
+            run
+            for run in self._live()
+            if run.handle.status == RunStatus.RUNNING and run.handle.step >= 5
+        ]
         if not victims:
             return
         victim = self.random.choice(victims)
@@ -214,7 +258,10 @@ class Soak:
 
     def _done(self, kind: str, victim: SoakRun) -> bool:
         if kind in KINDS:
-            return strike(Fault(kind, 0, 0.0, self.random.random()), self.service, victim.handle) is not None
+            return (
+                strike(Fault(kind, 0, 0.0, self.random.random()), self.service, victim.handle)
+                is not None
+            )
         attempts = victim.handle.attempts()
         if kind == "node_drained":
             if self.drained or not attempts or not attempts[-1].workers:
@@ -222,11 +269,18 @@ class Soak:
             node_id = attempts[-1].workers[-1].node_id
             self.drained[node_id] = time.monotonic() + DRAINED_S
             return self._may(lambda: self.client.nodes.drain(node_id, reason="soak"))
-        return self._damage(victim) and strike(Fault("driver_killed", 0, 0.0, 0.0), self.service, victim.handle) is not None
+        return (
+            self._damage(victim)
+            and strike(Fault("driver_killed", 0, 0.0, 0.0), self.service, victim.handle) is not None
+        )
 
     def _damage(self, victim: SoakRun) -> bool:
         """One byte of the newest checkpoint; a new driver begins from what it finds in storage."""
-        kept = [checkpoint.step for checkpoint in victim.handle.checkpoints() if checkpoint.state == "committed"]
+        kept = [
+            checkpoint.step
+            for checkpoint in victim.handle.checkpoints()
+            if checkpoint.state == "committed"
+        ]
         if len(kept) < 2:
             return False
         directory = self.service.home / "storage/runs" / victim.handle.id / "checkpoints"
@@ -263,20 +317,31 @@ class Soak:
                 continue
             record.verdicts[kind, failure.verdict] += 1
             record.steps_lost[kind] += failure.steps_lost or 0
-            near = [when for each in record.runs for _, when in each.faults if abs(when - at) < WITHIN_S]
+            near = [
+                when for each in record.runs for _, when in each.faults if abs(when - at) < WITHIN_S
+            ]
             if failure.verdict not in EXPLAINS[kind] and len(near) == 1:
-                record.false_verdicts.append(f"{kind} at {at:.0f} was told as {failure.verdict} by {run.handle.id}")
+                record.false_verdicts.append(
+                    f"{kind} at {at:.0f} was told as {failure.verdict} by {run.handle.id}"
+                )
 
 
 def replays(record: Record, most: int, directory: Path) -> None:
-    """I4: some of the disturbed runs once more without faults, at the same world sizes; weights must agree bit by bit."""
-    disturbed = [run for run in record.runs if run.faults and run.handle.status == RunStatus.SUCCEEDED and not run.expected.forked]
+    """I4: some of the disturbed runs once more without faults, at the same world sizes; weights
+    must agree bit by bit."""
+    disturbed = [
+        run
+        for run in record.runs
+        if run.faults and run.handle.status == RunStatus.SUCCEEDED and not run.expected.forked
+    ]
     for run in disturbed[:most]:
         found = run.handle.download_checkpoint("latest", directory / run.handle.id) / "model.pt"
         expected = replay(segments(run.handle), run.spec, directory / f"replay-{run.handle.id}")
         weights = torch.load(found, weights_only=True)
         if any(not torch.equal(weights[name], expected[name]) for name in expected):
-            record.violations.append(f"I4: the weights of {run.handle.id} are not those of the same steps in peace")
+            record.violations.append(
+                f"I4: the weights of {run.handle.id} are not those of the same steps in peace"
+            )
         record.replayed += 1
 
 
@@ -284,7 +349,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replays", type=int, default=5, help="disturbed runs whose weights are held against a run in peace")
+    parser.add_argument(
+        "--replays",
+        type=int,
+        default=5,
+        help="disturbed runs whose weights are held against a run in peace",
+    )
     parser.add_argument("--report", type=Path, help="Markdown; a JSON of the same goes beside it")
     options = parser.parse_args()
     record = Record(options.seed, options.minutes)

@@ -27,30 +27,48 @@ def write_report(record: Record, path: Path | None) -> str:
     lines = [
         "# Soak",
         "",
-        f'`make soak ARGS="--minutes {record.minutes:g} --seed {record.seed}"`, {time.strftime("%Y-%m-%d", time.gmtime())}, '
-        f"{os.cpu_count()} cores, three nodes of one CPU: {len(record.runs)} runs, {sum(record.struck.values())} faults, "
+        f'`make soak ARGS="--minutes {record.minutes:g} --seed {record.seed}"`, '
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}, "
+        f"{os.cpu_count()} cores, three nodes of one CPU: {len(record.runs)} runs, "
+        f"{sum(record.struck.values())} faults, "
         f"{record.failures} failures told, {record.replayed} runs made again in peace.",
         "",
         "| sort of run | ended | runs |",
         "|---|---|---|",
-        *(f"| {sort} | {status} | {count} |" for (sort, status), count in sorted(record.statuses.items())),
+        *(
+            f"| {sort} | {status} | {count} |"
+            for (sort, status), count in sorted(record.statuses.items())
+        ),
         "",
         "| fault | struck | told as | steps lost |",
         "|---|---|---|---|",
     ]
     for fault, count in sorted(record.struck.items()):
-        told = ", ".join(f"{verdict} {times}" for (of, verdict), times in sorted(record.verdicts.items()) if of == fault)
+        told = ", ".join(
+            f"{verdict} {times}"
+            for (of, verdict), times in sorted(record.verdicts.items())
+            if of == fault
+        )
         lines.append(f"| {fault} | {count} | {told or '-'} | {record.steps_lost[fault]} |")
     lines += ["", "| invariant | violations |", "|---|---|"]
     for name, words in INVARIANTS.items():
-        lines.append(f"| {name} {words} | {sum(found.startswith(name) for found in record.violations)} |")
+        lines.append(
+            f"| {name} {words} | {sum(found.startswith(name) for found in record.violations)} |"
+        )
     lines += [
         "",
         f"False verdicts: {len(record.false_verdicts)}.",
         *(f"- {found}" for found in (*record.violations, *record.false_verdicts)),
         "",
-        "A failure within 30 s of a fault on the same run is taken for that fault. A second fault meanwhile may be told in its",
-        "place; a verdict counts as false only where none was near. A killed node or service disturbs other runs, too.",
+        (
+            "A failure within 30 s of a fault on the same run is taken for that fault. A second "
+            "fault "
+            "meanwhile may be told in its"
+        ),
+        (
+            "place; a verdict counts as false only where none was near. A killed node or service "
+            "disturbs other runs, too."
+        ),
     ]
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     if path is not None:

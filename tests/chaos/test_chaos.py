@@ -1,5 +1,5 @@
-"""Seeded faults on real runs: each ends SUCCEEDED, every sample used once, with the weights, bit by bit, of a
-run that made the same steps in peace.
+"""Seeded faults on real runs: each ends SUCCEEDED, every sample used once, with the weights, bit by
+bit, of a run that made the same steps in peace.
 
 ``make chaos`` runs them all (``ARGS="-k seed7"`` one of them); a few seeds run with ``make test``.
 """
@@ -21,7 +21,11 @@ import torch
 from everstep.client.runs import RunHandle
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
-from tests.support.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, assert_every_step_is_there_once
+from tests.support.digits_run import (
+    STEPS_PER_EPOCH,
+    assert_every_sample_counted_once,
+    assert_every_step_is_there_once,
+)
 from tests.support.service_process import ServiceProcess, wait_for
 from train_fn.node.node_dir import shared_memory_root
 
@@ -29,11 +33,15 @@ EPOCHS = {2: 60, 3: 48, 5: 36}
 """By the number of ranks: long enough that a run outlasts a service's restart."""
 MODEL = {"name": "mini_resnet", "args": {"width": 8, "blocks_per_stage": 1}}
 SHORT_SEEDS = (19,)
-LONG_SEEDS = tuple(sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3))
+LONG_SEEDS = tuple(
+    sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3)
+)
 WORLDS = (5, 2, 3)
-"""Ranks of a seed, by its remainder; seeds of one size come together, so that they share a cluster."""
+"""Ranks of a seed, by its remainder; seeds of one size come together, so that they share a
+cluster."""
 MORE_FDS = 12
-"""File descriptors that a long-lived process may have more of after a run than after an earlier one: connections come and go."""
+"""File descriptors that a long-lived process may have more of after a run than after an earlier
+one: connections come and go."""
 
 
 def world_of(seed: int) -> int:
@@ -45,7 +53,12 @@ def spec(name: str, world: int) -> dict[str, Any]:
         "name": name,
         "task": {"name": "image_classification", "model": MODEL, "data": {"name": "digits"}},
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        "train": {"epochs": EPOCHS[world], "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
+        "train": {
+            "epochs": EPOCHS[world],
+            "global_batch_size": 128,
+            "micro_batch_size": 32,
+            "seed": 5,
+        },
         "scaling": {"min_workers": 1, "max_workers": world},
         "checkpoint": {"every_steps": 10},
         "recovery": {"hang_timeout_s": 6},
@@ -54,7 +67,8 @@ def spec(name: str, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
-    """A service whose cluster has so many nodes: the same one for as long as the same number is asked for."""
+    """A service whose cluster has so many nodes: the same one for as long as the same number is
+    asked for."""
     with ExitStack() as stack:
         running: dict[int, ServiceProcess] = {}
 
@@ -70,18 +84,23 @@ def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
 
 @pytest.fixture(scope="module")
 def num_fds() -> dict[tuple[int, float], int]:
-    """Open file descriptors of each long-lived process, by pid and start, after the first run that it saw."""
+    """Open file descriptors of each long-lived process, by pid and start, after the first run that
+    it saw."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Segments], dict[str, torch.Tensor]]:
+def replayed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int, Segments], dict[str, torch.Tensor]]:
     """The weights after a history's stretches in peace; many histories have the same."""
     found: dict[Segments, dict[str, torch.Tensor]] = {}
 
     def weights_after(world: int, stretches: Segments) -> dict[str, torch.Tensor]:
         if stretches not in found:
-            found[stretches] = replay(stretches, spec("replay", world), tmp_path_factory.mktemp("replay"))
+            found[stretches] = replay(
+                stretches, spec("replay", world), tmp_path_factory.mktemp("replay")
+            )
         return found[stretches]
 
     return weights_after
@@ -115,7 +134,18 @@ def test_seeded_faults(
     run.wait(timeout_s=240)
 
     stretches = segments(run)
-    print(json.dumps({"seed": seed, "world": world, "done": done, "lost": run.steps_lost, "at": stretches, "failures": _told(run)}))
+    print(
+        json.dumps(
+            {
+                "seed": seed,
+                "world": world,
+                "done": done,
+                "lost": run.steps_lost,
+                "at": stretches,
+                "failures": _told(run),
+            }
+        )
+    )
     assert run.step == EPOCHS[world] * STEPS_PER_EPOCH
     assert_every_sample_counted_once(run, EPOCHS[world])
     _check_steps(run, world)
@@ -132,7 +162,10 @@ def _told(run: RunHandle) -> list[dict[str, Any]]:
     restored = [event for event in run.events() if event.kind == "restored"]
     told = []
     for failure in run.failures():
-        ranks = [(rank["state"], rank["step"], rank["snapshot_step"]) for rank in (failure.evidence or {}).get("ranks", ())]
+        ranks = [
+            (rank["state"], rank["step"], rank["snapshot_step"])
+            for rank in (failure.evidence or {}).get("ranks", ())
+        ]
         went_on = next((event.data for event in restored if event.attempt > failure.attempt), {})
         told.append(
             {
@@ -153,10 +186,15 @@ def _check_steps(run: RunHandle, world: int) -> None:
 
 
 def _check_steps_lost(run: RunHandle) -> None:
-    """None where a rank survived, that is, where one left its step only because a peer, or the driver, was gone."""
+    """None where a rank survived, that is, where one left its step only because a peer, or the
+    driver, was gone."""
     for failure in run.failures():
-        survived = any(rank["state"] == "collateral" for rank in (failure.evidence or {}).get("ranks", ()))
-        assert not ((survived or failure.verdict == "control_plane") and failure.steps_lost), failure
+        survived = any(
+            rank["state"] == "collateral" for rank in (failure.evidence or {}).get("ranks", ())
+        )
+        assert not ((survived or failure.verdict == "control_plane") and failure.steps_lost), (
+            failure
+        )
 
 
 def _check_nothing_left(service: ServiceProcess, run: RunHandle) -> None:
@@ -176,29 +214,49 @@ def _actors(service: ServiceProcess) -> list[str]:
             titles += [" ".join(child.cmdline()) for child in children]
         except psutil.NoSuchProcess:
             continue
-    return [title for title in titles if title.startswith("ray::") and re.search("Everstep|Journal|SynchronizationActor", title)]
+    return [
+        title
+        for title in titles
+        if title.startswith("ray::") and re.search("Everstep|Journal|SynchronizationActor", title)
+    ]
 
 
 def _check_file_descriptors(service: ServiceProcess, num_fds: dict[tuple[int, float], int]) -> None:
-    """Of the processes that stay from run to run: the service, the cluster's keeper, and the nodes' raylets."""
+    """Of the processes that stay from run to run: the service, the cluster's keeper, and the nodes'
+    raylets."""
     assert service.process is not None
     cluster = service.cluster()
-    for pid in (service.process.pid, cluster["keeper_pid"], *(node["raylet_pid"] for node in cluster["nodes"])):
+    for pid in (
+        service.process.pid,
+        cluster["keeper_pid"],
+        *(node["raylet_pid"] for node in cluster["nodes"]),
+    ):
         try:
             process = psutil.Process(pid)
             key, found = (pid, process.create_time()), process.num_fds()
         except psutil.NoSuchProcess:
             continue
         allowed = num_fds.setdefault(key, found) + MORE_FDS
-        assert found <= allowed, f"{process.cmdline()[:4]} has {found} file descriptors, {allowed - MORE_FDS} after its first run"
+        assert found <= allowed, (
+            f"{process.cmdline()[:4]} has {found} file descriptors, {allowed - MORE_FDS} after "
+            "its first run"
+        )
 
 
 def _placement_groups(service: ServiceProcess, run_id: str) -> list[str]:
     headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text().strip()}"}
     url = f"{service.cluster()['dashboard_url']}/api/v0/placement_groups"
-    answer = httpx.get(url, headers=headers, params={"limit": 10_000, "detail": 0}, timeout=30).raise_for_status().json()
+    answer = (
+        httpx.get(url, headers=headers, params={"limit": 10_000, "detail": 0}, timeout=30)
+        .raise_for_status()
+        .json()
+    )
     groups = answer["data"]["result"]["result"]
-    return [group["name"] for group in groups if f"/{run_id}/" in (group["name"] or "") and group["state"] != "REMOVED"]
+    return [
+        group["name"]
+        for group in groups
+        if f"/{run_id}/" in (group["name"] or "") and group["state"] != "REMOVED"
+    ]
 
 
 def _processes(run_id: str) -> list[int]:
@@ -206,7 +264,10 @@ def _processes(run_id: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if any(run_id in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                any(run_id in part for part in process.cmdline())
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -1,7 +1,9 @@
-"""Replicas and their database are killed under load: what was acknowledged is there, nothing runs twice, nobody gets a bad answer.
+"""Replicas and their database are killed under load: what was acknowledged is there, nothing runs
+twice, nobody gets a bad answer.
 
-The history that is checked is what clients saw: every call with its answer. Ray is a stand-in that counts what it is asked to run.
-On PostgreSQL there are two replicas and the database may die as well; SQLite has one service, which holds it alone.
+The history that is checked is what clients saw: every call with its answer. Ray is a stand-in that
+counts what it is asked to run. On PostgreSQL there are two replicas and the database may die as
+well; SQLite has one service, which holds it alone.
 """
 
 from __future__ import annotations
@@ -50,12 +52,16 @@ class History:
 
 
 class Plane:
-    """The replicas, the database behind them, and the clients in front. ``server`` is PostgreSQL's, and None with SQLite."""
+    """The replicas, the database behind them, and the clients in front. ``server`` is PostgreSQL's,
+    and None with SQLite."""
 
     def __init__(self, shared: Path, server: PostgresServer | None, url: str, ray: FakeRay) -> None:
         self._server, self.ray = server, ray
         num_replicas = 1 if server is None else 2
-        self.replicas = [Replica(shared / f"home-{number}", shared / "storage", url, ray.url) for number in range(num_replicas)]
+        self.replicas = [
+            Replica(shared / f"home-{number}", shared / "storage", url, ray.url)
+            for number in range(num_replicas)
+        ]
         self.history = History()
         self.faults: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -81,18 +87,29 @@ class Plane:
         while not self._stopping.is_set():
             name = f"run-{next(self._numbers)}"
             while not self._stopping.is_set():
-                answer = self.call(http, chance, "POST", "/v1/runs", json=spec(name=name), headers={"Idempotency-Key": name})
+                answer = self.call(
+                    http,
+                    chance,
+                    "POST",
+                    "/v1/runs",
+                    json=spec(name=name),
+                    headers={"Idempotency-Key": name},
+                )
                 if answer is not None and answer.status_code in (200, 201):
                     with self._lock:
                         self.history.created[name] = answer.json()["id"]
                     if chance.random() < 0.2:
-                        cancelled = self.call(http, chance, "POST", f"/v1/runs/{answer.json()['id']}/cancel")
+                        cancelled = self.call(
+                            http, chance, "POST", f"/v1/runs/{answer.json()['id']}/cancel"
+                        )
                         if cancelled is not None and cancelled.status_code == 202:
                             self.history.cancelled.add(answer.json()["id"])
                     break
                 time.sleep(0.05)
 
-    def call(self, http: httpx.Client, chance: random.Random, method: str, path: str, **more: object) -> httpx.Response | None:
+    def call(
+        self, http: httpx.Client, chance: random.Random, method: str, path: str, **more: object
+    ) -> httpx.Response | None:
         """The answer of either replica; None where none came, and nothing is known."""
         url = chance.choice(self.replicas).url + path
         try:
@@ -123,7 +140,9 @@ class Plane:
         replica.kill()
         time.sleep(chance.random())
         replica.start()
-        replica.wait_until_ready(PATIENCE_S, "its /readyz: a service that begins while its database is away ends")
+        replica.wait_until_ready(
+            PATIENCE_S, "its /readyz: a service that begins while its database is away ends"
+        )
 
     def stop_a_replica(self, chance: random.Random) -> None:
         """Stand still for longer than the lease lasts, and wake up."""
@@ -141,10 +160,16 @@ class Plane:
         self._server.crash()
         # A replica that stands still, or has just begun, need not say so.
         up = [replica for replica in self.replicas if replica.process.poll() is None]
-        told = [httpx.get(f"{each.url}/readyz", timeout=PATIENCE_S, trust_env=False) for each in up if each.is_listening()]
+        told = [
+            httpx.get(f"{each.url}/readyz", timeout=PATIENCE_S, trust_env=False)
+            for each in up
+            if each.is_listening()
+        ]
         time.sleep(DATABASE_AWAY_S)
         self._server.restart()
-        assert all(answer.status_code == 503 and answer.json()["database"] == "down" for answer in told), "it says which is away"
+        assert all(
+            answer.status_code == 503 and answer.json()["database"] == "down" for answer in told
+        ), "it says which is away"
 
 
 @contextmanager
@@ -174,11 +199,18 @@ LONG = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize(
     ("kind", "rounds"),
-    [("postgresql", 1), pytest.param("postgresql", 5, marks=LONG), pytest.param("sqlite", 5, marks=LONG)],
+    [
+        ("postgresql", 1),
+        pytest.param("postgresql", 5, marks=LONG),
+        pytest.param("sqlite", 5, marks=LONG),
+    ],
 )
 def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(kind: str, rounds: int) -> None:
     chance = random.Random(rounds)
-    with control_plane(kind) as plane, httpx.Client(headers=plane.replicas[0].headers, timeout=30, trust_env=False) as http:
+    with (
+        control_plane(kind) as plane,
+        httpx.Client(headers=plane.replicas[0].headers, timeout=30, trust_env=False) as http,
+    ):
         threads = list(plane.clients(http))
         try:
             for _ in range(rounds):
@@ -187,12 +219,16 @@ def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(kind: str, rounds: 
             plane.stop_clients(threads)
         plane.wait_until_ready()
         check(plane, http)
-        told = f"{len(plane.history.created)} runs and {len(plane.history.cancelled)} cancels acknowledged"
+        told = (
+            f"{len(plane.history.created)} runs and {len(plane.history.cancelled)} cancels "
+            "acknowledged"
+        )
         print(f"{dict(plane.faults)}; {told}; {dict(plane.history.statuses)}")
 
 
 def check(plane: Plane, http: httpx.Client) -> None:
-    """Everything that clients were told is so, on the last replica too; and Ray was asked to run each run once."""
+    """Everything that clients were told is so, on the last replica too; and Ray was asked to run
+    each run once."""
     history = plane.history
     assert history.bad == [] and len(history.created) > 20, (history.bad[:3], history.statuses)
     base = plane.replicas[-1].url
@@ -210,18 +246,29 @@ def check(plane: Plane, http: httpx.Client) -> None:
     runs = found()
     names = Counter(run["name"] for run in runs.values())
     assert [name for name, count in names.items() if count > 1] == [], "a key made two runs"
-    lost = {name: run_id for name, run_id in history.created.items() if run_id not in runs or runs[run_id]["name"] != name}
+    lost = {
+        name: run_id
+        for name, run_id in history.created.items()
+        if run_id not in runs or runs[run_id]["name"] != name
+    }
     assert lost == {}, "acknowledged, and gone"
     assert {runs[run_id]["status"] for run_id in history.cancelled} <= {"CANCELLED", "STOPPING"}
 
     def is_queued() -> bool:
-        return bool(http.get(f"{base}/v1/runs", params={"status": "QUEUED", "limit": "1"}).json()["items"])
+        return bool(
+            http.get(f"{base}/v1/runs", params={"status": "QUEUED", "limit": "1"}).json()["items"]
+        )
 
     while is_queued():
         num_jobs = len(plane.ray.jobs)
         wait_for(
-            lambda num=num_jobs: not is_queued() or len(plane.ray.jobs) > num, PATIENCE_S, "the start of another run", every_s=0.5
+            lambda num=num_jobs: not is_queued() or len(plane.ray.jobs) > num,
+            PATIENCE_S,
+            "the start of another run",
+            every_s=0.5,
         )
     submissions = Counter(job.rpartition("-")[0] for job in plane.ray.jobs)
-    assert [run_id for run_id, count in submissions.items() if count > 1] == [], "two submissions of one run"
+    assert [run_id for run_id, count in submissions.items() if count > 1] == [], (
+        "two submissions of one run"
+    )
     assert set(submissions) <= runs.keys(), "a job without a run"

@@ -1,4 +1,5 @@
-"""What a run through twenty deaths tells of them: who died first, and every line that was printed, in order and once."""
+"""What a run through twenty deaths tells of them: who died first, and every line that was printed,
+in order and once."""
 
 from __future__ import annotations
 
@@ -68,9 +69,17 @@ def start(service: ServiceProcess, directory: Path) -> RunHandle:
     client = service.client()
     spec: dict[str, Any] = {
         "name": "talking",
-        "code": {"archive": client.code.upload(directory / "talking.py").digest, "task": "talking:Talking"},
+        "code": {
+            "archive": client.code.upload(directory / "talking.py").digest,
+            "task": "talking:Talking",
+        },
         "optimizer": {"name": "sgd", "lr": 0.01},
-        "train": {"epochs": 1_000_000, "global_batch_size": 30, "micro_batch_size": 10, "eval_every_epochs": 1_000_000},
+        "train": {
+            "epochs": 1_000_000,
+            "global_batch_size": 30,
+            "micro_batch_size": 10,
+            "eval_every_epochs": 1_000_000,
+        },
         "scaling": {"min_workers": NUM_RANKS, "max_workers": NUM_RANKS},
         "checkpoint": {"every_steps": 500},
         "recovery": {"hang_timeout_s": 10},
@@ -89,15 +98,23 @@ def numbers(lines: list[LogLine]) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def test_the_first_rank_is_the_one_that_was_hit_and_no_line_is_lost_or_repeated(service: ServiceProcess, tmp_path: Path) -> None:
+def test_the_first_rank_is_the_one_that_was_hit_and_no_line_is_lost_or_repeated(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
     run = start(service, tmp_path)
     followed: list[LogLine] = []
-    follower = threading.Thread(target=lambda: followed.extend(service.client().runs.get(run.id).logs(follow=True)), daemon=True)
+    follower = threading.Thread(
+        target=lambda: followed.extend(service.client().runs.get(run.id).logs(follow=True)),
+        daemon=True,
+    )
     follower.start()
     random = Random(20)
     hit: list[tuple[str, int]] = []
     for _ in range(NUM_DRILLS):
-        kind, rank = random.choices(("kill_worker", "hang_worker"), (18, 2))[0], random.randrange(NUM_RANKS)
+        kind, rank = (
+            random.choices(("kill_worker", "hang_worker"), (18, 2))[0],
+            random.randrange(NUM_RANKS),
+        )
         drill = run.drill(kind, rank=rank).wait(240)
         assert drill.state == "recovered", (drill.state, drill.problem)
         hit.append(("hang" if kind == "hang_worker" else "worker_lost", rank))
@@ -118,12 +135,17 @@ def test_the_first_rank_is_the_one_that_was_hit_and_no_line_is_lost_or_repeated(
     done = steps_by_time(run)
     for struck in (event for event in run.events() if event.kind == "drill_started"):
         for rank in range(NUM_RANKS):
-            durable = sum(step_at <= struck.at.timestamp() - DURABLE_S for step_at in done[struck.attempt])
-            assert len(found[struck.attempt, rank]) >= durable, f"attempt {struck.attempt}, rank {rank}: lines of its last steps"
+            durable = sum(
+                step_at <= struck.at.timestamp() - DURABLE_S for step_at in done[struck.attempt]
+            )
+            assert len(found[struck.attempt, rank]) >= durable, (
+                f"attempt {struck.attempt}, rank {rank}: lines of its last steps"
+            )
 
 
 def steps_by_time(run: RunHandle) -> dict[int, list[float]]:
-    """When each attempt did its own steps, in unix seconds: what it reports again of the one before it is left out."""
+    """When each attempt did its own steps, in unix seconds: what it reports again of the one before
+    it is left out."""
     found: dict[int, list[float]] = defaultdict(list)
     began: dict[int, float] = {}
     for event in run.events():

@@ -1,6 +1,8 @@
-"""Ranks killed and stopped in every phase of a run, at 2, 3 and 5 ranks: each run ends as if nothing had happened, bit by bit.
+"""Ranks killed and stopped in every phase of a run, at 2, 3 and 5 ranks: each run ends as if
+nothing had happened, bit by bit.
 
-Real processes on a real cluster under a real driver. Part of ``make chaos``; ``ARGS="-k commit"`` runs one phase.
+Real processes on a real cluster under a real driver. Part of ``make chaos``; ``ARGS="-k commit"``
+runs one phase.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PATIENCE = {
     "EVERSTEP_RECOVERY_HANG_FIRST_STEP_S": "20",
     "EVERSTEP_RECOVERY_HANG_EVALUATION_S": "8",
 }
-"""How long ranks may stand still: a stopped one is to be found soon, and processes that start on a busy machine are not stopped."""
+"""How long ranks may stand still: a stopped one is to be found soon, and processes that start on a
+busy machine are not stopped."""
 
 Strikes = Callable[[int, Signals], list[Strike]]
 PLANS: dict[str, Strikes] = {
@@ -47,8 +50,14 @@ PLANS: dict[str, Strikes] = {
     "evaluation": lambda world, how: [Strike("evaluation", world - 1, 15, 1, how)],
     "checkpoint": lambda world, how: [Strike("checkpoint", 0, 10, 1, how)],
     "loader": lambda world, how: [Strike("loader", world - 1, 7, 1, how)],
-    "recovery": lambda world, how: [Strike("all_reduce", 0, 7, 1, SIGKILL), Strike("start", world - 1, 0, 2, how)],
-    "two_at_once": lambda world, how: [Strike("all_reduce", 0, 12, 1, how), Strike("all_reduce", world - 1, 12, 1, SIGKILL)],
+    "recovery": lambda world, how: [
+        Strike("all_reduce", 0, 7, 1, SIGKILL),
+        Strike("start", world - 1, 0, 2, how),
+    ],
+    "two_at_once": lambda world, how: [
+        Strike("all_reduce", 0, 12, 1, how),
+        Strike("all_reduce", world - 1, 12, 1, SIGKILL),
+    ],
 }
 
 
@@ -90,13 +99,21 @@ def deadly_spec(world: int, strikes: list[Strike]) -> RunSpec:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("phase", [*PLANS, "rendezvous"])
 def test_a_rank_struck_in_any_phase(
-    phase: str, world: int, how: Signals, cluster: RayCluster, reference: Callable[[int], dict[str, Any]], tmp_path: Path
+    phase: str,
+    world: int,
+    how: Signals,
+    cluster: RayCluster,
+    reference: Callable[[int], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     strikes = PLANS[phase](world, how) if phase in PLANS else [Strike("start", 0, 0, -1, how)]
-    run = DrivenRun(cluster, tmp_path, deadly_spec(world, strikes), module="tests.chaos.deadly_driver")
+    run = DrivenRun(
+        cluster, tmp_path, deadly_spec(world, strikes), module="tests.chaos.deadly_driver"
+    )
     try:
         run.start(**PATIENCE)
-        if phase == "rendezvous":  # told of as soon as the processes are there, before they have met
+        # told of as soon as the processes are there, before they have met
+        if phase == "rendezvous":
             run.wait_for(lambda: run.of(EventKind.ATTEMPT_STARTED), "the ranks' processes")
             os.kill(run.worker(world - 1)["pid"], how)
         assert run.wait_for_end() == 0, run.describe()
@@ -109,8 +126,13 @@ def test_a_rank_struck_in_any_phase(
 
 def _told(run: DrivenRun) -> list[tuple[Any, ...]]:
     """Verdict, rank, steps lost and seconds of each failure, for the record."""
-    failures = [(event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)]
-    recovered = [(event.data["steps_lost"], event.data["recovery_s"]) for event in run.of(EventKind.RECOVERED)]
+    failures = [
+        (event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)
+    ]
+    recovered = [
+        (event.data["steps_lost"], event.data["recovery_s"])
+        for event in run.of(EventKind.RECOVERED)
+    ]
     return [(*failure, *after) for failure, after in zip_longest(failures, recovered, fillvalue=())]
 
 
@@ -130,16 +152,21 @@ def _check(run: DrivenRun, world: int, phase: str, how: Signals) -> None:
     run.check_sequence()
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded", run.describe()
     assert {step for step, _ in run.steps()} == set(range(1, LAST_STEP + 1))
-    blamed = [(event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)]
+    blamed = [
+        (event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)
+    ]
     expected = _blamed(phase, world, how)
-    assert len(blamed) == len(expected) and all(map(set.__contains__, expected, blamed)), run.describe()
+    assert len(blamed) == len(expected) and all(map(set.__contains__, expected, blamed)), (
+        run.describe()
+    )
     if phase != "two_at_once" or world > 2 or how is SIGSTOP:  # else nobody survives
-        lost = [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)]  # none of an attempt that fails before a step
+        # none of an attempt that fails before a step
+        lost = [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)]
         assert lost and set(lost) == {0}, run.describe()
     used = [event.data for event in run.of(EventKind.EPOCH_COMPLETED)]
-    assert {(data["epoch"], data["samples"], data["used_once"], data["missing"]) for data in used} == {
-        (epoch, 1437, 1437, 0) for epoch in (0, 1)
-    }
+    assert {
+        (data["epoch"], data["samples"], data["used_once"], data["missing"]) for data in used
+    } == {(epoch, 1437, 1437, 0) for epoch in (0, 1)}
     assert not (shared_memory_root() / run.run_dir.run_id).exists()
     deadline = time.monotonic() + 20
     while left := _left(run):
@@ -148,20 +175,30 @@ def _check(run: DrivenRun, world: int, phase: str, how: Signals) -> None:
 
 
 def _left(run: DrivenRun) -> list[str]:
-    """Processes of a run that has ended: actors of the cluster but for idle ones, and the driver's own."""
+    """Processes of a run that has ended: actors of the cluster but for idle ones, and the driver's
+    own."""
     assert run.driver is not None
     titles = [title for pid, title in run.cluster_actors() if pid != run.driver.pid]
-    return titles + [str(run.driver.pid)] * psutil.pid_exists(run.driver.pid) * (run.driver.poll() is None)
+    return titles + [str(run.driver.pid)] * psutil.pid_exists(run.driver.pid) * (
+        run.driver.poll() is None
+    )
 
 
 def _placement_groups(cluster: RayCluster) -> list[str]:
     """States of placement groups that were not removed."""
     code = (
-        "import ray; from ray.util import placement_group_table as table; ray.init(log_to_driver=False, configure_logging=False);"
-        "print('states', *[group['state'] for group in table().values() if group['state'] != 'REMOVED'])"
+        "import ray; from ray.util import placement_group_table as table; "
+        "ray.init(log_to_driver=False, configure_logging=False);"
+        "print('states', *[group['state'] for group in table().values() if group['state'] != "
+        "'REMOVED'])"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=cluster.env, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=cluster.env,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     [line] = [line for line in answer.stdout.splitlines() if line.startswith("states")]
     return line.split()[1:]

@@ -1,4 +1,5 @@
-"""Under plain torchrun: a killed rank costs no step, a stop is taken up again, and the weights are those of a run left alone."""
+"""Under plain torchrun: a killed rank costs no step, a stop is taken up again, and the weights are
+those of a run left alone."""
 
 from __future__ import annotations
 
@@ -37,19 +38,36 @@ scaling: {use_gpu: false}
 @pytest.fixture
 def spec_file(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(
-        "".join(f"{number} bottles of beer on the wall, {number} bottles. " for number in range(4000))
+        "".join(
+            f"{number} bottles of beer on the wall, {number} bottles. " for number in range(4000)
+        )
     )
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC.replace("TEXT", str(tmp_path / "text.txt")))
     return path
 
 
-def start(spec: Path, tmp_path: Path, run_id: str, max_restarts: int = 0) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def start(
+    spec: Path, tmp_path: Path, run_id: str, max_restarts: int = 0
+) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += ["--max-restarts", str(max_restarts), "-m", "train_fn.standalone", str(spec)]
     command += ["--storage", str(tmp_path / "storage"), "--run-id", run_id]
     return subprocess.Popen(
-        command, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command,
+        env={
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
     )
 
 
@@ -68,7 +86,12 @@ def events(run_dir: RunDir) -> list[JournalEvent]:
 
 
 def steps(run_dir: RunDir) -> list[int]:
-    return [point["step"] for event in events(run_dir) if event.kind is EventKind.METRICS for point in event.data["points"]]
+    return [
+        point["step"]
+        for event in events(run_dir)
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    ]
 
 
 def wait_for_step(process: subprocess.Popen[bytes], run_dir: RunDir, step: int) -> None:
@@ -83,8 +106,16 @@ def wait_for_step(process: subprocess.Popen[bytes], run_dir: RunDir, step: int) 
 
 def final_weights(run_dir: RunDir) -> dict[str, Any]:
     manifest = run_dir.checkpoints.list()[-1]
-    files = {name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name))) for name in manifest.files}
-    return {"step": manifest.step, "digest": manifest.sample_digest, **files["model.pt"], **files["model_ema.pt"]}
+    files = {
+        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        for name in manifest.files
+    }
+    return {
+        "step": manifest.step,
+        "digest": manifest.sample_digest,
+        **files["model.pt"],
+        **files["model_ema.pt"],
+    }
 
 
 def assert_equal_to_one_left_alone(spec: Path, tmp_path: Path, broken: RunDir) -> None:
@@ -92,10 +123,16 @@ def assert_equal_to_one_left_alone(spec: Path, tmp_path: Path, broken: RunDir) -
     expected, found = final_weights(run_dir_of(tmp_path, "whole")), final_weights(broken)
     assert expected.keys() == found.keys()
     for name, value in expected.items():
-        assert torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name], name
+        assert (
+            torch.equal(value, found[name])
+            if isinstance(value, torch.Tensor)
+            else value == found[name]
+        ), name
 
 
-def test_a_killed_rank_costs_no_step_when_torchrun_starts_it_again(spec_file: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_no_step_when_torchrun_starts_it_again(
+    spec_file: Path, tmp_path: Path
+) -> None:
     run_dir = run_dir_of(tmp_path, "broken")
     process = start(spec_file, tmp_path, "broken", max_restarts=1)
     try:
@@ -113,7 +150,9 @@ def test_a_killed_rank_costs_no_step_when_torchrun_starts_it_again(spec_file: Pa
     assert_equal_to_one_left_alone(spec_file, tmp_path, run_dir)
 
 
-def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(spec_file: Path, tmp_path: Path) -> None:
+def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(
+    spec_file: Path, tmp_path: Path
+) -> None:
     run_dir = run_dir_of(tmp_path, "stopped")
     process = start(spec_file, tmp_path, "stopped")
     try:
@@ -130,18 +169,46 @@ def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(spec_file: Pa
     assert_equal_to_one_left_alone(spec_file, tmp_path, run_dir)
 
 
-def test_a_task_of_ones_own_trains_under_torchrun_on_nodes_that_were_looked_at(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+def test_a_task_of_ones_own_trains_under_torchrun_on_nodes_that_were_looked_at(
+    tmp_path: Path,
+) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     looked = subprocess.run(
-        [*torchrun, "train_fn.node.preflight"], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [*torchrun, "train_fn.node.preflight"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert looked.returncode == 0, looked.stdout + looked.stderr
     lines = looked.stdout.splitlines()
     assert [line.partition(" on ")[0] for line in lines] == ["rank 0", "rank 1"]
-    assert all(f"{name} " in line for line in lines for name in ("matmul", "memory", "disk", "link", "sum_16384k"))
+    assert all(
+        f"{name} " in line
+        for line in lines
+        for name in ("matmul", "memory", "disk", "link", "sum_16384k")
+    )
 
-    code = ["--code", "examples/own_task", "--task", "task:DigitsTask", "--set", "train.max_steps=20", "--run-id", "own"]
+    code = [
+        "--code",
+        "examples/own_task",
+        "--task",
+        "task:DigitsTask",
+        "--set",
+        "train.max_steps=20",
+        "--run-id",
+        "own",
+    ]
     command = [*torchrun, "train_fn.standalone", *code, "--storage", str(tmp_path / "storage")]
     subprocess.run(command, env=env, timeout=DEADLINE_S, check=True)
     assert max(steps(run_dir_of(tmp_path, "own"))) == 20

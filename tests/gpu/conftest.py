@@ -17,7 +17,11 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in this directory, and skip it where there is no GPU."""
-    missing = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device; this machine has none")
+    missing = (
+        None
+        if torch.cuda.is_available()
+        else pytest.mark.skip(reason="needs a CUDA device; this machine has none")
+    )
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.gpu)

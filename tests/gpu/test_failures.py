@@ -1,4 +1,5 @@
-"""What goes wrong on GPUs: memory that is too small says who held it, and an aborted communicator lets nobody believe its sums."""
+"""What goes wrong on GPUs: memory that is too small says who held it, and an aborted communicator
+lets nobody believe its sums."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path) -> None:
 
 
 def _add_up(rank: int, directory: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2
+    )
     model = torch.nn.Linear(4, 1, bias=False).cuda()
     torch.nn.init.zeros_(model.weight)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)

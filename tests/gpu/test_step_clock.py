@@ -9,7 +9,10 @@ import torch
 
 from train_fn.step.step_clock import StepClock
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_own_time_is_that_of_the_stream_without_the_wait() -> None:

@@ -1,4 +1,5 @@
-"""The loop on a GPU: it learns in every precision, goes on where it was, keeps its inputs pinned and its copies beside the work."""
+"""The loop on a GPU: it learns in every precision, goes on where it was, keeps its inputs pinned
+and its copies beside the work."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def make_spec(**train: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "gpu",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "optimizer": {"name": "adamw", "lr": 3e-3},
             "train": {
                 "epochs": 6,
@@ -42,10 +47,17 @@ def make_spec(**train: Any) -> RunSpec:
 
 
 def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
-    return [event.data for event in read_journal(run_dir, run_dir.submissions()[-1], None, 5000)[0] if event.kind is kind]
+    return [
+        event.data
+        for event in read_journal(run_dir, run_dir.submissions()[-1], None, 5000)[0]
+        if event.kind is kind
+    ]
 
 
-@pytest.mark.parametrize("train", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "compile": True}])
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "compile": True}],
+)
 def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     assert standalone.run_local(make_spec(**train), storage.uri, "run").code == 0
@@ -60,13 +72,18 @@ def test_deterministic_kernels_give_the_same_bits_after_a_restart(tmp_path: Path
     whole = make_spec(deterministic=True)
     assert standalone.run_local(whole, storage.uri, "whole").code == 0
     # Ends after 20 steps, of which the schedule knows nothing: the rate is constant.
-    assert standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code == 0
+    assert (
+        standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code
+        == 0
+    )
     parts = storage.run_dir("parts")
     parts.write_spec(whole)
     assert standalone.run_local(whole, storage.uri, "parts").code == 0
     assert events(parts, EventKind.RESTORED)[0]["step"] == 20
     first, second = (
-        torch.load(io.BytesIO(run.checkpoints.read_file(run.checkpoints.list()[-1].name, "model.pt")))
+        torch.load(
+            io.BytesIO(run.checkpoints.read_file(run.checkpoints.list()[-1].name, "model.pt"))
+        )
         for run in (storage.run_dir("whole"), parts)
     )
     assert all(torch.equal(value, second[name]) for name, value in first.items())

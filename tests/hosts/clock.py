@@ -22,12 +22,16 @@ def is_possible() -> bool:
 
 @contextlib.contextmanager
 def clock_library() -> Iterator[Path]:
-    """The library of ``skewed_clock.c``, at a path that hosts see too: their ``/tmp`` is their own."""
+    """The library of ``skewed_clock.c``, at a path that hosts see too: their ``/tmp`` is their
+    own."""
     directory = Path(tempfile.mkdtemp(prefix="everstep-clock-", dir="/var/tmp"))
     try:
         directory.chmod(0o755)
         library = directory / "skewed_clock.so"
-        subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-fPIC", "-shared", "-o", library, SOURCE, "-ldl"], check=True)
+        subprocess.run(
+            ["cc", "-O2", "-Wall", "-Werror", "-fPIC", "-shared", "-o", library, SOURCE, "-ldl"],
+            check=True,
+        )
         yield library
     finally:
         shutil.rmtree(directory)

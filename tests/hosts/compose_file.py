@@ -1,4 +1,5 @@
-"""docker-compose.yml as a test starts it: every part with its command, user, environment, mounts and health check."""
+"""docker-compose.yml as a test starts it: every part with its command, user, environment, mounts
+and health check."""
 
 from __future__ import annotations
 
@@ -50,14 +51,21 @@ class Part:
 def read_compose(variables: Mapping[str, str]) -> dict[str, Part]:
     """The parts by name, with ``${NAME:-default}`` filled in from ``variables``."""
     text = (REPOSITORY / "docker-compose.yml").read_text()
-    compose = yaml.safe_load(_VARIABLE.sub(lambda found: variables.get(found[1]) or found[2] or "", text))
+    compose = yaml.safe_load(
+        _VARIABLE.sub(lambda found: variables.get(found[1]) or found[2] or "", text)
+    )
     return {name: _part(name, raw) for name, raw in compose["services"].items()}
 
 
 def image_environment() -> dict[str, str]:
     """What the image's Dockerfile sets for every process of it."""
     lines = re.sub(r"\\\n\s*", "", (REPOSITORY / "Dockerfile").read_text()).splitlines()
-    words = [word for line in lines if line.startswith("ENV ") for word in shlex.split(line.removeprefix("ENV "))]
+    words = [
+        word
+        for line in lines
+        if line.startswith("ENV ")
+        for word in shlex.split(line.removeprefix("ENV "))
+    ]
     return dict(word.split("=", 1) for word in words) | {"HOME": "/home/everstep"}
 
 
@@ -78,7 +86,9 @@ def _part(name: str, raw: Mapping[str, Any]) -> Part:
         shm_size=str(raw.get("shm_size", "64m")).replace("gb", "g").replace("mb", "m"),
         read_only=bool(raw.get("read_only")),
         restart=raw.get("restart", "no"),
-        health=HealthCheck(tuple(health["test"][1:]), _seconds(health["interval"]), _seconds(health["timeout"]))
+        health=HealthCheck(
+            tuple(health["test"][1:]), _seconds(health["interval"]), _seconds(health["timeout"])
+        )
         if health
         else None,
         depends_on={other: rule["condition"] for other, rule in raw.get("depends_on", {}).items()},

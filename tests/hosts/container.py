@@ -1,8 +1,10 @@
-"""The first process of a host: makes what a container runtime makes, then runs one command until it ends.
+"""The first process of a host: makes what a container runtime makes, then runs one command until it
+ends.
 
-``python -m tests.hosts.container SPEC`` is started in network, mount, pid, ipc and host name namespaces of its own. SPEC is a JSON
-file (see ``host.py``). The root file system is this machine's, under a layer of its own that goes with it; what the compose file
-calls read-only is read-only, and the command runs without root's rights where the compose file says so.
+``python -m tests.hosts.container SPEC`` is started in network, mount, pid, ipc and host name
+namespaces of its own. SPEC is a JSON file (see ``host.py``). The root file system is this
+machine's, under a layer of its own that goes with it; what the compose file calls read-only is
+read-only, and the command runs without root's rights where the compose file says so.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def make_root(spec: dict[str, Any]) -> None:
     mount("-t", "tmpfs", "tmpfs", "/mnt")
     for name in ("upper", "work", "root"):
         Path("/mnt", name).mkdir()
-    mount("-t", "overlay", "overlay", "-o", "lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work", ROOT)
+    mount(
+        "-t", "overlay", "overlay", "-o", "lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work", ROOT
+    )
     mount("-t", "proc", "proc", ROOT / "proc")
     for name in ("dev", "sys"):
         mount("--rbind", f"/{name}", ROOT / name)
@@ -64,7 +68,8 @@ def make_root(spec: dict[str, Any]) -> None:
 
 
 def run(spec: dict[str, Any]) -> int:
-    """Run the command as its user; ends when it ends, and takes every process of the host along. Returns its exit code."""
+    """Run the command as its user; ends when it ends, and takes every process of the host along.
+    Returns its exit code."""
     command = os.fork()
     if command == 0:
         os.setgroups([])

@@ -1,7 +1,9 @@
-"""The whole compose file on hosts of their own: started in its order, by its commands, with its secrets and health checks.
+"""The whole compose file on hosts of their own: started in its order, by its commands, with its
+secrets and health checks.
 
-What is ours runs as it would in the image. For images of others this machine's own programs stand in: Debian's PostgreSQL and
-HAProxy with the compose file's configuration, and an S3 server in memory for the object store.
+What is ours runs as it would in the image. For images of others this machine's own programs stand
+in: Debian's PostgreSQL and HAProxy with the compose file's configuration, and an S3 server in
+memory for the object store.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Deployment:
         for name in STARTED:
             self._add(name, self._parts[name], ADDRESSES[name])
         for number in range(1, workers + 1):
-            self._add(f"worker-{number}", self._parts["worker"], f"172.30.0.{FIRST_WORKER + number}")
+            self._add(
+                f"worker-{number}", self._parts["worker"], f"172.30.0.{FIRST_WORKER + number}"
+            )
         self.tell_names({name: host.cable.ip for name, host in self.hosts.items()})
 
     def _add(self, name: str, part: Part, ip: str) -> None:
@@ -76,7 +80,12 @@ class Deployment:
                 volume = self.base / "volumes" / source
                 volume.mkdir(exist_ok=True)
                 os.chown(volume, part.uid, part.gid)
-        env = {**image_environment(), **part.env, **TEST_ENVIRONMENT, **self._extra_env.get(name.partition("-")[0], {})}
+        env = {
+            **image_environment(),
+            **part.env,
+            **TEST_ENVIRONMENT,
+            **self._extra_env.get(name.partition("-")[0], {}),
+        }
         env |= self._extra_env.get(name, {})
         if part.name in HEALTH_OF_STAND_INS and part.health is not None:
             part = replace(part, health=replace(part.health, argv=HEALTH_OF_STAND_INS[part.name]))
@@ -87,12 +96,14 @@ class Deployment:
         """What names mean, on one host or on all of them: the network's name service."""
         text = "127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in names.items())
         for host in [to] if to else self.hosts.values():
-            host.hosts_file.write_text(f"{text}{host.cable.ip} {host.name}\n" if host.name not in names else text)
+            host.hosts_file.write_text(
+                f"{text}{host.cable.ip} {host.name}\n" if host.name not in names else text
+            )
 
     def names(self) -> dict[str, str]:
         return {name: host.cable.ip for name, host in self.hosts.items()}
 
-    # -- life --------------------------------------------------------------------------------------------------------------
+    # -- life
 
     def start(self) -> None:
         """Everything, in the order of the compose file's conditions."""
@@ -108,16 +119,28 @@ class Deployment:
             if time.monotonic() - began > START_S:
                 raise TimeoutError(f"{sorted(waiting)} could not start:\n{self.describe()}")
             time.sleep(0.5)
-        wait_for(lambda: self.hosts["proxy"].is_healthy() and self._ready(), START_S, "the service behind the proxy")
+        wait_for(
+            lambda: self.hosts["proxy"].is_healthy() and self._ready(),
+            START_S,
+            "the service behind the proxy",
+        )
         print(f"{time.monotonic() - began:6.1f} s  ready", flush=True)
 
     def _may_start(self, host: Host) -> bool:
-        """As the compose file says; and workers one after the other, since Ray gives up a node that is not up after half a minute,
-        which three at once need where cores are few."""
-        if not all(self._holds(other, condition) for other, condition in host.part.depends_on.items()):
+        """As the compose file says; and workers one after the other, since Ray gives up a node that
+        is not up after half a minute, which three at once need where cores are few."""
+        if not all(
+            self._holds(other, condition) for other, condition in host.part.depends_on.items()
+        ):
             return False
-        begun = [other for other in self.hosts.values() if other.part.name == "worker" and other.starts > 0]
-        return host.part.name != "worker" or all("Ray runtime started" in other.log() for other in begun)
+        begun = [
+            other
+            for other in self.hosts.values()
+            if other.part.name == "worker" and other.starts > 0
+        ]
+        return host.part.name != "worker" or all(
+            "Ray runtime started" in other.log() for other in begun
+        )
 
     def _holds(self, name: str, condition: str) -> bool:
         if name == "prepare":
@@ -144,7 +167,7 @@ class Deployment:
             host.kill()
             host.cable.remove()
 
-    # -- from outside --------------------------------------------------------------------------------------------------------
+    # -- from outside
 
     @property
     def url(self) -> str:
@@ -165,7 +188,9 @@ class Deployment:
     def api(self, method: str, path: str, **more: Any) -> Any:
         """One request through the proxy; the answer's JSON."""
         with self.http() as http:
-            answer = http.request(method, path, headers={"Authorization": f"Bearer {self.token}"}, **more)
+            answer = http.request(
+                method, path, headers={"Authorization": f"Bearer {self.token}"}, **more
+            )
         assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text}"
         return answer.json()
 
@@ -176,11 +201,16 @@ class Deployment:
     def live_nodes(self) -> dict[str, str]:
         """The worker nodes that the cluster counts on: addresses by Ray's id."""
         nodes = self.api("GET", "/v1/cluster")["nodes"]
-        return {node["id"]: node["ip"] for node in nodes if node["state"] == "ALIVE" and not node["is_head"]}
+        return {
+            node["id"]: node["ip"]
+            for node in nodes
+            if node["state"] == "ALIVE" and not node["is_head"]
+        }
 
     def describe(self) -> str:
         return "\n".join(
-            f"--- {fact['name']}: {fact['starts']} starts, exit {fact['exit_code']}\n{fact['log']}" for fact in self.facts()
+            f"--- {fact['name']}: {fact['starts']} starts, exit {fact['exit_code']}\n{fact['log']}"
+            for fact in self.facts()
         )
 
     def facts(self) -> list[dict[str, Any]]:
@@ -208,12 +238,21 @@ STAND_INS: Mapping[str, Callable[[Part], list[str]]] = {
     "database": _postgres,
     "object-store": lambda part: ["python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "9000"],
 }
-HEALTH_OF_STAND_INS = {"object-store": ("python", "-c", "import socket; socket.create_connection(('127.0.0.1', 9000), 2)")}
+HEALTH_OF_STAND_INS = {
+    "object-store": (
+        "python",
+        "-c",
+        "import socket; socket.create_connection(('127.0.0.1', 9000), 2)",
+    )
+}
 
 
 @contextlib.contextmanager
-def deployed(workers: int, env: Mapping[str, Mapping[str, str]] | None = None) -> Iterator[Deployment]:
-    """A deployment that is up, ended on exit. ``env`` adds to the environment of hosts: by name, or ``worker`` for all workers."""
+def deployed(
+    workers: int, env: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[Deployment]:
+    """A deployment that is up, ended on exit. ``env`` adds to the environment of hosts: by name, or
+    ``worker`` for all workers."""
     base = Path(tempfile.mkdtemp(prefix="eh", dir="/tmp"))
     deployment = None
     try:

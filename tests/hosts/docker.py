@@ -1,7 +1,8 @@
-"""A ``docker`` for scripts, which does to a deployment of hosts what Docker would do to its containers.
+"""A ``docker`` for scripts, which does to a deployment of hosts what Docker would do to its
+containers.
 
-Only what ``deploy/rolling-upgrade.sh`` says is understood; anything else fails. A container's id is its host's name and a number
-that changes when it is made anew.
+Only what ``deploy/rolling-upgrade.sh`` says is understood; anything else fails. A container's id is
+its host's name and a number that changes when it is made anew.
 """
 
 from __future__ import annotations
@@ -43,7 +44,15 @@ class Docker:
     def do(self, words: Sequence[str]) -> tuple[int, str, str]:
         match list(words):
             case ["compose", "ps", "--quiet", service]:
-                return 0, "".join(f"{self._id(name)}\n" for name in self._of(service) if name not in self._removed), ""
+                return (
+                    0,
+                    "".join(
+                        f"{self._id(name)}\n"
+                        for name in self._of(service)
+                        if name not in self._removed
+                    ),
+                    "",
+                )
             case ["compose", "exec", "-T", service, *command]:
                 done = self._deployment.hosts[service].run(command, timeout_s=700)
                 return done.returncode, done.stdout, done.stderr
@@ -111,6 +120,10 @@ def docker(deployment: Deployment) -> Iterator[dict[str, str]]:
         with socketserver.ThreadingUnixStreamServer(path, Handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             try:
-                yield {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+                yield {
+                    **os.environ,
+                    "PATH": f"{directory}:{os.environ['PATH']}",
+                    "PYTHONPATH": str(REPOSITORY),
+                }
             finally:
                 server.shutdown()

@@ -20,9 +20,18 @@ NAMESPACES = ("--mount", "--uts", "--ipc", "--pid")
 
 
 class Host:
-    """A host with its part. ``base`` is a directory of this deployment; restarts follow the compose file."""
+    """A host with its part. ``base`` is a directory of this deployment; restarts follow the compose
+    file."""
 
-    def __init__(self, base: Path, part: Part, name: str, cable: Cable, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        base: Path,
+        part: Part,
+        name: str,
+        cable: Cable,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+    ) -> None:
         self.part, self.name, self.cable = part, name, cable
         self.starts = 0
         self.hosts_file = base / name / "hosts"
@@ -51,7 +60,10 @@ class Host:
 
     def _write_spec(self) -> None:
         part, etc = self.part, {"hosts": self.hosts_file, "resolv.conf": self._base / "resolv.conf"}
-        binds = [{"source": str(source), "target": f"/etc/{name}", "read_only": True} for name, source in etc.items()]
+        binds = [
+            {"source": str(source), "target": f"/etc/{name}", "read_only": True}
+            for name, source in etc.items()
+        ]
         for source, target in part.volumes.items():
             given = source.startswith("./")
             path = REPOSITORY / source if given else self._base / "volumes" / source
@@ -59,8 +71,16 @@ class Host:
                 path = self._base / source.removeprefix("./deploy/")
             binds.append({"source": str(path), "target": target, "read_only": given})
         for name in part.secrets:
-            binds.append({"source": str(self._base / "secrets" / name), "target": f"/run/secrets/{name}", "read_only": True})
-        binds.append({"source": str(Path(sys.prefix)), "target": "/opt/everstep", "read_only": True})
+            binds.append(
+                {
+                    "source": str(self._base / "secrets" / name),
+                    "target": f"/run/secrets/{name}",
+                    "read_only": True,
+                }
+            )
+        binds.append(
+            {"source": str(Path(sys.prefix)), "target": "/opt/everstep", "read_only": True}
+        )
         home = self._env.get("HOME", "/")
         spec = {
             "hostname": self.name,
@@ -76,7 +96,7 @@ class Host:
         }
         self._spec.write_text(json.dumps(spec, indent=1))
 
-    # -- life --------------------------------------------------------------------------------------------------------------
+    # -- life
 
     def start(self) -> None:
         """Start the part; it is started again as the compose file's restart policy says."""
@@ -91,7 +111,15 @@ class Host:
             with self._log.open("ab") as log:
                 self._outer = subprocess.Popen(
                     [
-                        *("setpriv", "--pdeathsig", "SIGKILL", "ip", "netns", "exec", self.cable.namespace),
+                        *(
+                            "setpriv",
+                            "--pdeathsig",
+                            "SIGKILL",
+                            "ip",
+                            "netns",
+                            "exec",
+                            self.cable.namespace,
+                        ),
                         *("unshare", *NAMESPACES, "--fork", "--kill-child=SIGKILL"),
                         *(sys.executable, "-m", "tests.hosts.container", str(self._spec)),
                     ],
@@ -101,7 +129,9 @@ class Host:
                     stderr=log,
                 )
                 self.exit_code = self._outer.wait()
-            if self.part.restart == "no" or (self.part.restart == "on-failure" and self.exit_code == 0):
+            if self.part.restart == "no" or (
+                self.part.restart == "on-failure" and self.exit_code == 0
+            ):
                 break
             self._stopping.wait(RESTART_S)
         self._ended.set()
@@ -131,19 +161,46 @@ class Host:
 
     def kill_process(self, name: str) -> None:
         """SIGKILL the host's processes of that name."""
-        code = "import os, psutil, sys; [p.kill() for p in psutil.process_iter(['name']) if p.info['name'] == sys.argv[1]]"
+        code = (
+            "import os, psutil, sys; [p.kill() for p in psutil.process_iter(['name']) if "
+            "p.info['name'] == sys.argv[1]]"
+        )
         done = self.run(["python", "-c", code, name])
         assert done.returncode == 0, done.stderr
 
-    # -- from inside ---------------------------------------------------------------------------------------------------------
+    # -- from inside
 
     def run(self, argv: Sequence[str], timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
         """A command inside, as the part's user with its environment: ``docker compose exec``."""
         [first] = self._inner()
-        inside = ["nsenter", "--target", str(first.pid), "--net", "--mount", "--uts", "--ipc", "--pid", "--root", "--wdns=/"]
-        user = ["setpriv", "--reuid", str(self.part.uid), "--regid", str(self.part.gid), "--clear-groups", "--no-new-privs"]
+        inside = [
+            "nsenter",
+            "--target",
+            str(first.pid),
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--root",
+            "--wdns=/",
+        ]
+        user = [
+            "setpriv",
+            "--reuid",
+            str(self.part.uid),
+            "--regid",
+            str(self.part.gid),
+            "--clear-groups",
+            "--no-new-privs",
+        ]
         return subprocess.run(
-            [*inside, *user, *argv], env=dict(self._env), capture_output=True, text=True, timeout=timeout_s, check=False
+            [*inside, *user, *argv],
+            env=dict(self._env),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
 
     def is_healthy(self) -> bool:
@@ -164,4 +221,9 @@ class Host:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def facts(self) -> dict[str, Any]:
-        return {"name": self.name, "starts": self.starts, "exit_code": self.exit_code, "log": self.log()[-1500:]}
+        return {
+            "name": self.name,
+            "starts": self.starts,
+            "exit_code": self.exit_code,
+            "log": self.log()[-1500:],
+        }

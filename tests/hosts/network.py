@@ -1,4 +1,5 @@
-"""Hosts of one machine that see each other over a switch only, and what can happen to their cables. Needs root."""
+"""Hosts of one machine that see each other over a switch only, and what can happen to their cables.
+Needs root."""
 
 from __future__ import annotations
 
@@ -34,7 +35,19 @@ class Cable:
         self._line: subprocess.Popen[bytes] | None = None
         self.remove()  # what a test that was killed left
         command("ip", "netns", "add", self.namespace)
-        command("ip", "link", "add", self.outer, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        command(
+            "ip",
+            "link",
+            "add",
+            self.outer,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.namespace,
+        )
         command("ip", "link", "set", self.outer, "master", BRIDGE, "up")
         command("ip", "-n", self.namespace, "address", "add", f"{ip}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -51,20 +64,44 @@ class Cable:
             command("ip", "link", "set", self.outer, "up")
 
     def stop_hearing(self, other: Cable) -> None:
-        """Lose everything that ``other`` sends to this host, and nothing else: a partition in one direction."""
-        command("ip", "-n", other.namespace, "neigh", "replace", self.ip, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        """Lose everything that ``other`` sends to this host, and nothing else: a partition in one
+        direction."""
+        command(
+            "ip",
+            "-n",
+            other.namespace,
+            "neigh",
+            "replace",
+            self.ip,
+            "lladdr",
+            NOBODY,
+            "dev",
+            "eth0",
+            "nud",
+            "permanent",
+        )
 
     def hear_again(self, other: Cable) -> None:
         command("ip", "-n", other.namespace, "neigh", "del", self.ip, "dev", "eth0")
 
     def impair(self, delay_s: float, loss: float) -> None:
-        """Let every frame, in both directions, come ``delay_s`` late, and the share ``loss`` of them never."""
+        """Let every frame, in both directions, come ``delay_s`` late, and the share ``loss`` of
+        them never."""
         inner, switch_end = f"{self.outer}a", f"{self.outer}b"
         command("ip", "link", "add", inner, "type", "veth", "peer", "name", switch_end)
         command("ip", "link", "set", switch_end, "master", BRIDGE, "up")
         command("ip", "link", "set", inner, "up")
         command("ip", "link", "set", self.outer, "nomaster")
-        words = ["setpriv", "--pdeathsig", "SIGKILL", sys.executable, "-m", "tests.hosts.slow_link", self.outer, inner]
+        words = [
+            "setpriv",
+            "--pdeathsig",
+            "SIGKILL",
+            sys.executable,
+            "-m",
+            "tests.hosts.slow_link",
+            self.outer,
+            inner,
+        ]
         self._line = subprocess.Popen([*words, str(delay_s), str(loss)], cwd=REPOSITORY)
 
     def repair(self) -> None:

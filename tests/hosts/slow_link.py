@@ -1,7 +1,8 @@
-"""A bad line between two interfaces: every frame comes late, and some never. ``python -m tests.hosts.slow_link A B DELAY_S LOSS``.
+"""A bad line between two interfaces: every frame comes late, and some never. ``python -m
+tests.hosts.slow_link A B DELAY_S LOSS``.
 
-It stands in for the kernel's netem, which not every machine has. Frames are taken and given with the kernel's own header of
-offloads, so that what was left to the network card stays left to it.
+It stands in for the kernel's netem, which not every machine has. Frames are taken and given with
+the kernel's own header of offloads, so that what was left to the network card stays left to it.
 """
 
 from __future__ import annotations

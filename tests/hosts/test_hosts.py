@@ -1,6 +1,7 @@
 """Training across hosts with addresses of their own, while their network does what networks do.
 
-Each run ends SUCCEEDED, with every step once, every sample used once, and no step lost where a rank survived.
+Each run ends SUCCEEDED, with every step once, every sample used once, and no step lost where a rank
+survived.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from tests.hosts.compose_file import REPOSITORY, is_possible
 from tests.hosts.deployment import Deployment, deployed
 from tests.hosts.docker import docker
 from tests.hosts.host import Host
-from tests.support.digits_run import assert_every_sample_counted_once, assert_every_step_is_there_once
+from tests.support.digits_run import (
+    assert_every_sample_counted_once,
+    assert_every_step_is_there_once,
+)
 from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [
@@ -40,7 +44,11 @@ NUM_WORKERS = 3
 def spec(name: str, epochs: int, ranks: int = NUM_WORKERS) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
         "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "checkpoint": {"every_steps": 50},
@@ -87,7 +95,13 @@ class Trial:
         """Wait for the end, hold what must hold of it, and say what it cost."""
         self.run.wait(timeout_s=timeout_s)
         failures = [
-            {"verdict": f.verdict, "lost": f.steps_lost, "detect_s": f.detect_s, "recovery_s": f.recovery_s, "step": f.step}
+            {
+                "verdict": f.verdict,
+                "lost": f.steps_lost,
+                "detect_s": f.detect_s,
+                "recovery_s": f.recovery_s,
+                "step": f.step,
+            }
             for f in self.run.failures()
         ]
         record = {
@@ -112,17 +126,22 @@ def host_of(trial: Trial, rank: int) -> str:
 
 
 def start_again(hosts: Deployment, names: Iterable[str], change: Callable[[Host], None]) -> None:
-    """Shut worker hosts down, change them, start them, and wait until new nodes stand in the place of the old ones."""
+    """Shut worker hosts down, change them, start them, and wait until new nodes stand in the place
+    of the old ones."""
     old = set(hosts.live_nodes())
 
     def has_new_node(host: Host) -> bool:
-        return host.cable.ip in {ip for node_id, ip in hosts.live_nodes().items() if node_id not in old}
+        return host.cable.ip in {
+            ip for node_id, ip in hosts.live_nodes().items() if node_id not in old
+        }
 
     for host in (hosts.hosts[name] for name in names):
         host.stop(60)
         change(host)
         host.start()
-        wait_for(functools.partial(has_new_node, host), 300, f"a new node on {host.name}", every_s=ASK_S)
+        wait_for(
+            functools.partial(has_new_node, host), 300, f"a new node on {host.name}", every_s=ASK_S
+        )
     wait_for(lambda: len(hosts.live_nodes()) == NUM_WORKERS, 300, "a whole cluster", every_s=ASK_S)
 
 
@@ -142,7 +161,8 @@ def test_a_host_is_unplugged_and_plugged_in_again(whole: Deployment) -> None:
 
 
 def test_two_hosts_of_which_one_does_not_hear_the_other(whole: Deployment) -> None:
-    """The head reaches both. The run goes on without one of them until they reach each other again."""
+    """The head reaches both. The run goes on without one of them until they reach each other
+    again."""
     trial = Trial.begun(whole, "asymmetric", 45)
     deaf, other = (whole.hosts[host_of(trial, rank)].cable for rank in (1, 2))
     deaf.stop_hearing(other)
@@ -191,15 +211,24 @@ def test_the_object_stores_name_means_nothing_for_a_while(whole: Deployment) -> 
     assert (record["failures"], record["submissions"]) == ([], 1)
 
 
-@pytest.mark.skipif(not clock.is_possible(), reason="no C compiler for the library that tells processes another time")
-def test_hosts_whose_clocks_are_twenty_minutes_apart_and_one_is_unplugged(whole: Deployment) -> None:
+@pytest.mark.skipif(
+    not clock.is_possible(),
+    reason="no C compiler for the library that tells processes another time",
+)
+def test_hosts_whose_clocks_are_twenty_minutes_apart_and_one_is_unplugged(
+    whole: Deployment,
+) -> None:
     """What is told of it is told by the head's clock, wherever rank 0 was."""
     wrong = {"worker-2": -600, "worker-3": 600}
     with clock.clock_library() as library:
-        environments = {name: clock.wrong_clock(library, ahead_s) for name, ahead_s in wrong.items()}
+        environments = {
+            name: clock.wrong_clock(library, ahead_s) for name, ahead_s in wrong.items()
+        }
         start_again(whole, wrong, lambda host: host.set_env(environments[host.name]))
         try:
-            assert all(clock.is_ahead(whole.hosts[name], ahead_s) for name, ahead_s in wrong.items())
+            assert all(
+                clock.is_ahead(whole.hosts[name], ahead_s) for name, ahead_s in wrong.items()
+            )
             trial = Trial.begun(whole, "clocks apart", 45)
             with whole.hosts["worker-3"].cable.unplugged():
                 trial.reach(trial.run.refresh().step + 40)
@@ -213,7 +242,8 @@ def test_hosts_whose_clocks_are_twenty_minutes_apart_and_one_is_unplugged(whole:
 
 @pytest.mark.parametrize("state", ["kept", "lost"])
 def test_the_head_is_lost(state: str, whole: Deployment) -> None:
-    """With its state the nodes join the head that starts again; without it they start anew. The run goes on by itself."""
+    """With its state the nodes join the head that starts again; without it they start anew. The run
+    goes on by itself."""
     trial = Trial.begun(whole, f"head lost - state {state}", 60, step=60)
     head = whole.hosts["head"]
     if state == "kept":
@@ -228,9 +258,11 @@ def test_the_head_is_lost(state: str, whole: Deployment) -> None:
     assert record["submissions"] >= 2 and record["steps_lost"] <= 2 * 50
 
 
-def test_service_and_workers_are_replaced_one_after_the_other(whole: Deployment, tmp_path: Path) -> None:
-    """What ``deploy/rolling-upgrade.sh`` does, by its own words, while there is always a run: each worker is drained, stopped,
-    replaced."""
+def test_service_and_workers_are_replaced_one_after_the_other(
+    whole: Deployment, tmp_path: Path
+) -> None:
+    """What ``deploy/rolling-upgrade.sh`` does, by its own words, while there is always a run: each
+    worker is drained, stopped, replaced."""
     starts = {name: host.starts for name, host in whole.hosts.items()}
     records = []
     with docker(whole) as env, (tmp_path / "said").open("w+") as said:
@@ -252,4 +284,6 @@ def test_service_and_workers_are_replaced_one_after_the_other(whole: Deployment,
     replaced = {name for name, host in whole.hosts.items() if host.starts > starts[name]}
     assert replaced == {"service-a", "service-b", "worker-1", "worker-2", "worker-3"}
     assert {(record["steps_lost"], record["submissions"]) for record in records} == {(0, 1)}
-    assert {failure["verdict"] for record in records for failure in record["failures"]} == {"preemption"}
+    assert {failure["verdict"] for record in records for failure in record["failures"]} == {
+        "preemption"
+    }

@@ -1,4 +1,5 @@
-"""Tasks that draw while they build data and weights, for ranks whose generators and sets begin differently, as on several nodes."""
+"""Tasks that draw while they build data and weights, for ranks whose generators and sets begin
+differently, as on several nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def rank() -> int:
 
 
 def begin_with(task: type[Regression]) -> None:
-    """Ranks of the tests are forked from one process: give each generators that begin elsewhere, as processes of their own have."""
+    """Ranks of the tests are forked from one process: give each generators that begin elsewhere, as
+    processes of their own have."""
     random.seed(os.urandom(8))
     np.random.seed()
     torch.seed()
@@ -28,7 +30,8 @@ def begin_with(task: type[Regression]) -> None:
 
 
 class OwnSplit(Regression):
-    """Divides its samples by a draw from each global generator; measures how many validation samples some rank trains on."""
+    """Divides its samples by a draw from each global generator; measures how many validation
+    samples some rank trains on."""
 
     def build_datasets(self) -> dict[str, Any]:
         order = np.random.permutation(NUM_SAMPLES)[torch.randperm(NUM_SAMPLES).numpy()].tolist()

@@ -22,24 +22,40 @@ from tests.integration.ray_cluster import REPOSITORY, RayCluster
 from train_fn.node.node_dir import shared_memory_root
 
 PATIENCE_S = 150.0
-"""Longest wait for any one fact; a fact that does not come fails the test with the driver's output."""
+"""Longest wait for any one fact; a fact that does not come fails the test with the driver's
+output."""
 
-SMALL = {"name": "image_classification", "model": {"name": "mini_resnet", "args": {"width": 8}}, "data": {"name": "digits"}}
+SMALL = {
+    "name": "image_classification",
+    "model": {"name": "mini_resnet", "args": {"width": 8}},
+    "data": {"name": "digits"},
+}
 
 
 def spec(*, workers: tuple[int, int] = (1, 2), **sections: Any) -> RunSpec:
     """A small request; ``sections`` replace those of the spec."""
     return RunSpec.model_validate(
-        {"name": "driven", "task": SMALL, "scaling": {"min_workers": workers[0], "max_workers": workers[1]}, **sections}
+        {
+            "name": "driven",
+            "task": SMALL,
+            "scaling": {"min_workers": workers[0], "max_workers": workers[1]},
+            **sections,
+        }
     )
 
 
 class DrivenRun:
-    """One run in ``storage``. ``small`` runs the small training function of these tests in place of the loop; ``module`` is the
-    driver's."""
+    """One run in ``storage``. ``small`` runs the small training function of these tests in place of
+    the loop; ``module`` is the driver's."""
 
     def __init__(
-        self, cluster: RayCluster, storage: Path, run_spec: RunSpec, *, small: bool = False, module: str = "train_fn.driver"
+        self,
+        cluster: RayCluster,
+        storage: Path,
+        run_spec: RunSpec,
+        *,
+        small: bool = False,
+        module: str = "train_fn.driver",
     ) -> None:
         self.run_dir: RunDir = open_storage(str(storage)).run_dir(f"run_{uuid.uuid4().hex[:12]}")
         self.run_dir.write_spec(run_spec)
@@ -54,7 +70,14 @@ class DrivenRun:
     def start(self, submission: int = 1, **env: str) -> None:
         """Start the driver of a submission."""
         self.submission, self._cursor = submission, None
-        arguments = ["--storage", str(self._storage), "--run-id", self.run_dir.run_id, "--submission", str(submission)]
+        arguments = [
+            "--storage",
+            str(self._storage),
+            "--run-id",
+            self.run_dir.run_id,
+            "--submission",
+            str(submission),
+        ]
         with self._output.open("ab") as output:
             self.driver = subprocess.Popen(
                 [sys.executable, "-m", self._module, *arguments],
@@ -75,20 +98,26 @@ class DrivenRun:
             if ended:
                 raise AssertionError(f"the driver ended before {what}\n{self.describe()}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not come within {PATIENCE_S:g} s\n{self.describe()}")
+                raise AssertionError(
+                    f"{what} did not come within {PATIENCE_S:g} s\n{self.describe()}"
+                )
             time.sleep(0.02)
 
     def wait_for_step(self, step: int, *, attempt: int = 0) -> None:
         """Until that many steps are done, by an attempt later than ``attempt``."""
         self.wait_for(
-            lambda: any(n >= step for n, number in self.steps() if number > attempt), f"step {step} after attempt {attempt}"
+            lambda: any(n >= step for n, number in self.steps() if number > attempt),
+            f"step {step} after attempt {attempt}",
         )
 
     def wait_for_end(self) -> int:
         """The driver's exit code."""
         driver = self.driver
         assert driver is not None
-        code = self.wait_for(lambda: None if driver.poll() is None else ("ended", driver.returncode), "the driver's end")[1]
+        code = self.wait_for(
+            lambda: None if driver.poll() is None else ("ended", driver.returncode),
+            "the driver's end",
+        )[1]
         self.read()
         return int(code)
 
@@ -127,7 +156,11 @@ class DrivenRun:
 
     def steps(self) -> list[tuple[int, int]]:
         """(step, attempt) of every metric point, in the journal's order."""
-        return [(point["step"], event.attempt) for event in self.of(EventKind.METRICS) for point in event.data["points"]]
+        return [
+            (point["step"], event.attempt)
+            for event in self.of(EventKind.METRICS)
+            for point in event.data["points"]
+        ]
 
     def worker(self, rank: int) -> dict[str, Any]:
         """Place of a rank in the newest attempt."""
@@ -144,11 +177,17 @@ class DrivenRun:
 
     def cluster_actors(self) -> list[tuple[int, str]]:
         """Process id and title of every actor of this cluster that lives."""
-        titles = [(process.pid, " ".join(process.info["cmdline"] or []), process) for process in psutil.process_iter(["cmdline"])]
+        titles = [
+            (process.pid, " ".join(process.info["cmdline"] or []), process)
+            for process in psutil.process_iter(["cmdline"])
+        ]
         return [
             (pid, title)
             for pid, title, process in titles
-            if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title and self._is_of_cluster(process)
+            if title.startswith("ray::")
+            and "IDLE" not in title
+            and "Agent" not in title
+            and self._is_of_cluster(process)
         ]
 
     def _is_of_cluster(self, process: psutil.Process) -> bool:

@@ -28,7 +28,8 @@ NUM_HELD_OUT = 3 * MIN_MICRO_BATCH + 16
 
 
 class UnevenMetrics(Regression):
-    """Each validation batch has metrics of its own: ``part_N``, ``even`` and ``odd`` by its number, ``late`` in the last one."""
+    """Each validation batch has metrics of its own: ``part_N``, ``even`` and ``odd`` by its number,
+    ``late`` in the last one."""
 
     def build_datasets(self) -> dict[str, Any]:
         return {"train": Lines(), "val": Lines(num_samples=NUM_HELD_OUT)}
@@ -38,7 +39,12 @@ class UnevenMetrics(Regression):
         number = int(index.min()) // MIN_MICRO_BATCH
         share = index.sum(), len(index)
         late = share if number == 3 else None
-        return {f"part_{number}": share, "even" if number % 2 == 0 else "odd": share, "late": late, "all": share}
+        return {
+            f"part_{number}": share,
+            "even" if number % 2 == 0 else "odd": share,
+            "late": late,
+            "all": share,
+        }
 
 
 def uneven_metrics() -> None:
@@ -73,7 +79,8 @@ class Rest(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class Disturbing(Regression):
-    """An evaluation that changes a buffer and what the task keeps, draws at random, and reads data that remembers its place."""
+    """An evaluation that changes a buffer and what the task keeps, draws at random, and reads data
+    that remembers its place."""
 
     calls = 0
 
@@ -89,7 +96,9 @@ class Disturbing(Regression):
     def build_datasets(self) -> dict[str, Any]:
         return {"train": Lines(), "val": Rest()}
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if model.training:
             children = psutil.Process().children()
             assert len(children) <= 1, f"beside the loader of the training data: {children}"
@@ -98,7 +107,11 @@ class Disturbing(Regression):
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         self.calls += 1
         drawn = random.random() + float(np.random.rand()) + torch.rand(()).item()
-        return {"drawn": (drawn, 1), "calls": (self.calls, 1), "index": (batch["index"].sum(), len(batch["index"]))}
+        return {
+            "drawn": (drawn, 1),
+            "calls": (self.calls, 1),
+            "index": (batch["index"].sum(), len(batch["index"])),
+        }
 
 
 def disturbing() -> None:
@@ -123,7 +136,8 @@ def broken_metrics() -> None:
 
 
 class Deadly(UnevenMetrics):
-    """Every rank ends by a signal in its first evaluation of trained weights, as where native code is broken."""
+    """Every rank ends by a signal in its first evaluation of trained weights, as where native code
+    is broken."""
 
     def metrics(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.moved(model):
@@ -137,7 +151,8 @@ class Deadly(UnevenMetrics):
 
 
 def deadly_metrics() -> None:
-    """Only the first state is published by itself; what is kept before an evaluation is written before the ranks die."""
+    """Only the first state is published by itself; what is kept before an evaluation is written
+    before the ranks die."""
     publishing_once()
     keep = Publisher.keep
 
@@ -164,7 +179,8 @@ class Shifted:
 
 
 class SlowHook(Regression):
-    """By the reporter's clock its hook takes a quarter of an hour; on rank 1 it takes a moment in earnest."""
+    """By the reporter's clock its hook takes a quarter of an hour; on rank 1 it takes a moment in
+    earnest."""
 
     def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
         Shifted.shift_s += HOOK_S

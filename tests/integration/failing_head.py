@@ -1,4 +1,5 @@
-"""The keeper, on a machine on which Ray's GCS server does not come up at the first try, as under heavy load."""
+"""The keeper, on a machine on which Ray's GCS server does not come up at the first try, as under
+heavy load."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _tries: list[Node] = []
 
 
 def _fails_at_first(self: Node, *arguments: Any) -> None:
-    """The server's process is there, and is not waited for: what Ray raises when its port file does not appear."""
+    """The server's process is there, and is not waited for: what Ray raises when its port file does
+    not appear."""
     _tries.append(self)
     _start_gcs_server(self, *arguments)
     if len(_tries) == 1:

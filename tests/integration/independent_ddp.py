@@ -1,7 +1,9 @@
-"""A plain DDP script, written against torch alone, that trains what Everstep's test trains and prints the loss of every step.
+"""A plain DDP script, written against torch alone, that trains what Everstep's test trains and
+prints the loss of every step.
 
-It shares no code with the package. What it knows is the contract of the data order: a file gives the sample indices of
-every global batch in order, and a run of r ranks cuts each into micro-batches of 32 that ranks take in contiguous runs.
+It shares no code with the package. What it knows is the contract of the data order: a file gives
+the sample indices of every global batch in order, and a run of r ranks cuts each into micro-batches
+of 32 that ranks take in contiguous runs.
 
     torchrun --nproc-per-node 2 independent_ddp.py ORDER.json INITIAL.pt LOSSES.json
 """
@@ -29,7 +31,9 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = nn.GroupNorm(max(1, outputs // 16), outputs)
         same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        self.shortcut = (
+            nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        )
 
     def forward(self, x):
         y = F.relu(self.norm1(self.conv1(x)))
@@ -40,7 +44,9 @@ class Residual(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.GroupNorm(1, 16), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.GroupNorm(1, 16), nn.ReLU()
+        )
         shapes = [(16, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
         self.blocks = nn.Sequential(*(Residual(*shape) for shape in shapes))
         self.classifier = nn.Linear(64, 10)
@@ -72,9 +78,12 @@ def main(order_path, initial_path, losses_path):
         sizes = [len(cuts) // world_size + (r < len(cuts) % world_size) for r in range(world_size)]
         first = sum(sizes[:rank])
         mine = [index for cut in cuts[first : first + sizes[rank]] for index in cut]
-        # The whole share at once; a rank without samples computes on one image and counts it for nothing.
+        # The whole share at once; a rank without samples computes on one image and counts it for
+        # nothing.
         chosen = torch.tensor(mine or batch[:1])
-        loss_sum = F.cross_entropy(model(images[chosen]), labels[chosen], reduction="sum") * (1.0 if mine else 0.0)
+        loss_sum = F.cross_entropy(model(images[chosen]), labels[chosen], reduction="sum") * (
+            1.0 if mine else 0.0
+        )
         optimizer.zero_grad()
         (loss_sum / len(batch) * world_size).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -85,8 +94,9 @@ def main(order_path, initial_path, losses_path):
     if rank == 0:
         Path(losses_path).write_text(json.dumps(losses))
     dist.barrier()
-    # Gloo's tear-down at the end of the interpreter aborts about one process in forty ("terminate called without an active
-    # exception"); the losses are what this script is for, and they are written.
+    # Gloo's tear-down at the end of the interpreter aborts about one process in forty ("terminate
+    # called without an active exception"); the losses are what this script is for, and they are
+    # written.
     os._exit(0)
 
 

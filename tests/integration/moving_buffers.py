@@ -1,4 +1,5 @@
-"""A model with all kinds of state that forward passes move, and what a step makes of it, worked out by plain torch on one rank."""
+"""A model with all kinds of state that forward passes move, and what a step makes of it, worked out
+by plain torch on one rank."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ from train_fn.loop import replica
 from train_fn.samples.sampler import Sampler
 
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, NUM_STEPS = 90, 28, 6, 8
-"""A global batch is five micro-batches, the last one of four samples; the fourth of an epoch has six samples in one."""
+"""A global batch is five micro-batches, the last one of four samples; the fourth of an epoch has
+six samples in one."""
 LATE_STEP = 3
 SPEC = RunSpec.model_validate(
     {
         "name": "moving",
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup_steps": 0},
         "train": {
@@ -37,7 +43,12 @@ SPEC = RunSpec.model_validate(
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
-        self.x = torch.from_numpy(np.random.default_rng(0).normal(size=(NUM_SAMPLES, 4)).astype(np.float32)) + 0.5
+        self.x = (
+            torch.from_numpy(
+                np.random.default_rng(0).normal(size=(NUM_SAMPLES, 4)).astype(np.float32)
+            )
+            + 0.5
+        )
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -47,7 +58,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Replaced(nn.Module):
-    """Puts another tensor in the place of its buffer, and keeps a mask of the batch's length beside it."""
+    """Puts another tensor in the place of its buffer, and keeps a mask of the batch's length beside
+    it."""
 
     mean: torch.Tensor
 
@@ -84,7 +96,8 @@ class Queue(nn.Module):
 
 
 class Late(nn.Module):
-    """Moves two buffers from the fourth step on, one of them only by a batch that holds sample 7: on one rank alone."""
+    """Moves two buffers from the fourth step on, one of them only by a batch that holds sample 7:
+    on one rank alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +130,9 @@ class Moving(nn.Module):
 
     def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if self.training:
-            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            for own, other in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
                 own.data = 0.5 * own.data + 0.5 * other.data
             self.unsaved += x.detach().mean(dim=0)  # type: ignore[operator]
         x = self.late(self.queue(self.replaced(x)), index)
@@ -133,7 +148,9 @@ class MovingTask:
         return {"train": Rows(), "val": Rows()}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        return F.mse_loss(model(batch["x"], batch["index"]), batch["y"], reduction="sum"), len(batch["y"])
+        return F.mse_loss(model(batch["x"], batch["index"]), batch["y"], reduction="sum"), len(
+            batch["y"]
+        )
 
 
 def moving_task() -> None:
@@ -145,7 +162,8 @@ FIRST = ("queue.samples", "queue.pointer", "late.steps", "teacher.weight", "teac
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, those that no state_dict has as well; without the mask, which follows from the batch."""
+    """Parameters and buffers, those that no state_dict has as well; without the mask, which follows
+    from the batch."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in named.items() if name != "replaced.mask"}
 
@@ -163,10 +181,14 @@ def plain_run(model: nn.Module, num_steps: int) -> nn.Module:
             chosen = torch.tensor(indices[begin : begin + MICRO_BATCH])
             one = copy.deepcopy(model)
             one.zero_grad()
-            loss, size = task.loss(one, {"x": rows.x[chosen], "y": rows.x[chosen].prod(dim=1), "index": chosen})
+            loss, size = task.loss(
+                one, {"x": rows.x[chosen], "y": rows.x[chosen].prod(dim=1), "index": chosen}
+            )
             (loss / len(indices)).backward()
             after.append(tensors_of(one))
-            gradients.append({name: each.grad for name, each in one.named_parameters() if each.grad is not None})
+            gradients.append(
+                {name: each.grad for name, each in one.named_parameters() if each.grad is not None}
+            )
             sizes.append(size)
         with torch.no_grad():
             for name, tensor in tensors_of(model).items():
@@ -175,7 +197,9 @@ def plain_run(model: nn.Module, num_steps: int) -> nn.Module:
                 elif name in FIRST:
                     tensor.copy_(after[0][name])
                 else:
-                    total = sum(size * each[name].double() for size, each in zip(sizes, after, strict=True))
+                    total = sum(
+                        size * each[name].double() for size, each in zip(sizes, after, strict=True)
+                    )
                     tensor.copy_((total / len(indices)).to(tensor.dtype))  # type: ignore[union-attr]
     return model
 

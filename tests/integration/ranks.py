@@ -1,4 +1,5 @@
-"""Plain gloo ranks on this machine, without Ray: real processes, a real run directory, a journal that collects into a list."""
+"""Plain gloo ranks on this machine, without Ray: real processes, a real run directory, a journal
+that collects into a list."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of one run. ``killed`` and ``stopped`` happen in the middle of the step that follows so many steps done."""
+    """One attempt of one run. ``killed`` and ``stopped`` happen in the middle of the step that
+    follows so many steps done."""
 
     run_dir: RunDir
     spec: RunSpec
@@ -36,11 +38,14 @@ class Job:
     attempt: int = 1
     submission: int = 1
     killed: tuple[int, int] | None = None
-    """(rank, steps done): that rank ends itself with SIGKILL while its peers wait for its gradients."""
+    """(rank, steps done): that rank ends itself with SIGKILL while its peers wait for its
+    gradients."""
     killed_after: int | None = None
-    """Steps of a checkpoint that is committed before that rank ends itself: how soon one is written is the disk's matter."""
+    """Steps of a checkpoint that is committed before that rank ends itself: how soon one is written
+    is the disk's matter."""
     killed_telling: int | None = None
-    """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is committed."""
+    """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is
+    committed."""
     stopped: tuple[Stop, int] | None = None
     """(stop, steps done): rank 0 hears of a stop then."""
     one_node: bool = False
@@ -53,7 +58,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How one rank ended. ``error`` is what train raised; ``exit_code`` is negative for a signal."""
+    """How one rank ended. ``error`` is what train raised; ``exit_code`` is negative for a
+    signal."""
 
     exit_code: int | None
     stop: Stop | None = None
@@ -72,7 +78,8 @@ class Outcome:
 
 
 class ListJournal:
-    """A journal client that keeps what it is given, and brings about the deaths and stops that a job asks for."""
+    """A journal client that keeps what it is given, and brings about the deaths and stops that a
+    job asks for."""
 
     def __init__(self, job: Job, rank: int, outcome: Outcome) -> None:
         self._job, self._rank, self._outcome = job, rank, outcome
@@ -98,7 +105,10 @@ class ListJournal:
         return None
 
     def _is_committed(self) -> bool:
-        return any(manifest.step == self._job.killed_after for manifest in self._job.run_dir.checkpoints.list())
+        return any(
+            manifest.step == self._job.killed_after
+            for manifest in self._job.run_dir.checkpoints.list()
+        )
 
     def first_step(self) -> int:
         return self.step
@@ -117,10 +127,15 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
 def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
     """Run an attempt to its end, whatever that is. Every rank is a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"])
+    context.set_forkserver_preload(
+        ["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"]
+    )
     base = tmp_path / f"{job.run_dir.run_id}-s{job.submission}-a{job.attempt}-{time.monotonic_ns()}"
     base.mkdir(parents=True)
-    processes = [context.Process(target=_rank_main, args=(job, rank, str(base))) for rank in range(job.world_size)]
+    processes = [
+        context.Process(target=_rank_main, args=(job, rank, str(base)))
+        for rank in range(job.world_size)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + DEADLINE_S
@@ -133,7 +148,10 @@ def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
         for process in processes:
             process.kill()
             process.join()
-    return [_outcome(base / f"{rank}.pickle", process.exitcode) for rank, process in enumerate(processes)]
+    return [
+        _outcome(base / f"{rank}.pickle", process.exitcode)
+        for rank, process in enumerate(processes)
+    ]
 
 
 def train_to_end(job: Job, tmp_path: Path) -> Outcome:
@@ -167,7 +185,9 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         module, _, function = job.setup.partition(":")
         change: Callable[[], None] = getattr(importlib.import_module(module), function)
         change()
-    dist.init_process_group("gloo", init_method=f"file://{base}/rendezvous", rank=rank, world_size=job.world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{base}/rendezvous", rank=rank, world_size=job.world_size
+    )
     outcome = Outcome(exit_code=None)
     journal = ListJournal(job, rank, outcome)
     context = WorkerContext(

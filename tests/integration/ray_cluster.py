@@ -1,8 +1,10 @@
-"""An own Ray cluster for tests of train_fn: a head without CPUs and nodes of one CPU, apart from every other cluster here.
+"""An own Ray cluster for tests of train_fn: a head without CPUs and nodes of one CPU, apart from
+every other cluster here.
 
-It runs in a process of its own (``python -m tests.integration.ray_cluster``), which takes orders line by line, so that the test
-process neither connects to Ray nor inherits its settings. Its workers are forked, as the embedded cluster's are: a test need not
-import torch for each of them. Otherwise it is as a cluster that is not ours: the controller keeps a warm pool there.
+It runs in a process of its own (``python -m tests.integration.ray_cluster``), which takes orders
+line by line, so that the test process neither connects to Ray nor inherits its settings. Its
+workers are forked, as the embedded cluster's are: a test need not import torch for each of them.
+Otherwise it is as a cluster that is not ours: the controller keeps a warm pool there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class RayCluster:
         self.secrets_dir = temp_dir / "secrets"
         """Where every node's ranks look for secrets."""
         self.env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EVERSTEP_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("RAY_", "EVERSTEP_"))
+            },
             "RAY_TMPDIR": str(temp_dir),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0" * 32 + "test",
@@ -87,7 +93,11 @@ class RayCluster:
 
     def stop(self) -> None:
         """End every process of the cluster."""
-        tree = [*psutil.Process(self._host.pid).children(recursive=True)] if self._host.poll() is None else []
+        tree = (
+            [*psutil.Process(self._host.pid).children(recursive=True)]
+            if self._host.poll() is None
+            else []
+        )
         if self._host.stdin is not None:
             self._host.stdin.close()
         try:
@@ -114,16 +124,20 @@ class RayCluster:
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
                 return answer
-        raise RuntimeError(f"the cluster's host ended: {(self._temp_dir / 'host.log').read_text()[-4000:]}")
+        raise RuntimeError(
+            f"the cluster's host ended: {(self._temp_dir / 'host.log').read_text()[-4000:]}"
+        )
 
 
 @contextmanager
 def ray_cluster(num_nodes: int, *, preload: bool = True, **env: str) -> Iterator[RayCluster]:
-    """A cluster of ``num_nodes`` nodes beside the head, with ``env`` in the environment of all its processes, ended on exit.
+    """A cluster of ``num_nodes`` nodes beside the head, with ``env`` in the environment of all its
+    processes, ended on exit.
 
     Without ``preload`` nothing is forked or imported ahead, and its warm pool is none to speak of.
     """
-    temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))  # short: a unix socket's path has 107 bytes
+    # short: a unix socket's path has 107 bytes
+    temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     cluster = None
     try:
         cluster = RayCluster(temp_dir, env, preload=preload)
@@ -147,13 +161,22 @@ def _host() -> None:
     forked: dict[str, Any] = {}
     if preload:
         socket = Path(os.environ["RAY_TMPDIR"]) / "fork.sock"
-        command = [sys.executable, "-m", "service.embedded.fork_server", str(socket), *PRELOADED_MODULES]
+        command = [
+            sys.executable,
+            "-m",
+            "service.embedded.fork_server",
+            str(socket),
+            *PRELOADED_MODULES,
+        ]
         state["fork_server"] = subprocess.Popen(command)
         os.environ[worker_start.FORK_SERVER_VARIABLE] = str(socket)
         forked["setup_worker_path"] = worker_start.__file__
 
     def start() -> dict[str, Any]:
-        state["cluster"] = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **forked})
+        state["cluster"] = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, **forked},
+        )
         if preload:
             os.environ.update(WORKER_NODE_VARIABLES)
         return {"address": state["cluster"].address}
@@ -169,12 +192,20 @@ def _host() -> None:
             os.environ.update(before)
 
     def nodes() -> dict[str, Any]:
-        alive = [node for node in state["cluster"].worker_nodes if node.node_id not in state.get("killed", set())]
+        alive = [
+            node
+            for node in state["cluster"].worker_nodes
+            if node.node_id not in state.get("killed", set())
+        ]
         return {"node_ids": [node.node_id for node in alive]}
 
     def kill(node_id: str) -> dict[str, Any]:
         node = next(node for node in state["cluster"].worker_nodes if node.node_id == node_id)
-        roots = [psutil.Process(info.process.pid) for infos in node.all_processes.values() for info in infos]
+        roots = [
+            psutil.Process(info.process.pid)
+            for infos in node.all_processes.values()
+            for info in infos
+        ]
         tree = [*roots, *(child for root in roots for child in root.children(recursive=True))]
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -190,11 +221,19 @@ def _host() -> None:
 
         reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         client = GcsClient(address=state["cluster"].address)
-        accepted, problem = client.drain_node(node_id, reason, "test", int((time.time() + deadline_s) * 1000))
+        accepted, problem = client.drain_node(
+            node_id, reason, "test", int((time.time() + deadline_s) * 1000)
+        )
         assert accepted, problem
         return {}
 
-    orders: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "add": add, "nodes": nodes, "kill": kill, "drain": drain}
+    orders: dict[str, Callable[..., dict[str, Any]]] = {
+        "start": start,
+        "add": add,
+        "nodes": nodes,
+        "kill": kill,
+        "drain": drain,
+    }
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:
             order = json.loads(line)

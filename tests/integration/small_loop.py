@@ -1,7 +1,9 @@
-"""A small DDP training function for tests of the driver: real ranks and collectives, no data, no model of any use.
+"""A small DDP training function for tests of the driver: real ranks and collectives, no data, no
+model of any use.
 
-What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank 0 raises),
-``hang_at`` (a step at which rank 1 of the first attempt never gets on), ``tell`` (a variable whose value is printed and raised).
+What it does is written in ``spec.tags``: ``step_ms``, ``steps``, ``raise_at`` (a step at which rank
+0 raises), ``hang_at`` (a step at which rank 1 of the first attempt never gets on), ``tell`` (a
+variable whose value is printed and raised).
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def train(ctx: WorkerContext) -> Stop | None:
     model = torch.nn.Linear(8, 1)
     ddp = DistributedDataParallel(model) if ctx.world_size > 1 else model
     if ctx.world_rank == 0:
-        ctx.journal.emit(EventKind.RESTORED, {"step": step, "epoch": 0, "source": "snapshot", "checkpoint": None, "rejected": []})
+        ctx.journal.emit(
+            EventKind.RESTORED,
+            {"step": step, "epoch": 0, "source": "snapshot", "checkpoint": None, "rejected": []},
+        )
         ctx.journal.emit(EventKind.TRAINING_STARTED, {"total_steps": int(tags["steps"])})
     told = f": {os.environ[tags['tell']]}" if "tell" in tags else ""
     try:
@@ -45,12 +50,20 @@ def train(ctx: WorkerContext) -> Stop | None:
             step += 1
             print(f"step {step}{told}")
             if ctx.world_rank == 0:
-                ctx.journal.emit(EventKind.METRICS, {"points": [{"step": step, "at": time.time(), "values": {"loss": 1.0}}]})
+                ctx.journal.emit(
+                    EventKind.METRICS,
+                    {"points": [{"step": step, "at": time.time(), "values": {"loss": 1.0}}]},
+                )
             time.sleep(float(tags["step_ms"]) / 1000)
     except BaseException as exc:
         _save(ctx, step)
         error = StepFailed(
-            exc, traceback_text=traceback.format_exc(), step=step, phase="step", snapshot_step=step, snapshot_problem=None
+            exc,
+            traceback_text=traceback.format_exc(),
+            step=step,
+            phase="step",
+            snapshot_step=step,
+            snapshot_problem=None,
         )
         traceback.clear_frames(exc.__traceback__)
     if error is not None:
@@ -70,12 +83,17 @@ def _agreed_stop(ctx: WorkerContext) -> Stop | None:
 
 def _save(ctx: WorkerContext, step: int) -> None:
     """The state of this loop is its step; kept in the run's directory by every rank on its own."""
-    ctx.run_dir.files.write(f"{ctx.run_dir.checkpoints_path('small')}/rank-{ctx.world_rank}", str(step).encode())
+    ctx.run_dir.files.write(
+        f"{ctx.run_dir.checkpoints_path('small')}/rank-{ctx.world_rank}", str(step).encode()
+    )
 
 
 def _restore(ctx: WorkerContext) -> int:
     place = ctx.run_dir.checkpoints_path("small")
-    steps = [int(ctx.run_dir.files.read(f"{place}/{entry.name}")) for entry in ctx.run_dir.files.list(place)]
+    steps = [
+        int(ctx.run_dir.files.read(f"{place}/{entry.name}"))
+        for entry in ctx.run_dir.files.list(place)
+    ]
     newest = torch.tensor([max(steps, default=0)])
     dist.all_reduce(newest, op=dist.ReduceOp.MAX)
     return int(newest)

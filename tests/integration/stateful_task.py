@@ -1,4 +1,5 @@
-"""A task with a state of its own, which decides what is trained, and what plain torch makes of it on one rank."""
+"""A task with a state of its own, which decides what is trained, and what plain torch makes of it
+on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A task as a user writes it, whose every step plain torch can repeat: a straight line, fitted to all samples at once.
+"""A task as a user writes it, whose every step plain torch can repeat: a straight line, fitted to
+all samples at once.
 
 Uploaded as a module of its own, so it imports nothing of these tests.
 """

@@ -1,4 +1,5 @@
-"""A copy that is taken while a run trains, put back on another home after everything of the first one is gone: the run goes on."""
+"""A copy that is taken while a run trains, put back on another home after everything of the first
+one is gone: the run goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from tests.support.service_process import ServiceProcess, wait_for
 EPOCHS = 150
 SPEC = {
     "name": "digits",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
     "train": {"epochs": EPOCHS, "global_batch_size": 128, "micro_batch_size": 64},
     "scaling": {"min_workers": 1, "max_workers": 1},
     "checkpoint": {"every_steps": 30},
@@ -25,7 +30,9 @@ SPEC = {
 def copying(service: ServiceProcess, what: str, directory: Path) -> str:
     command = [sys.executable, "-m", "everstep.cli.main", what, str(directory)]
     environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -47,6 +54,8 @@ def test_a_run_goes_on_from_a_copy_after_a_total_loss(tmp_path: Path) -> None:
         assert (run.step, run.submission) == (EPOCHS * STEPS_PER_EPOCH, 2), (
             "a new submission, from the newest checkpoint of the copy"
         )
-        counted = [(epoch.used_once, epoch.duplicates, epoch.missing) for epoch in run.samples().epochs]
+        counted = [
+            (epoch.used_once, epoch.duplicates, epoch.missing) for epoch in run.samples().epochs
+        ]
         assert counted == [(1437, 0, 0)] * EPOCHS
         assert back.token != token, "the home's own token is not in the copy"

@@ -32,18 +32,40 @@ def service() -> Iterator[ServiceProcess]:
 def command_with(words: str) -> list[str]:
     """The guide's one command that holds these words, lines joined, as this interpreter runs it."""
     text = re.sub(r" \\\n\s+", " ", GUIDE.read_text())
-    found = [line.strip() for line in text.splitlines() if line.startswith("    .venv/bin/") and words in line]
+    found = [
+        line.strip()
+        for line in text.splitlines()
+        if line.startswith("    .venv/bin/") and words in line
+    ]
     assert len(found) == 1, found
     arguments = shlex.split(found[0])
-    program = {".venv/bin/python": [sys.executable], ".venv/bin/everstep": [sys.executable, "-m", "everstep.cli.main"]}
+    program = {
+        ".venv/bin/python": [sys.executable],
+        ".venv/bin/everstep": [sys.executable, "-m", "everstep.cli.main"],
+    }
     return [*program[arguments[0]], *arguments[1:]]
 
 
-def typed(service: ServiceProcess, words: str, *more: str, run_id: str = "", exit_code: int = 0) -> str:
+def typed(
+    service: ServiceProcess, words: str, *more: str, run_id: str = "", exit_code: int = 0
+) -> str:
     """Standard output of a command of the guide, with ``more`` at its end."""
     arguments = [argument.replace("RUN_ID", run_id) for argument in command_with(words)]
-    env = {**os.environ, "EVERSTEP_URL": service.url, "EVERSTEP_TOKEN": service.token, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*arguments, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    env = {
+        **os.environ,
+        "EVERSTEP_URL": service.url,
+        "EVERSTEP_TOKEN": service.token,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*arguments, *more],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert done.returncode == exit_code, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -68,7 +90,9 @@ def test_a_ray_train_function_as_it_is(service: ServiceProcess, example: str) ->
     assert '"SUCCEEDED"' in shown and '"step":4' in shown.replace(" ", "")
 
 
-def test_the_sweep_finds_its_best_run(service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_finds_its_best_run(
+    service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVERSTEP_URL", service.url)
     monkeypatch.setenv("EVERSTEP_TOKEN", service.token)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""The deadline is the driver's to keep: it passes while the service is away, and the run ends with its last checkpoint."""
+"""The deadline is the driver's to keep: it passes while the service is away, and the run ends with
+its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +16,22 @@ DEADLINE_S = 60.0
 
 @pytest.mark.chaos
 def test_a_deadline_passes_while_the_service_is_away(own_service: ServiceProcess) -> None:
-    run = own_service.client().runs.create(digits("late", epochs=2000, recovery={"deadline_s": DEADLINE_S}))
+    run = own_service.client().runs.create(
+        digits("late", epochs=2000, recovery={"deadline_s": DEADLINE_S})
+    )
     wait_for_step(run, 15, timeout_s=DEADLINE_S - 5)
     own_service.kill()
     run_dir = open_storage(str(own_service.home / "storage")).run_dir(run.id)
 
     def finished() -> JournalEvent | None:
-        return next((event for event in read_journal(run_dir, 1, None, 1_000_000)[0] if event.kind is EventKind.FINISHED), None)
+        return next(
+            (
+                event
+                for event in read_journal(run_dir, 1, None, 1_000_000)[0]
+                if event.kind is EventKind.FINISHED
+            ),
+            None,
+        )
 
     told = wait_for(finished, DEADLINE_S + 60, "the driver's last word").data
     assert (told["outcome"], told["reason"]["code"]) == ("failed", "deadline_exceeded")

@@ -17,7 +17,9 @@ def test_every_node_is_asked_and_nothing_is_wrong(service: ServiceProcess) -> No
     command = [sys.executable, "-m", "everstep.cli.main", "doctor", "--all-reduce", "1", "--json"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = {finding["check"]: finding["message"] for finding in json.loads(ended.stdout)["findings"]}
+    found = {
+        finding["check"]: finding["message"] for finding in json.loads(ended.stdout)["findings"]
+    }
     assert "all 4 nodes" in found["nodes"]
     assert "over 3 nodes by gloo" in found["all_reduce"]
     assert "torch" in found["versions"] and "read each other's bytes" in found["storage"]
@@ -25,6 +27,11 @@ def test_every_node_is_asked_and_nothing_is_wrong(service: ServiceProcess) -> No
     with service.client() as client:
         check = client.wait_deployment_check(check_id)
     assert isinstance(check.report, DeploymentReport)
-    assert all(node.clock_offset_s is not None and not node.unreachable for node in check.report.nodes)
+    assert all(
+        node.clock_offset_s is not None and not node.unreachable for node in check.report.nodes
+    )
     assert not (service.home / "storage/cluster/checks" / check_id / "probes").exists()
-    assert any(finding.check == "ports" and finding.level == "ok" for finding in check_findings(check, check.service.at))
+    assert any(
+        finding.check == "ports" and finding.level == "ok"
+        for finding in check_findings(check, check.service.at)
+    )

@@ -1,4 +1,5 @@
-"""Nodes that are drained and cordoned under runs that train, by SDK and command line, on a real cluster."""
+"""Nodes that are drained and cordoned under runs that train, by SDK and command line, on a real
+cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def client(service: ServiceProcess) -> Iterator[Client]:
 
 def nodes_of(run: RunHandle) -> list[str]:
     """The node of each rank of the newest attempt."""
-    return [worker.node_id for worker in sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)]
+    return [
+        worker.node_id
+        for worker in sorted(run.attempts()[-1].workers, key=lambda worker: worker.rank)
+    ]
 
 
 @pytest.mark.chaos
@@ -68,7 +72,9 @@ def test_a_drained_node_s_ranks_move_and_lose_no_step(client: Client) -> None:
 
 
 @pytest.mark.chaos
-def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(client: Client) -> None:
+def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(
+    client: Client,
+) -> None:
     run = client.runs.create(digits("cordoned", epochs=80))
     wait_for_step(run, 25)
     cordoned = nodes_of(run)[1]
@@ -89,12 +95,22 @@ def test_a_cordoned_node_keeps_its_ranks_until_they_restart_and_gets_no_others(c
 
 
 @pytest.mark.chaos
-def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(service: ServiceProcess, client: Client) -> None:
+def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_may(
+    service: ServiceProcess, client: Client
+) -> None:
     run = client.runs.create(digits("nowhere to go", epochs=20, workers=(3, 3)))
     wait_for_step(run, 25)
     leaving = nodes_of(run)[2]
     environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
-    command = [str(Path(sys.executable).parent / "everstep"), "drain", leaving[:16], "--deadline", "120", "--wait", "--json"]
+    command = [
+        str(Path(sys.executable).parent / "everstep"),
+        "drain",
+        leaving[:16],
+        "--deadline",
+        "120",
+        "--wait",
+        "--json",
+    ]
     told = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["state"] == "DRAINED"

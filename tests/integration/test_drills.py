@@ -1,4 +1,5 @@
-"""Drills on a live run, one after another: each is told, recovered from, and leaves the run's loss and ledger as they would be."""
+"""Drills on a live run, one after another: each is told, recovered from, and leaves the run's loss
+and ledger as they would be."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def wait_for_new_checkpoints(run: RunHandle, num: int) -> None:
     begun_at = run.refresh().step
 
     def committed() -> bool:
-        return sum(each.state == "committed" and each.step > begun_at for each in run.checkpoints()) >= num
+        return (
+            sum(each.state == "committed" and each.step > begun_at for each in run.checkpoints())
+            >= num
+        )
 
     wait_for(committed, 120, f"{num} checkpoints after step {begun_at}")
 
@@ -56,24 +60,36 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
 
     killed = run.drill("kill_worker", rank=1).wait(240)
     report = assert_passed(killed)
-    assert (report.verdict, report.steps_lost, report.restored_from) == ("worker_lost", 0, "snapshot")
+    assert (report.verdict, report.steps_lost, report.restored_from) == (
+        "worker_lost",
+        0,
+        "snapshot",
+    )
     assert run.refresh().submission == 1
 
     wait_for_new_checkpoints(run, 1)
     report = assert_passed(run.drill("kill_driver").wait(240))
-    assert (report.verdict, report.steps_lost) == ("control_plane", 0) and report.restored_from.startswith("step-")
+    assert (report.verdict, report.steps_lost) == (
+        "control_plane",
+        0,
+    ) and report.restored_from.startswith("step-")
     assert run.refresh().submission == 2
 
     wait_for_new_checkpoints(run, 2)
     report = assert_passed(run.drill("corrupt_checkpoint").wait(240))
-    assert report.rejected == (report.checkpoint,), "the damaged one was read, found out and passed over"
+    assert report.rejected == (report.checkpoint,), (
+        "the damaged one was read, found out and passed over"
+    )
     assert report.restored_from not in (report.checkpoint, "snapshot", "fresh")
     assert report.steps_lost > 0 and "passed over" in report.note
 
     drills = run.drills()
     assert [drill.kind for drill in drills] == ["kill_worker", "kill_driver", "corrupt_checkpoint"]
     kinds = [event.kind for event in run.events()]
-    assert kinds.count("drill_requested") == kinds.count("drill_started") == 3 and "drill_failed" not in kinds
+    assert (
+        kinds.count("drill_requested") == kinds.count("drill_started") == 3
+        and "drill_failed" not in kinds
+    )
     _assert_every_ended_epoch_is_whole(run)
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
@@ -88,19 +104,33 @@ def _assert_every_ended_epoch_is_whole(run: RunHandle) -> None:
     assert _once(run) is True
     epochs = run.samples().epochs
     assert [each.epoch for each in epochs] == list(range(len(epochs)))
-    assert all((each.used_once, each.duplicates, each.missing) == (each.samples, 0, 0) for each in epochs)
+    assert all(
+        (each.used_once, each.duplicates, each.missing) == (each.samples, 0, 0) for each in epochs
+    )
 
 
 def _once(run: RunHandle) -> bool | None:
     report = run.drills()[-1].report
-    return report.parity.samples_used_once if report is not None and report.parity is not None else None
+    return (
+        report.parity.samples_used_once
+        if report is not None and report.parity is not None
+        else None
+    )
 
 
 @pytest.mark.chaos
 def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
     run = drilled.client().runs.create(digits("drilled by hand", **LONG))
     wait_for_step(run, 25)
-    command = [str(Path(sys.executable).parent / "everstep"), "drill", run.id, "kill_worker", "--rank", "1", "--json"]
+    command = [
+        str(Path(sys.executable).parent / "everstep"),
+        "drill",
+        run.id,
+        "kill_worker",
+        "--rank",
+        "1",
+        "--json",
+    ]
     env = {**os.environ, "EVERSTEP_HOME": str(drilled.home)}
     told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     assert told.returncode == 0, told.stderr

@@ -1,4 +1,5 @@
-"""The driver on a real cluster of one-CPU nodes: the way to the end, and what is killed on that way."""
+"""The driver on a real cluster of one-CPU nodes: the way to the end, and what is killed on that
+way."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def begin(cluster: RayCluster, tmp_path: Path) -> Iterator[Begin]:
         run.stop()
 
 
-def small_spec(steps: int, step_ms: int = 25, workers: tuple[int, int] = (1, 2), **tags: str) -> RunSpec:
+def small_spec(
+    steps: int, step_ms: int = 25, workers: tuple[int, int] = (1, 2), **tags: str
+) -> RunSpec:
     """For the small training function."""
     return spec(workers=workers, tags={"steps": str(steps), "step_ms": str(step_ms), **tags})
 
@@ -60,7 +63,9 @@ def small_spec(steps: int, step_ms: int = 25, workers: tuple[int, int] = (1, 2),
 def check_lossless(run: DrivenRun, total_steps: int) -> None:
     """Every step was reported, and none was lost or taken back by a recovery."""
     assert {step for step, _ in run.steps()} == set(range(1, total_steps + 1))
-    assert [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)] == [0] * len(run.of(EventKind.FAILURE))
+    assert [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)] == [0] * len(
+        run.of(EventKind.FAILURE)
+    )
     for epoch in run.of(EventKind.EPOCH_COMPLETED):
         assert (epoch.data["duplicates"], epoch.data["missing"]) == (0, 0)
         assert epoch.data["used_once"] == epoch.data["samples"]
@@ -80,10 +85,13 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
     check_lossless(run, 36)
     assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
-    listed = json.loads(Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text())
-    assert listed["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoints/step-000000036.s001.a001", (
-        "Ray Train knows it too"
+    listed = json.loads(
+        Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text()
     )
+    assert (
+        listed["latest_checkpoint_result"]["checkpoint_dir_name"]
+        == "checkpoints/step-000000036.s001.a001"
+    ), "Ray Train knows it too"
     lines, _ = read_rank_logs(run.run_dir)
     assert {line.rank for line in lines} == {None, 0, 1}
     assert {line.attempt for line in lines if line.rank == 0} == {1}
@@ -92,7 +100,8 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
 
 def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begin) -> None:
     run = begin(
-        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 50}), EVERSTEP_RECOVERY_ASK_RANKS_S="3600"
+        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 50}),
+        EVERSTEP_RECOVERY_ASK_RANKS_S="3600",
     )
     listed = Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json")
 
@@ -111,15 +120,30 @@ def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begi
             told.append(found)
         return len(told) == 3
 
-    run.wait_for(is_told_of_more, "Ray Train's word of two later ones, of a run that saves far more often than Ray is to be told")
+    run.wait_for(
+        is_told_of_more,
+        (
+            "Ray Train's word of two later ones, of a run that saves far more often than Ray is "
+            "to be "
+            "told"
+        ),
+    )
 
     def committed_at() -> dict[int, float]:
         return {event.data["step"]: event.at for event in run.of(EventKind.CHECKPOINT_COMMITTED)}
 
-    run.wait_for(lambda: committed_at().keys() >= set(told), "the journal's word of them, which may come after Ray's")
+    run.wait_for(
+        lambda: committed_at().keys() >= set(told),
+        "the journal's word of them, which may come after Ray's",
+    )
     committed = committed_at()
-    assert all(committed[later] - committed[earlier] > TELL_EVERY_S / 2 for earlier, later in pairwise(told)), told
-    assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), "nobody meets there"
+    assert all(
+        committed[later] - committed[earlier] > TELL_EVERY_S / 2
+        for earlier, later in pairwise(told)
+    ), told
+    assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), (
+        "nobody meets there"
+    )
 
 
 def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
@@ -130,18 +154,25 @@ def test_a_killed_rank_costs_no_step_and_is_named(begin: Begin) -> None:
     assert run.wait_for_end() == 0, run.describe()
     run.check_sequence()
     failures = run.of(EventKind.FAILURE)
-    assert [(event.data["verdict"], event.data["first_rank"], event.attempt) for event in failures] == [("worker_lost", 1, 1)]
+    assert [
+        (event.data["verdict"], event.data["first_rank"], event.attempt) for event in failures
+    ] == [("worker_lost", 1, 1)]
     assert failures[0].data["node_id"] == victim["node_id"]
     assert failures[0].data["evidence"]["pid"] == victim["pid"]
     check_lossless(run, 12 * 23)
     recovered = run.last(EventKind.RECOVERED).data
     assert (recovered["world_size_before"], recovered["world_size_after"]) == (2, 2)
     assert recovered["recovery_s"] == pytest.approx(sum(recovered["phases"].values()), abs=0.05)
-    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["worker_lost", "finished"]
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == [
+        "worker_lost",
+        "finished",
+    ]
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, cluster: RayCluster) -> None:
+def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(
+    begin: Begin, cluster: RayCluster
+) -> None:
     run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
     run.wait_for_step(30)
     lost = run.worker(1)["node_id"]
@@ -152,20 +183,32 @@ def test_a_killed_node_costs_no_step_and_a_new_one_is_grown_onto(begin: Begin, c
     assert shrunk.data["workers"][0]["node_id"] != lost
     new = cluster.add_node()
     run.wait_for(lambda: run.last(EventKind.ATTEMPT_STARTED).data["world_size"] == 2, "growth")
-    assert new in {worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]}
+    assert new in {
+        worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]
+    }
     grown = run.last(EventKind.ATTEMPT_STARTED).attempt
     run.wait_for(lambda: any(attempt == grown for _, attempt in run.steps()), "a step at full size")
     run.run_dir.request_stop(1, "cancel")
     assert run.wait_for_end() == 0, run.describe()
     run.check_sequence()
-    assert [(event.data["verdict"], event.data["node_id"]) for event in run.of(EventKind.FAILURE)] == [("node_lost", lost)]
+    assert [
+        (event.data["verdict"], event.data["node_id"]) for event in run.of(EventKind.FAILURE)
+    ] == [("node_lost", lost)]
     steps = run.steps()
     check_lossless(run, max(step for step, _ in steps))
-    first_of_attempt = {attempt: min(step for step, number in steps if number == attempt) for _, attempt in steps}
-    last_of_attempt = {attempt: max(step for step, number in steps if number == attempt) for _, attempt in steps}
+    first_of_attempt = {
+        attempt: min(step for step, number in steps if number == attempt) for _, attempt in steps
+    }
+    last_of_attempt = {
+        attempt: max(step for step, number in steps if number == attempt) for _, attempt in steps
+    }
     for earlier, later in pairwise(sorted(first_of_attempt)):
         assert first_of_attempt[later] <= last_of_attempt[earlier] + 1, "no step is skipped"
-    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["node_lost", "resized", "stopped"]
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == [
+        "node_lost",
+        "resized",
+        "stopped",
+    ]
 
 
 @pytest.fixture
@@ -175,7 +218,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin, cluster: RayCluster, full_disk: Path) -> None:
+def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(
+    begin: Begin, cluster: RayCluster, full_disk: Path
+) -> None:
     unfit = cluster.add_node(TMPDIR=str(full_disk))
     try:
         run = begin(spec(train={"epochs": 3, "global_batch_size": 128}, workers=(2, 3)))
@@ -184,10 +229,19 @@ def test_a_node_that_is_not_fit_is_found_before_a_step_and_left_out(begin: Begin
         cluster.kill_node(unfit)
     run.check_sequence()
     [failure] = run.of(EventKind.FAILURE)
-    assert (failure.data["verdict"], failure.data["node_id"], failure.attempt) == ("node_lost", unfit, 1)
-    assert "NodeUnfit: disk: " in failure.data["exception"] and "No space left" in failure.data["exception"]
+    assert (failure.data["verdict"], failure.data["node_id"], failure.attempt) == (
+        "node_lost",
+        unfit,
+        1,
+    )
+    assert (
+        "NodeUnfit: disk: " in failure.data["exception"]
+        and "No space left" in failure.data["exception"]
+    )
     [started] = run.of(EventKind.ATTEMPT_STARTED)
-    assert started.data["world_size"] == 2 and unfit not in {worker["node_id"] for worker in started.data["workers"]}
+    assert started.data["world_size"] == 2 and unfit not in {
+        worker["node_id"] for worker in started.data["workers"]
+    }
     assert run.last(EventKind.FINISHED).data == {"outcome": "succeeded", "reason": None, "step": 36}
 
 
@@ -213,7 +267,10 @@ def test_a_killed_controller_is_replaced(begin: Begin) -> None:
     assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["control_plane"]
     assert len(run.of(EventKind.RECOVERED)) == 1
     assert [event.attempt for event in run.of(EventKind.ATTEMPT_STARTED)] == [1, 2]
-    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == ["control_plane", "finished"]
+    assert [event.data["cause"] for event in run.of(EventKind.ATTEMPT_ENDED)] == [
+        "control_plane",
+        "finished",
+    ]
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
@@ -221,13 +278,18 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     run = begin(small_spec(100, 5, raise_at="40"), small=True)
     assert run.wait_for_end() == 0, run.describe()
     failures = run.of(EventKind.FAILURE)
-    assert [(event.data["verdict"], event.data["first_rank"], event.data["step"]) for event in failures] == [
+    assert [
+        (event.data["verdict"], event.data["first_rank"], event.data["step"]) for event in failures
+    ] == [
         ("user_error", 0, 40),
         ("user_error", 0, 40),
     ]
     assert failures[0].data["exception"] == "ValueError: the data of step 40 is spoilt"
     assert "raise ValueError" in failures[0].data["evidence"]["traceback"]
-    assert {line["state"] for line in failures[0].data["evidence"]["ranks"]} == {"raised", "collateral"}
+    assert {line["state"] for line in failures[0].data["evidence"]["ranks"]} == {
+        "raised",
+        "collateral",
+    }
     finished = run.last(EventKind.FINISHED).data
     assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error")
     assert "step 40 twice" in finished["reason"]["message"]
@@ -239,9 +301,15 @@ def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCl
     leaving = run.worker(1)["node_id"]
     cluster.drain_node(leaving, deadline_s=30)
     run.wait_for(lambda: run.of(EventKind.RECOVERED), "the move")
-    assert {worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]}.isdisjoint({leaving})
+    assert {
+        worker["node_id"] for worker in run.last(EventKind.ATTEMPT_STARTED).data["workers"]
+    }.isdisjoint({leaving})
     failure = run.last(EventKind.FAILURE).data
-    assert (failure["verdict"], failure["node_id"], failure["budget"]) == ("preemption", leaving, "preemptions")
+    assert (failure["verdict"], failure["node_id"], failure["budget"]) == (
+        "preemption",
+        leaving,
+        "preemptions",
+    )
     assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
     cluster.kill_node(leaving)
     cluster.add_node()
@@ -255,7 +323,9 @@ def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCl
 @pytest.mark.parametrize("how", ["endless loop", "stopped process"])
 def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     tags = {"hang_at": "40"} if how == "endless loop" else {}
-    run_spec = small_spec(200, **tags).model_copy(update={"recovery": RecoverySpec(hang_timeout_s=5)})
+    run_spec = small_spec(200, **tags).model_copy(
+        update={"recovery": RecoverySpec(hang_timeout_s=5)}
+    )
     run = begin(run_spec, small=True)
     run.wait_for_step(35)
     stopped_at = None
@@ -264,12 +334,15 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
         stopped_at = time.time()
     assert run.wait_for_end() == 0, run.describe()
     failures = run.of(EventKind.FAILURE)
-    assert [(event.data["verdict"], event.data["first_rank"]) for event in failures] == [("hang", 1)]
+    assert [(event.data["verdict"], event.data["first_rank"]) for event in failures] == [
+        ("hang", 1)
+    ]
     recovered = run.last(EventKind.RECOVERED)
     points = [point["at"] for event in run.of(EventKind.METRICS) for point in event.data["points"]]
     before = max(at for at in points if at < failures[0].at)
     after = min(at for at in points if at > failures[0].at)
-    # Without a step from the last one to the first again: first nobody knew, and then it was restarted.
+    # Without a step from the last one to the first again: first nobody knew, and then it was
+    # restarted.
     detect_s, recovery_s = failures[0].data["detect_s"], recovered.data["recovery_s"]
     assert detect_s + recovery_s == pytest.approx(after - before, abs=0.5), run.describe()
     assert detect_s >= 5.0 and recovered.data["detect_s"] == detect_s
@@ -281,13 +354,20 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
 
 
 def test_a_killed_driver_costs_no_step(begin: Begin) -> None:
-    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000}))
+    run = begin(
+        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000})
+    )
     run.wait_for_step(30)
     run.kill_driver()
     run.start(submission=2)
     run.wait_for(lambda: run.of(EventKind.RECOVERED), "the next submission's first step")
     old, _ = read_journal(run.run_dir, 1, None, 100_000)
-    reached = max(point["step"] for event in old if event.kind is EventKind.METRICS for point in event.data["points"])
+    reached = max(
+        point["step"]
+        for event in old
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    )
     restored = run.last(EventKind.RESTORED).data
     assert (restored["step"], restored["source"], restored["checkpoint"]) == (
         reached,
@@ -304,13 +384,17 @@ def test_a_killed_driver_costs_no_step(begin: Begin) -> None:
 
 @pytest.mark.chaos
 def test_ranks_whose_driver_nobody_replaces_save_and_end(begin: Begin) -> None:
-    run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000}))
+    run = begin(
+        spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000})
+    )
     run.wait_for_step(30)
     run.kill_driver()
     run.wait_for_no_actors()
     [manifest] = run.run_dir.checkpoints.list()
     run.read()
-    assert manifest.step == max(step for step, _ in run.steps()), "the last step that was done is kept"
+    assert manifest.step == max(step for step, _ in run.steps()), (
+        "the last step that was done is kept"
+    )
     assert not (shared_memory_root() / run.run_dir.run_id).exists()
 
 
@@ -338,8 +422,12 @@ def test_a_terminated_driver_leaves_its_run_unfinished_and_the_next_goes_on(begi
     run.events.clear()
     run.start(submission=2)
     assert run.wait_for_end() == 0, run.describe()
-    assert run.of(EventKind.ATTEMPT_STARTED)[0].attempt == last_attempt + 1, "attempts are counted over the run"
-    assert [(event.data["verdict"], event.attempt) for event in run.of(EventKind.FAILURE)] == [("control_plane", last_attempt)]
+    assert run.of(EventKind.ATTEMPT_STARTED)[0].attempt == last_attempt + 1, (
+        "attempts are counted over the run"
+    )
+    assert [(event.data["verdict"], event.attempt) for event in run.of(EventKind.FAILURE)] == [
+        ("control_plane", last_attempt)
+    ]
     assert len(run.of(EventKind.RECOVERED)) == 1
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 

@@ -50,7 +50,9 @@ def classes(pids: Iterable[int]) -> set[int]:
 def alive_nodes(cluster: EmbeddedCluster, note: ClusterNote) -> dict[str, dict[str, float]]:
     """Resources of live nodes as the dashboard tells."""
     answer = httpx.get(
-        f"{note.dashboard_url}/api/v0/nodes?detail=1", headers={"Authorization": f"Bearer {cluster.token()}"}, timeout=10
+        f"{note.dashboard_url}/api/v0/nodes?detail=1",
+        headers={"Authorization": f"Bearer {cluster.token()}"},
+        timeout=10,
     )
     nodes = answer.raise_for_status().json()["data"]["result"]["result"]
     return {node["node_id"]: node["resources_total"] for node in nodes if node["state"] == "ALIVE"}
@@ -61,7 +63,9 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     note = cluster.ensure_running()
     assert [node.is_head for node in note.nodes] == [True, False, False]
     resources = alive_nodes(cluster, note)
-    assert sorted(nodes.get("CPU", 0.0) for nodes in resources.values()) == [0.0, 1.0, 1.0], "the head trains nothing"
+    assert sorted(nodes.get("CPU", 0.0) for nodes in resources.values()) == [0.0, 1.0, 1.0], (
+        "the head trains nothing"
+    )
 
     # Whatever only keeps order gives way to ranks, which inherit from their node's raylet.
     niceness = {pid: psutil.Process(pid).nice() for node in note.nodes for pid in node.pids}
@@ -69,7 +73,11 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     assert {niceness[pid] for pid in raylets} == {0}
     assert {value for pid, value in niceness.items() if pid not in raylets} == {CONTROL_NICENESS}
     if os.geteuid() == 0:  # where the machine is busy they are let out of their class for a while
-        wait_for(lambda: classes(niceness.keys() - raylets) == {os.SCHED_IDLE}, 150, "what keeps order to run where ranks wait")
+        wait_for(
+            lambda: classes(niceness.keys() - raylets) == {os.SCHED_IDLE},
+            150,
+            "what keeps order to run where ranks wait",
+        )
     assert classes(raylets) == {os.SCHED_OTHER}
 
     # Ray's own authentication is on, and the token is the owner's.
@@ -79,7 +87,12 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     # Everything listens on loopback only.
     pids = {process.pid for process in members(note.temp_dir)}
     assert {pid for node in note.nodes for pid in node.pids} <= pids
-    listening = [c for pid in pids for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c
+        for pid in pids
+        for c in psutil.Process(pid).net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    ]
     assert listening and {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
     # A service that comes later finds it as it is.
@@ -104,9 +117,11 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
     assert (taken_over.address, node_ids(cluster)) == (note.address, before)
     assert sorted(alive_nodes(cluster, taken_over)) == sorted(before)
 
-    # Somebody reads a log meanwhile: not a process of the cluster, whatever it names and holds open.
+    # Somebody reads a log meanwhile: not a process of the cluster, whatever it names and holds
+    # open.
     with subprocess.Popen(
-        ["tail", "-f", *Path(note.temp_dir).glob("head/session_2*/logs/gcs_server.out")], stdout=subprocess.DEVNULL
+        ["tail", "-f", *Path(note.temp_dir).glob("head/session_2*/logs/gcs_server.out")],
+        stdout=subprocess.DEVNULL,
     ) as reader:
         EmbeddedCluster(settings).stop()
         assert reader.poll() is None
@@ -126,7 +141,8 @@ def test_a_lost_head_ends_the_cluster_and_remnants_are_cleared(settings: Setting
     assert list(members(first.temp_dir)) == []
     assert not cluster.is_running()
 
-    # Keeper and head die at once: nobody is left to clear up but the next service. A lost note does not hide what is left.
+    # Keeper and head die at once: nobody is left to clear up but the next service. A lost note does
+    # not hide what is left.
     second = cluster.ensure_running()
     assert second.address != first.address or second.temp_dir != first.temp_dir
     kill(second.keeper_pid)
@@ -138,7 +154,9 @@ def test_a_lost_head_ends_the_cluster_and_remnants_are_cleared(settings: Setting
     assert third.state == "ready"
 
 
-def test_a_cluster_that_cannot_start_says_where_to_look(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_cannot_start_says_where_to_look(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "not a number")
     with pytest.raises(ClusterError, match=r"cluster\.log") as caught:
         EmbeddedCluster(settings).ensure_running()
@@ -146,19 +164,26 @@ def test_a_cluster_that_cannot_start_says_where_to_look(settings: Settings, monk
     assert not settings.cluster_path.exists()
 
 
-def test_a_head_that_did_not_start_is_started_again(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``everstep serve`` ended with code 2 on a busy machine. The first try's processes must be gone, and the second's its own."""
+def test_a_head_that_did_not_start_is_started_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``everstep serve`` ended with code 2 on a busy machine. The first try's processes must be
+    gone, and the second's its own."""
     spawn = os.posix_spawn
 
     def spawn_failing(path: str, command: list[str], env: dict[str, str], **more: Any) -> int:
-        return spawn(path, [*command[:2], "tests.integration.failing_head", *command[3:]], env, **more)
+        return spawn(
+            path, [*command[:2], "tests.integration.failing_head", *command[3:]], env, **more
+        )
 
     monkeypatch.setattr(os, "posix_spawn", spawn_failing)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     cluster = EmbeddedCluster(dataclasses.replace(settings, nodes=1))
     note = cluster.ensure_running()
     assert note.state == "ready" and note.waiting_for is None and len(note.nodes) == 2
-    assert sum(resources.get("CPU", 0.0) for resources in alive_nodes(cluster, note).values()) == 1.0
+    assert (
+        sum(resources.get("CPU", 0.0) for resources in alive_nodes(cluster, note).values()) == 1.0
+    )
     servers = [process.pid for process in members(note.temp_dir) if "gcs_server" in process.name()]
     assert servers == [note.gcs_pid], "nothing is left of the first try"
     assert "the head did not start (try 1" in settings.cluster_log_path.read_text()

@@ -1,4 +1,5 @@
-"""Interrupted == uninterrupted: bit for bit at equal world size, to float tolerance across world sizes."""
+"""Interrupted == uninterrupted: bit for bit at equal world size, to float tolerance across world
+sizes."""
 
 from __future__ import annotations
 
@@ -23,13 +24,17 @@ LAST_STEP = 2 * STEPS_PER_EPOCH
 
 
 def make_spec(norm: str = "group", **train: Any) -> RunSpec:
-    """Two epochs of everything that has state or randomness; 100 samples are seven micro-batches of 16, the last one of 4."""
+    """Two epochs of everything that has state or randomness; 100 samples are seven micro-batches of
+    16, the last one of 4."""
     return RunSpec.model_validate(
         {
             "name": "exactness",
             "task": {
                 "name": "image_classification",
-                "model": {"name": "mini_resnet", "args": {"width": 8, "blocks_per_stage": 1, "norm": norm, "dropout": 0.2}},
+                "model": {
+                    "name": "mini_resnet",
+                    "args": {"width": 8, "blocks_per_stage": 1, "norm": norm, "dropout": 0.2},
+                },
                 "data": {"name": "digits"},
             },
             "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.01},
@@ -51,7 +56,10 @@ def final_state(run_dir: RunDir) -> dict[str, Any]:
     """Model and training state of the newest checkpoint, without what may differ: clocks."""
     manifest = run_dir.checkpoints.list()[-1]
     assert manifest.step == LAST_STEP
-    files = {name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name))) for name in manifest.files}
+    files = {
+        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        for name in manifest.files
+    }
     for name in ("parent", "tail"):
         del files["train_state.pt"][name]
     return files
@@ -83,25 +91,37 @@ def merged_losses(*outcomes: Outcome) -> dict[int, float]:
     return merged
 
 
-@pytest.mark.parametrize(("world_size", "norm"), [(1, "batch"), (2, "batch"), (2, "group"), (3, "batch")])
-def test_resumed_from_a_checkpoint_is_bitwise_the_same(world_size: int, norm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "norm"), [(1, "batch"), (2, "batch"), (2, "group"), (3, "batch")]
+)
+def test_resumed_from_a_checkpoint_is_bitwise_the_same(
+    world_size: int, norm: str, tmp_path: Path
+) -> None:
     whole, parts = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_parts")
     spec = make_spec(norm)
     reference = train_to_end(Job(whole, spec, world_size), tmp_path)
 
     first = train_to_end(Job(parts, spec, world_size, stopped=("pause", 6)), tmp_path)
-    second = train_to_end(Job(parts, spec, world_size, submission=2, stopped=("pause", STEPS_PER_EPOCH - 1)), tmp_path)
+    second = train_to_end(
+        Job(parts, spec, world_size, submission=2, stopped=("pause", STEPS_PER_EPOCH - 1)), tmp_path
+    )
     third = train_to_end(Job(parts, spec, world_size, submission=3), tmp_path)
 
     assert [outcome.stop for outcome in (first, second, third)] == ["pause", "pause", None]
     [restored] = third.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"], restored["checkpoint"]) == ("checkpoint", 15, "step-000000015.s002.a001")
+    assert (restored["source"], restored["step"], restored["checkpoint"]) == (
+        "checkpoint",
+        15,
+        "step-000000015.s002.a001",
+    )
     assert merged_losses(first, second, third) == reference.losses
     assert_same(final_state(whole), final_state(parts))
 
 
 @pytest.mark.parametrize(("world_size", "killed_rank"), [(2, 0), (2, 1), (3, 1), (5, 2)])
-def test_survivors_of_a_killed_rank_lose_no_step(world_size: int, killed_rank: int, tmp_path: Path) -> None:
+def test_survivors_of_a_killed_rank_lose_no_step(
+    world_size: int, killed_rank: int, tmp_path: Path
+) -> None:
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     spec = make_spec("batch")
     reference = train_to_end(Job(whole, spec, world_size), tmp_path)
@@ -134,7 +154,8 @@ def test_another_world_size_agrees_to_float_tolerance(tmp_path: Path) -> None:
     two = run_ranks(Job(shrunk, spec, 2, attempt=2, killed=(0, 19)), tmp_path)
     one = train_to_end(Job(shrunk, spec, 1, attempt=3), tmp_path)
 
-    # Of attempt 2 rank 0 died with what it had reported; the survivor's state still holds its last steps.
+    # Of attempt 2 rank 0 died with what it had reported; the survivor's state still holds its last
+    # steps.
     losses = merged_losses(three[0], one) | two[0].losses
     assert losses.keys() == reference.losses.keys()
     for step, loss in reference.losses.items():

@@ -1,4 +1,5 @@
-"""A run without survivors goes on from what its only rank had published on the node, bit for bit."""
+"""A run without survivors goes on from what its only rank had published on the node, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from everstep.wire.events import EventKind
 from storage.logs.journal import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from tests.integration.test_exactness import LAST_STEP, assert_same, final_state, make_spec, merged_losses
+from tests.integration.test_exactness import (
+    LAST_STEP,
+    assert_same,
+    final_state,
+    make_spec,
+    merged_losses,
+)
 from tests.integration.test_exactness_precision import TRAINEES
 from tests.support.storage_places import event, save
 from train_fn.node.node_dir import shared_memory_root
@@ -25,18 +32,31 @@ ALL_THE_TIME = f"{TRAINEES}:publishing_all_the_time"
 
 
 def make_text_spec(directory: Path) -> RunSpec:
-    """A GPT over text, whose weights are tokens; one epoch and a half of sequences in micro-batches, with dropout and averages."""
-    (directory / "text.txt").write_text("".join(f"{number} bottles of beer on the wall, " for number in range(80)))
+    """A GPT over text, whose weights are tokens; one epoch and a half of sequences in
+    micro-batches, with dropout and averages."""
+    (directory / "text.txt").write_text(
+        "".join(f"{number} bottles of beer on the wall, " for number in range(80))
+    )
     model = {"num_layers": 1, "num_heads": 2, "width": 16, "context_length": 8, "dropout": 0.2}
     task = {
         "name": "language_modeling",
         "model": {"name": "gpt", "args": model},
-        "data": {"name": "text_files", "args": {"path": str(directory / "text.txt"), "level": "char"}},
+        "data": {
+            "name": "text_files",
+            "args": {"path": str(directory / "text.txt"), "level": "char"},
+        },
     }
     groups = [{"parameters": "positions.*", "lr_scale": 0.5, "weight_decay": 0.0}]
     raw = make_spec().model_dump(mode="json")
-    train = raw["train"] | {"global_batch_size": 15, "micro_batch_size": 4, "epochs": 3, "max_steps": LAST_STEP}
-    return RunSpec.model_validate(raw | {"task": task, "train": train, "optimizer": raw["optimizer"] | {"groups": groups}})
+    train = raw["train"] | {
+        "global_batch_size": 15,
+        "micro_batch_size": 4,
+        "epochs": 3,
+        "max_steps": LAST_STEP,
+    }
+    return RunSpec.model_validate(
+        raw | {"task": task, "train": train, "optimizer": raw["optimizer"] | {"groups": groups}}
+    )
 
 
 def published(run_dir: RunDir) -> tuple[SnapshotStore, list[Label]]:
@@ -51,14 +71,26 @@ def kill_alone(job: Job, tmp_path: Path) -> None:
 
 
 def state_at(step: int, tmp_path: Path) -> dict[str, Any]:
-    """The state of that step in a run that nothing disturbs and that publishes nothing: read from a checkpoint."""
+    """The state of that step in a run that nothing disturbs and that publishes nothing: read from a
+    checkpoint."""
     run_dir = make_run_dir(tmp_path, f"run_until_{step}")
-    train_to_end(Job(run_dir, make_spec(), 1, stopped=("pause", step - 1), setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+    train_to_end(
+        Job(
+            run_dir,
+            make_spec(),
+            1,
+            stopped=("pause", step - 1),
+            setup=f"{TRAINEES}:publishing_nothing",
+        ),
+        tmp_path,
+    )
     manifest = run_dir.checkpoints.list()[-1]
     assert manifest.step == step
 
     def read(file: str) -> Any:
-        return torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True)
+        return torch.load(
+            io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True
+        )
 
     model = read("model.pt")
     averages = {name: value for name, value in read("model_ema.pt").items() if name in dict(model)}
@@ -66,9 +98,14 @@ def state_at(step: int, tmp_path: Path) -> dict[str, Any]:
 
 
 def comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """Without clocks and what a rank happened to know of checkpoints; averages of parameters only, as the file has them."""
+    """Without clocks and what a rank happened to know of checkpoints; averages of parameters only,
+    as the file has them."""
     kept = {name: value for name, value in state.items() if name not in ("tail", "parent")}
-    kept["ema"] = {name: kept["ema"][name] for name in sorted(kept["ema"]) if "running" not in name and "num_batches" not in name}
+    kept["ema"] = {
+        name: kept["ema"][name]
+        for name in sorted(kept["ema"])
+        if "running" not in name and "num_batches" not in name
+    }
     return kept
 
 
@@ -77,7 +114,9 @@ def restored_in(outcome: Outcome) -> dict[str, Any]:
     return restored
 
 
-def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
+    tmp_path: Path,
+) -> None:
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     spec = RunSpec.model_validate({**make_spec().model_dump(), "checkpoint": {"every_steps": 1000}})
     reference = train_to_end(Job(whole, spec, 1, setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
@@ -87,23 +126,32 @@ def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
     assert len(labels) == 2
     newest = labels[-1]
     assert 1 < newest.step <= 16
-    # At an epoch's end a state is published once the epoch is closed, and the run that is stopped there has not closed it yet.
+    # At an epoch's end a state is published once the epoch is closed, and the run that is stopped
+    # there has not closed it yet.
     within = [state for state in map(store.read, labels) if state["k"]]
     assert within
     for state in within:
         assert_same(comparable(state), comparable(state_at(state["step"], tmp_path)))
 
     # Dies again before its first publication: the next attempt stands where this one did.
-    kill_alone(Job(broken, spec, 1, attempt=2, killed=(0, newest.step), setup=ALL_THE_TIME), tmp_path)
+    kill_alone(
+        Job(broken, spec, 1, attempt=2, killed=(0, newest.step), setup=ALL_THE_TIME), tmp_path
+    )
     assert published(broken)[1][-1] == newest
-    kill_alone(Job(broken, spec, 1, attempt=3, killed=(0, newest.step + 8), setup=ALL_THE_TIME), tmp_path)
+    kill_alone(
+        Job(broken, spec, 1, attempt=3, killed=(0, newest.step + 8), setup=ALL_THE_TIME), tmp_path
+    )
     later = published(broken)[1][-1]
     assert later.attempt == 3
     assert later.step > newest.step
 
     resumed = train_to_end(Job(broken, spec, 1, attempt=4, setup=ALL_THE_TIME), tmp_path)
     restored = restored_in(resumed)
-    assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", later.step, [])
+    assert (restored["source"], restored["step"], restored["rejected"]) == (
+        "snapshot",
+        later.step,
+        [],
+    )
     assert set(range(later.step + 1, LAST_STEP + 1)) <= resumed.losses.keys()
     assert merged_losses(reference, resumed) == reference.losses
     assert_same(final_state(whole), final_state(broken))
@@ -133,7 +181,9 @@ def test_a_spoilt_snapshot_is_told_of_and_the_one_before_it_is_taken(tmp_path: P
     assert f"step {labels[-1].step} " in restored["rejected"][0]["name"]
 
 
-def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_snapshot(
+    tmp_path: Path,
+) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
     store, [*_, newest] = published(run_dir)
@@ -148,7 +198,9 @@ def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_s
 
 def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> None:
     setup = f"{TRAINEES}:too_little_shared_memory"
-    outcome = train_to_end(Job(make_run_dir(tmp_path), make_spec(), 1, stopped=("pause", 4), setup=setup), tmp_path)
+    outcome = train_to_end(
+        Job(make_run_dir(tmp_path), make_spec(), 1, stopped=("pause", 4), setup=setup), tmp_path
+    )
     [started] = outcome.of_kind(EventKind.TRAINING_STARTED)
     assert started["snapshots"] == "published"
     [told] = outcome.of_kind(EventKind.SNAPSHOTS)
@@ -162,19 +214,32 @@ def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -
     kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
     store, labels = published(run_dir)
     hidden = store.directory.rename(store.directory.with_name("away"))
-    kill_alone(Job(run_dir, spec, 1, attempt=2, killed=(0, 11), setup=f"{TRAINEES}:publishing_nothing"), tmp_path)
+    kill_alone(
+        Job(run_dir, spec, 1, attempt=2, killed=(0, 11), setup=f"{TRAINEES}:publishing_nothing"),
+        tmp_path,
+    )
     hidden.rename(store.directory)
-    data = {"step": 10, "epoch": 0, "source": "checkpoint", "checkpoint": "step-000000010.s001", "rejected": []}
+    data = {
+        "step": 10,
+        "epoch": 0,
+        "source": "checkpoint",
+        "checkpoint": "step-000000010.s001",
+        "rejected": [],
+    }
     with JournalWriter(run_dir, 1) as journal:
         journal.append([dataclasses.replace(event(1, EventKind.RESTORED, data=data), attempt=2)])
 
     restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=3), tmp_path))
     assert labels[-1].step > 10
     assert (restored["source"], restored["step"]) == ("checkpoint", 10)
-    assert [entry["problem"] for entry in restored["rejected"]] == ["a later attempt went on from step 10"] * 2
+    assert [entry["problem"] for entry in restored["rejected"]] == [
+        "a later attempt went on from step 10"
+    ] * 2
 
 
-def test_a_language_model_goes_on_from_checkpoints_and_snapshots_bit_for_bit(tmp_path: Path) -> None:
+def test_a_language_model_goes_on_from_checkpoints_and_snapshots_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     spec = make_text_spec(tmp_path)
     reference = train_to_end(Job(whole, spec, 1), tmp_path)

@@ -1,4 +1,5 @@
-"""Buffers and other untrained tensors that forward passes move: at every world size what plain torch makes of the rule."""
+"""Buffers and other untrained tensors that forward passes move: at every world size what plain
+torch makes of the rule."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch
 
 from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
-from tests.integration.moving_buffers import NUM_STEPS, SPEC, MovingTask, plain_run, plain_val_loss, tensors_of
+from tests.integration.moving_buffers import (
+    NUM_STEPS,
+    SPEC,
+    MovingTask,
+    plain_run,
+    plain_val_loss,
+    tensors_of,
+)
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same
 from train_fn.errors import StepFailed
@@ -28,16 +36,24 @@ def first_model() -> torch.nn.Module:
 def saved(run_dir: RunDir) -> dict[str, torch.Tensor]:
     manifest = run_dir.checkpoints.list()[-1]
     assert manifest.step == NUM_STEPS
-    found: dict[str, torch.Tensor] = torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, "model.pt")))
+    found: dict[str, torch.Tensor] = torch.load(
+        io.BytesIO(run_dir.checkpoints.read_file(manifest.name, "model.pt"))
+    )
     return found
 
 
 def val_losses(*outcomes: Outcome) -> list[float]:
-    return [data["metrics"]["val_loss"] for outcome in outcomes for data in outcome.of_kind(EventKind.EVALUATED)]
+    return [
+        data["metrics"]["val_loss"]
+        for outcome in outcomes
+        for data in outcome.of_kind(EventKind.EVALUATED)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_statistics_and_evaluations_are_those_of_plain_torch_at_every_world_size(world_size: int, tmp_path: Path) -> None:
+def test_statistics_and_evaluations_are_those_of_plain_torch_at_every_world_size(
+    world_size: int, tmp_path: Path
+) -> None:
     run_dir = make_run_dir(tmp_path)
     outcome = train_to_end(Job(run_dir, SPEC, world_size, setup=SETUP), tmp_path)
     found = saved(run_dir)
@@ -46,7 +62,13 @@ def test_statistics_and_evaluations_are_those_of_plain_torch_at_every_world_size
     assert right.keys() == found.keys()
     for name, tensor in right.items():
         if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
         else:
             assert found[name].tolist() == tensor.tolist(), name
     assert int(found["norm.num_batches_tracked"]) == NUM_STEPS
@@ -55,12 +77,17 @@ def test_statistics_and_evaluations_are_those_of_plain_torch_at_every_world_size
 
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, (1, 3)), (2, (0, 5)), (3, (1, 4))])
-def test_what_moves_is_torn_by_no_failure(world_size: int, killed: tuple[int, int], tmp_path: Path) -> None:
-    """Killed in the step in which two buffers move for the first time, and in later ones; the restart is bit for bit the same."""
+def test_what_moves_is_torn_by_no_failure(
+    world_size: int, killed: tuple[int, int], tmp_path: Path
+) -> None:
+    """Killed in the step in which two buffers move for the first time, and in later ones; the
+    restart is bit for bit the same."""
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     reference = train_to_end(Job(whole, SPEC, world_size, setup=SETUP), tmp_path)
     outcomes = run_ranks(Job(broken, SPEC, world_size, killed=killed, setup=SETUP), tmp_path)
-    errors: list[Any] = [outcome.error for rank, outcome in enumerate(outcomes) if rank != killed[0]]
+    errors: list[Any] = [
+        outcome.error for rank, outcome in enumerate(outcomes) if rank != killed[0]
+    ]
     for error in errors:
         assert isinstance(error, StepFailed)
         assert (error.snapshot_step, error.snapshot_problem) == (killed[1], None)
@@ -81,5 +108,11 @@ def test_a_run_that_shrinks_and_goes_on_agrees_with_plain_torch(tmp_path: Path) 
     model = plain_run(first_model(), NUM_STEPS)
     for name, tensor in tensors_of(model).items():
         if name in found:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
     assert val_losses(last)[-1] == pytest.approx(plain_val_loss(model), rel=1e-4)

@@ -1,4 +1,5 @@
-"""Evaluation: the same metrics at any world size whatever each batch has, tried before the first step, and survived."""
+"""Evaluation: the same metrics at any world size whatever each batch has, tried before the first
+step, and survived."""
 
 from __future__ import annotations
 
@@ -20,10 +21,17 @@ TRAINEES = "tests.integration.evaluated_trainees"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_metric_is_averaged_over_the_batches_that_have_it(world_size: int, tmp_path: Path) -> None:
-    job = Job(make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:uneven_metrics")
+def test_a_metric_is_averaged_over_the_batches_that_have_it(
+    world_size: int, tmp_path: Path
+) -> None:
+    job = Job(
+        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:uneven_metrics"
+    )
     metrics = train_to_end(job, tmp_path).of_kind(EventKind.EVALUATED)[-1]["metrics"]
-    parts = [range(first, min(first + MIN_MICRO_BATCH, NUM_HELD_OUT)) for first in range(0, NUM_HELD_OUT, MIN_MICRO_BATCH)]
+    parts = [
+        range(first, min(first + MIN_MICRO_BATCH, NUM_HELD_OUT))
+        for first in range(0, NUM_HELD_OUT, MIN_MICRO_BATCH)
+    ]
 
     def mean(*numbers: int) -> float:
         chosen = [index for number in numbers for index in parts[number]]
@@ -43,20 +51,35 @@ def test_a_metric_is_averaged_over_the_batches_that_have_it(world_size: int, tmp
 
 
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 1)])
-def test_the_batch_that_is_tried_before_the_first_step_leaves_no_trace(world_size: int, num_workers: int, tmp_path: Path) -> None:
+def test_the_batch_that_is_tried_before_the_first_step_leaves_no_trace(
+    world_size: int, num_workers: int, tmp_path: Path
+) -> None:
     found = []
     for name in ("disturbing", "disturbing_without_a_try"):
-        job = Job(make_run_dir(tmp_path, name), own_task_spec(num_workers), world_size, setup=f"{TRAINEES}:{name}")
+        job = Job(
+            make_run_dir(tmp_path, name),
+            own_task_spec(num_workers),
+            world_size,
+            setup=f"{TRAINEES}:{name}",
+        )
         outcome = train_to_end(job, tmp_path)
-        found.append((outcome.losses, [data["metrics"] for data in outcome.of_kind(EventKind.EVALUATED)]))
+        found.append(
+            (outcome.losses, [data["metrics"] for data in outcome.of_kind(EventKind.EVALUATED)])
+        )
     tried, plain = found
     assert tried == plain
-    assert len(tried[0]) == 6 and tried[1][0]["val_index"] == (NUM_STREAMED - 1) / 2, "the evaluation had every sample"
+    assert len(tried[0]) == 6 and tried[1][0]["val_index"] == (NUM_STREAMED - 1) / 2, (
+        "the evaluation had every sample"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_error_of_the_evaluation_comes_before_the_first_step(world_size: int, tmp_path: Path) -> None:
-    job = Job(make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:broken_metrics")
+def test_an_error_of_the_evaluation_comes_before_the_first_step(
+    world_size: int, tmp_path: Path
+) -> None:
+    job = Job(
+        make_run_dir(tmp_path), own_task_spec(0), world_size, setup=f"{TRAINEES}:broken_metrics"
+    )
     outcomes = run_ranks(job, tmp_path)
     errors = [error for error in errors_of(outcomes) if not error.collateral]
     assert {(error.type, error.message, error.step, error.phase) for error in errors} == {
@@ -67,18 +90,29 @@ def test_an_error_of_the_evaluation_comes_before_the_first_step(world_size: int,
 
 
 @pytest.mark.parametrize("one_node", [True, False])
-def test_an_evaluation_that_takes_all_ranks_along_costs_no_step(one_node: bool, tmp_path: Path) -> None:
+def test_an_evaluation_that_takes_all_ranks_along_costs_no_step(
+    one_node: bool, tmp_path: Path
+) -> None:
     run_dir, spec = make_run_dir(tmp_path), own_task_spec(0)
-    killed = run_ranks(Job(run_dir, spec, 2, one_node=one_node, setup=f"{TRAINEES}:deadly_metrics"), tmp_path)
+    killed = run_ranks(
+        Job(run_dir, spec, 2, one_node=one_node, setup=f"{TRAINEES}:deadly_metrics"), tmp_path
+    )
     assert [outcome.exit_code for outcome in killed] == [-9, -9], "no rank is left to keep a state"
-    again = train_to_end(Job(run_dir, spec, 2, attempt=2, one_node=one_node, setup=f"{TRAINEES}:uneven_metrics"), tmp_path)
+    again = train_to_end(
+        Job(run_dir, spec, 2, attempt=2, one_node=one_node, setup=f"{TRAINEES}:uneven_metrics"),
+        tmp_path,
+    )
     [restored] = again.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"]) == ("snapshot", 3), "of the end of the epoch that was to be evaluated"
+    assert (restored["source"], restored["step"]) == ("snapshot", 3), (
+        "of the end of the epoch that was to be evaluated"
+    )
     assert [data["step"] for data in again.of_kind(EventKind.EVALUATED)] == [3, 6]
 
 
 def test_a_slow_hook_at_an_epoch_s_end_has_the_time_of_an_evaluation(tmp_path: Path) -> None:
-    outcome = train_to_end(Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:slow_hook"), tmp_path)
+    outcome = train_to_end(
+        Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:slow_hook"), tmp_path
+    )
     settings, tracker = RecoverySettings(), ProgressTracker()
     watch, limits = HangWatch(settings, None), []
     tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
@@ -86,11 +120,19 @@ def test_a_slow_hook_at_an_epoch_s_end_has_the_time_of_an_evaluation(tmp_path: P
         tracker.note(kind, 1, data)
         if kind in {EventKind.EVALUATED, EventKind.EPOCH_HOOK_DONE, EventKind.METRICS}:
             limits.append((kind, watch.limit_s(tracker.progress())))
-    assert [limit for limit in limits if limit[0] is EventKind.EVALUATED] == [(EventKind.EVALUATED, 3600.0)] * 2
+    assert [limit for limit in limits if limit[0] is EventKind.EVALUATED] == [
+        (EventKind.EVALUATED, 3600.0)
+    ] * 2
     done = [limit for limit in limits if limit[0] is EventKind.EPOCH_HOOK_DONE]
-    assert done == [(EventKind.EPOCH_HOOK_DONE, 60.0), (EventKind.EPOCH_HOOK_DONE, 3600.0)], "the second precedes the last save"
+    assert done == [(EventKind.EPOCH_HOOK_DONE, 60.0), (EventKind.EPOCH_HOOK_DONE, 3600.0)], (
+        "the second precedes the last save"
+    )
     told = outcome.of_kind(EventKind.EPOCH_HOOK_DONE)
     assert [data["epoch"] for data in told] == [0, 1]
-    assert all(data["seconds"] >= SECOND_RANK_S for data in told), "rank 0 waits until the hook has returned on all ranks"
+    assert all(data["seconds"] >= SECOND_RANK_S for data in told), (
+        "rank 0 waits until the hook has returned on all ranks"
+    )
     points = [point for data in outcome.of_kind(EventKind.METRICS) for point in data["points"]]
-    assert len(points) == 6 and all(point["values"]["step_s"] < HOOK_S / 2 for point in points), "it is no step's time"
+    assert len(points) == 6 and all(point["values"]["step_s"] < HOOK_S / 2 for point in points), (
+        "it is no step's time"
+    )

@@ -1,4 +1,5 @@
-"""What goes wrong on a rank ends the attempt in order, says what happened, and costs no committed step."""
+"""What goes wrong on a rank ends the attempt in order, says what happened, and costs no committed
+step."""
 
 from __future__ import annotations
 
@@ -19,11 +20,18 @@ from train_fn.recovery.rank_error import ErrorKind, RankError, describe_error
 
 def errors_of(outcomes: list[Outcome]) -> list[RankError]:
     assert all(isinstance(outcome.error, StepFailed) for outcome in outcomes), outcomes
-    return [describe_error(outcome.error, rank) for rank, outcome in enumerate(outcomes) if outcome.error]
+    return [
+        describe_error(outcome.error, rank)
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(tmp_path: Path) -> None:
-    outcomes = run_ranks(Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:regression_with_a_nan"), tmp_path)
+    outcomes = run_ranks(
+        Job(make_run_dir(tmp_path), own_task_spec(0), 2, setup=f"{TRAINEES}:regression_with_a_nan"),
+        tmp_path,
+    )
     errors = errors_of(outcomes)
     assert [error.type for error in errors] == ["NonFiniteLoss", "NonFiniteLoss"]
     assert {error.kind for error in errors} == {ErrorKind.USER}
@@ -40,7 +48,11 @@ def test_a_data_set_that_raises_is_told_from_its_consequences(tmp_path: Path) ->
     run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:regression_with_a_broken_sample"
     errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 3, setup=setup), tmp_path))
     [culprit] = [error for error in errors if not error.collateral]
-    assert (culprit.type, culprit.message, culprit.phase) == ("LookupError", "sample 41 is broken", "data")
+    assert (culprit.type, culprit.message, culprit.phase) == (
+        "LookupError",
+        "sample 41 is broken",
+        "data",
+    )
     assert "trainees.py" in culprit.traceback
     assert all(error.kind is ErrorKind.COLLECTIVE for error in errors if error is not culprit)
 
@@ -49,11 +61,16 @@ def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_pat
     run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:shorter_on_second_rank"
     errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 2, setup=setup), tmp_path))
     assert {(error.type, error.kind) for error in errors} == {("DataChanged", ErrorKind.USER)}
-    told = "the training data differs between nodes (rank 0: Lines/90, rank 1: Lines/89); make it the same on all"
+    told = (
+        "the training data differs between nodes (rank 0: Lines/90, rank 1: Lines/89); make it "
+        "the same on all"
+    )
     assert {error.message for error in errors} == {told}
 
 
-def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(
+    tmp_path: Path,
+) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     train_to_end(Job(run_dir, spec, 1, stopped=("pause", 13)), tmp_path)
     names = [manifest.name for manifest in run_dir.checkpoints.list()]
@@ -71,7 +88,9 @@ def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_t
     assert max(resumed.losses) == LAST_STEP
 
 
-def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
+    tmp_path: Path,
+) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
     run_ranks(Job(run_dir, spec, 2, killed_telling=LAST_STEP), tmp_path)
     committed = run_dir.checkpoints.list()
@@ -79,15 +98,21 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     again = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = again.of_kind(EventKind.RESTORED)
     assert restored["step"] == LAST_STEP, "nothing is left to do but to tell"
-    told = [(data["step"], data["digest"]) for data in again.of_kind(EventKind.CHECKPOINT_COMMITTED)]
-    assert told == [(manifest.step, manifest.digest) for manifest in committed], "none of these ranks' journals outlives them"
+    told = [
+        (data["step"], data["digest"]) for data in again.of_kind(EventKind.CHECKPOINT_COMMITTED)
+    ]
+    assert told == [(manifest.step, manifest.digest) for manifest in committed], (
+        "none of these ranks' journals outlives them"
+    )
     assert run_dir.checkpoints.list() == committed
 
 
 def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_small"), make_spec()
     setup = f"{TRAINEES}:too_little_shared_memory"
-    outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), killed_after=10, setup=setup), tmp_path)
+    outcomes = run_ranks(
+        Job(run_dir, spec, 2, killed=(1, 13), killed_after=10, setup=setup), tmp_path
+    )
     assert isinstance(outcomes[0].error, StepFailed)
     assert outcomes[0].error.snapshot_step is None
     assert "does not fit" in str(outcomes[0].error.snapshot_problem)
@@ -99,7 +124,9 @@ def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_p
 
 
 @pytest.mark.parametrize("went_on_from", [None, 10])
-def test_a_killed_submissions_snapshot_counts_unless_another_went_on_without_it(went_on_from: int | None, tmp_path: Path) -> None:
+def test_a_killed_submissions_snapshot_counts_unless_another_went_on_without_it(
+    went_on_from: int | None, tmp_path: Path
+) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_fenced"), make_spec()
     outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), killed_after=10), tmp_path)
     assert isinstance(outcomes[0].error, StepFailed)
@@ -117,7 +144,11 @@ def test_a_replaced_submission_takes_no_step(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path, "run_replaced"), make_spec()
     record_restored(run_dir, 2, 0, "fresh")
     outcomes = run_ranks(Job(run_dir, spec, 2), tmp_path)
-    errors = [describe_error(outcome.error, rank) for rank, outcome in enumerate(outcomes) if outcome.error]
+    errors = [
+        describe_error(outcome.error, rank)
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error
+    ]
     assert [error.collateral for error in errors] == [True, True]
     assert "submission 2 of run" in errors[0].message
     assert [outcome.losses for outcome in outcomes] == [{}, {}]

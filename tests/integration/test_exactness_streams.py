@@ -21,10 +21,17 @@ LAST_STEP = 30
 
 def test_a_killed_rank_costs_no_sample_at_this_or_another_world_size(tmp_path: Path) -> None:
     raw = own_task_spec(0).model_dump(mode="json")
-    spec = RunSpec.model_validate(raw | {"scaling": {"max_workers": 2}, "train": raw["train"] | {"epochs": 10}})
-    whole, same, fewer = (make_run_dir(tmp_path, name) for name in ("run_whole", "run_same", "run_fewer"))
+    spec = RunSpec.model_validate(
+        raw | {"scaling": {"max_workers": 2}, "train": raw["train"] | {"epochs": 10}}
+    )
+    whole, same, fewer = (
+        make_run_dir(tmp_path, name) for name in ("run_whole", "run_same", "run_fewer")
+    )
     reference = train_to_end(Job(whole, spec, 2, setup=SETUP), tmp_path)
-    assert "from the state that the data set gives" in reference.of_kind(EventKind.TRAINING_STARTED)[0]["guarantee"]
+    assert (
+        "from the state that the data set gives"
+        in reference.of_kind(EventKind.TRAINING_STARTED)[0]["guarantee"]
+    )
 
     broken = run_ranks(Job(same, spec, 2, killed=(1, 25), setup=SETUP), tmp_path)[0]
     resumed = train_to_end(Job(same, spec, 2, attempt=2, setup=SETUP), tmp_path)
@@ -38,15 +45,23 @@ def test_a_killed_rank_costs_no_sample_at_this_or_another_world_size(tmp_path: P
     assert shrunk.of_kind(EventKind.RESTORED)[0]["step"] == 25 and max(shrunk.losses) == LAST_STEP
     for step, loss in shrunk.losses.items():
         assert loss == pytest.approx(reference.losses[step], rel=1e-5)
-    digests = [outcome.of_kind(EventKind.EPOCH_COMPLETED)[-1]["digest"] for outcome in (reference, resumed, shrunk)]
+    digests = [
+        outcome.of_kind(EventKind.EPOCH_COMPLETED)[-1]["digest"]
+        for outcome in (reference, resumed, shrunk)
+    ]
     assert len(set(digests)) == 1
     assert shrunk.of_kind(EventKind.EPOCH_COMPLETED)[-1]["used_once"] == 90
-    scores = [outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["val_loss"] for outcome in (reference, shrunk)]
+    scores = [
+        outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["val_loss"]
+        for outcome in (reference, shrunk)
+    ]
     assert scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
 def final_weights(run_dir: RunDir) -> dict[str, torch.Tensor]:
     newest = run_dir.checkpoints.list()[-1]
     assert newest.step == LAST_STEP
-    weights: dict[str, torch.Tensor] = torch.load(io.BytesIO(run_dir.checkpoints.read_file(newest.name, "model.pt")))
+    weights: dict[str, torch.Tensor] = torch.load(
+        io.BytesIO(run_dir.checkpoints.read_file(newest.name, "model.pt"))
+    )
     return weights

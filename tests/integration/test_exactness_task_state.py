@@ -1,4 +1,5 @@
-"""A task's own state is that of the last committed step after every restart, and at every world size."""
+"""A task's own state is that of the last committed step after every restart, and at every world
+size."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ SETUP = "tests.integration.stateful_task:annealed_task"
 
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, 1), (3, 0)])
-def test_a_survivors_snapshot_holds_the_tasks_state(world_size: int, killed: int, tmp_path: Path) -> None:
+def test_a_survivors_snapshot_holds_the_tasks_state(
+    world_size: int, killed: int, tmp_path: Path
+) -> None:
     run_dir = make_run_dir(tmp_path)
     first = run_ranks(Job(run_dir, SPEC, world_size, killed=(killed, 6), setup=SETUP), tmp_path)
     second = train_to_end(Job(run_dir, SPEC, world_size - 1, attempt=2, setup=SETUP), tmp_path)
@@ -34,4 +37,6 @@ def test_a_checkpoint_holds_the_tasks_state(tmp_path: Path) -> None:
     second = train_to_end(Job(run_dir, SPEC, 2, submission=2, setup=SETUP), tmp_path)
     assert second.of_kind(EventKind.RESTORED)[0]["source"] == "checkpoint"
     losses = first.losses | second.losses
-    assert [losses[step] for step in sorted(losses)] == pytest.approx(plain_losses(NUM_STEPS), rel=1e-4)
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(
+        plain_losses(NUM_STEPS), rel=1e-4
+    )

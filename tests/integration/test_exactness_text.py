@@ -1,4 +1,5 @@
-"""A language model over several ranks: a killed rank loses no step, and tokens are weighed the same at any world size."""
+"""A language model over several ranks: a killed rank loses no step, and tokens are weighed the same
+at any world size."""
 
 from __future__ import annotations
 
@@ -32,5 +33,8 @@ def test_a_language_model_learns_the_same_at_another_world_size(tmp_path: Path) 
     three = train_to_end(Job(make_run_dir(tmp_path, "run_3"), spec, 3), tmp_path)
     for step, loss in alone.losses.items():
         assert three.losses[step] == pytest.approx(loss, rel=1e-3), step
-    evaluations = [outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["ema_val_bits_per_token"] for outcome in (alone, three)]
+    evaluations = [
+        outcome.of_kind(EventKind.EVALUATED)[-1]["metrics"]["ema_val_bits_per_token"]
+        for outcome in (alone, three)
+    ]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-3)

@@ -1,4 +1,5 @@
-"""A run that is forked over several ranks: bit for bit at the parent's world size, to float tolerance at another one."""
+"""A run that is forked over several ranks: bit for bit at the parent's world size, to float
+tolerance at another one."""
 
 from __future__ import annotations
 
@@ -29,10 +30,14 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, dict[str, 
 
 
 def fork_of(run_dir: RunDir, spec: RunSpec) -> RunSpec:
-    return RunSpec.model_validate({**spec.model_dump(), "resume_from": {"run_id": run_dir.run_id, "step": FORK_STEP}})
+    return RunSpec.model_validate(
+        {**spec.model_dump(), "resume_from": {"run_id": run_dir.run_id, "step": FORK_STEP}}
+    )
 
 
-def test_a_fork_ends_as_its_parent_did(parent: tuple[RunDir, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_fork_ends_as_its_parent_did(
+    parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
+) -> None:
     run_dir, expected = parent
     child = run_dir.storage.run_dir(f"{run_dir.run_id}-same")
     outcome = train_to_end(Job(child, fork_of(run_dir, make_spec()), 2), tmp_path)
@@ -40,7 +45,9 @@ def test_a_fork_ends_as_its_parent_did(parent: tuple[RunDir, dict[str, Any]], tm
     assert_same(final_state(child), expected)
 
 
-def test_a_fork_at_another_world_size_uses_the_same_samples(parent: tuple[RunDir, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_fork_at_another_world_size_uses_the_same_samples(
+    parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
+) -> None:
     run_dir, expected = parent
     child = run_dir.storage.run_dir(f"{run_dir.run_id}-other")
     outcome = train_to_end(Job(child, fork_of(run_dir, make_spec()), 3), tmp_path)
@@ -52,7 +59,9 @@ def test_a_fork_at_another_world_size_uses_the_same_samples(parent: tuple[RunDir
     assert (epoch["epoch"], epoch["duplicates"], epoch["missing"]) == (1, 0, 0)
 
 
-def test_every_rank_hears_why_a_fork_is_refused(parent: tuple[RunDir, dict[str, Any]], tmp_path: Path) -> None:
+def test_every_rank_hears_why_a_fork_is_refused(
+    parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
+) -> None:
     run_dir, _ = parent
     child = run_dir.storage.run_dir(f"{run_dir.run_id}-refused")
     outcomes = run_ranks(Job(child, fork_of(run_dir, make_spec(norm="batch")), 2), tmp_path)

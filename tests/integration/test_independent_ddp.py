@@ -1,4 +1,5 @@
-"""The losses of every global batch agree with those of a plain DDP script that shares no code with Everstep."""
+"""The losses of every global batch agree with those of a plain DDP script that shares no code with
+Everstep."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ SPEC = RunSpec.model_validate(
 def write_inputs(directory: Path) -> None:
     """The data order, and the weights that a run with this seed starts from."""
     sampler = Sampler(NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED)
-    batches = [sampler.global_batch(epoch, k).tolist() for epoch in range(EPOCHS) for k in range(sampler.steps_per_epoch)]
+    batches = [
+        sampler.global_batch(epoch, k).tolist()
+        for epoch in range(EPOCHS)
+        for k in range(sampler.steps_per_epoch)
+    ]
     for epoch in (batches[:15], batches[15:]):
         assert sorted(chain.from_iterable(epoch)) == list(range(NUM_SAMPLES))
     (directory / "order.json").write_text(json.dumps(batches))
@@ -58,9 +63,16 @@ def independent_losses(directory: Path, world_size: int) -> list[float]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # What torchrun sets, without its start-up time.
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
-        subprocess.Popen([sys.executable, str(SCRIPT), *files], env={**os.environ, **shared, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *files], env={**os.environ, **shared, "RANK": str(rank)}
+        )
         for rank in range(world_size)
     ]
     try:
@@ -79,4 +91,5 @@ def test_losses_agree_with_a_plain_ddp_script(world_size: int, tmp_path: Path) -
     found = train_to_end(Job(make_run_dir(tmp_path), SPEC, world_size), tmp_path).losses
     assert len(expected) == 30
     assert [found[step] for step in range(1, 31)] == pytest.approx(expected, rel=5e-5)
-    assert expected[-1] < 0.9 * expected[0]  # both learn, so that agreeing means something; slowly, so that rounding does not grow
+    # both learn, so that agreeing means something; slowly, so that rounding does not grow
+    assert expected[-1] < 0.9 * expected[0]

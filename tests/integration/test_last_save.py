@@ -34,12 +34,18 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def begin(cluster: RayCluster, tmp_path: Path) -> Iterator[Begin]:
-    """Start a run of the straight line over two ranks, which saves no checkpoint by itself before its end."""
+    """Start a run of the straight line over two ranks, which saves no checkpoint by itself before
+    its end."""
     digest = CodeStore(open_storage(str(tmp_path))).put(pack(Path(straight_line.__file__))).digest
     runs = []
 
     def start(max_steps: int, args: dict[str, Any], **sections: Any) -> DrivenRun:
-        train = {"max_steps": max_steps, "epochs": max_steps, "eval_every_epochs": 1000, "global_batch_size": NUM_SAMPLES}
+        train = {
+            "max_steps": max_steps,
+            "epochs": max_steps,
+            "eval_every_epochs": 1000,
+            "global_batch_size": NUM_SAMPLES,
+        }
         spec = driven_spec(
             workers=(2, 2),
             code={"archive": digest, "task": "straight_line:StraightLine", "args": args},
@@ -60,16 +66,21 @@ def begin(cluster: RayCluster, tmp_path: Path) -> Iterator[Begin]:
 
 
 def line_in(run: DrivenRun, name: str) -> tuple[float, float]:
-    model = torch.load(io.BytesIO(run.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True)
+    model = torch.load(
+        io.BytesIO(run.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True
+    )
     return float(model["slope"]), float(model["offset"])
 
 
 def check_kept(run: DrivenRun, method: str, steps: int) -> str:
-    """The run failed by its user's error, and its checkpoint is the state that plain torch has after so many steps; its name."""
+    """The run failed by its user's error, and its checkpoint is the state that plain torch has
+    after so many steps; its name."""
     assert run.wait_for_end() == 0, run.describe()
     run.check_sequence()
     finished = run.last(EventKind.FINISHED).data
-    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error"), run.describe()
+    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error"), (
+        run.describe()
+    )
     [manifest] = run.run_dir.checkpoints.lineage()
     assert manifest.step == steps, run.describe()
     assert [event.data["step"] for event in run.of(EventKind.CHECKPOINT_COMMITTED)] == [steps]
@@ -77,11 +88,15 @@ def check_kept(run: DrivenRun, method: str, steps: int) -> str:
     assert f"LookupError: {method} is broken" in message, "the first error is the reason"
     assert message.endswith(f"; step {steps} is kept as checkpoint {manifest.name}")
     assert line_in(run, manifest.name) == pytest.approx(by_plain_torch(steps), rel=1e-5)
-    assert not (shared_memory_root() / run.run_dir.run_id).exists(), "every node removes what the run left"
+    assert not (shared_memory_root() / run.run_dir.run_id).exists(), (
+        "every node removes what the run left"
+    )
     return manifest.name
 
 
-def test_a_validation_that_raises_at_the_end_leaves_the_last_step_to_go_on_from(begin: Begin) -> None:
+def test_a_validation_that_raises_at_the_end_leaves_the_last_step_to_go_on_from(
+    begin: Begin,
+) -> None:
     run = begin(10, {"broken": "metrics"})
     check_kept(run, "metrics", 10)
     again = begin(12, {}, resume_from={"run_id": run.run_dir.run_id, "step": 10})

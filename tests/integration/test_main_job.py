@@ -1,4 +1,5 @@
-"""A request travels the whole way: POST, Ray job, DDP ranks, checkpoints, events, API; and survives what is killed on the way."""
+"""A request travels the whole way: POST, Ray job, DDP ranks, checkpoints, events, API; and survives
+what is killed on the way."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from train_fn.ray_train.rank_process import RANK_NICENESS
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_post_trains_to_the_end_and_the_model_stands_on_its_own(service: ServiceProcess, tmp_path: Path) -> None:
+def test_a_post_trains_to_the_end_and_the_model_stands_on_its_own(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
     client = service.client()
     run = client.runs.create(digits("main job", epochs=8))
     run.wait(timeout_s=180)
@@ -38,7 +41,11 @@ def test_a_post_trains_to_the_end_and_the_model_stands_on_its_own(service: Servi
     assert kinds[0] == "run_created" and "checkpoint_committed" in kinds
 
     out = run.download_checkpoint("latest", tmp_path / "latest")
-    command = [sys.executable, str(ROOT / "tests/integration/evaluate_digits.py"), str(out / "model.pt")]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/integration/evaluate_digits.py"),
+        str(out / "model.pt"),
+    ]
     accuracy = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert accuracy == pytest.approx(run.run.metrics["val_accuracy"], abs=1e-9)
     assert accuracy > 0.9
@@ -104,7 +111,9 @@ def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) 
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
-def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(service: ServiceProcess) -> None:
+def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(
+    service: ServiceProcess,
+) -> None:
     run = service.client().runs.create(digits("killed rank", epochs=20))
     wait_for_step(run, 25)
     psutil.Process(run.attempts()[-1].workers[1].pid).kill()
@@ -119,11 +128,17 @@ def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_o
 
 
 def _follow_over_broken_connections(service: ServiceProcess, run: RunHandle) -> list[int]:
-    """Sequence numbers of the events as a client sees them that drops its connection after every seventh."""
+    """Sequence numbers of the events as a client sees them that drops its connection after every
+    seventh."""
     seen: list[int] = []
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=30) as http:
+    with httpx.Client(
+        base_url=service.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=30
+    ) as http:
         while not run.refresh().status.terminal or any(run.events(after=seen[-1] if seen else 0)):
-            headers = {"Accept": "text/event-stream", **({"Last-Event-ID": str(seen[-1])} if seen else {})}
+            headers = {
+                "Accept": "text/event-stream",
+                **({"Last-Event-ID": str(seen[-1])} if seen else {}),
+            }
             with http.stream("GET", f"/v1/runs/{run.id}/events", headers=headers) as response:
                 for line in response.iter_lines():
                     if line.startswith("id:"):
@@ -155,10 +170,14 @@ def test_ranks_run_before_all_else_each_on_the_cores_of_its_node() -> None:
         run = service.client().runs.create(digits("own cores", epochs=10_000))
         wait_for_step(run, 25)
         workers = run.attempts()[-1].workers
-        assert [worker.rank for worker in workers] == [0, 1] and len({worker.node_id for worker in workers}) == 2
+        assert [worker.rank for worker in workers] == [0, 1] and len(
+            {worker.node_id for worker in workers}
+        ) == 2
         own = [cores[:half], cores[half:]] if len(cores) == 2 * half else [cores, cores]
         assert sorted(_cores_of(worker.pid) for worker in workers) == own
-        assert {psutil.Process(worker.pid).nice() for worker in workers} == {RANK_NICENESS if os.getuid() == 0 else 0}
+        assert {psutil.Process(worker.pid).nice() for worker in workers} == {
+            RANK_NICENESS if os.getuid() == 0 else 0
+        }
         assert {os.sched_getscheduler(worker.pid) for worker in workers} == {os.SCHED_OTHER}
         run.cancel()
         wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
@@ -177,7 +196,12 @@ def _cores_of(pid: int) -> list[int]:
 def test_cli_as_a_user_calls_it(service: ServiceProcess, tmp_path: Path) -> None:
     def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "everstep"), *arguments]
-        return subprocess.run(command, env={**os.environ, "EVERSTEP_HOME": str(service.home)}, capture_output=True, text=True)
+        return subprocess.run(
+            command,
+            env={**os.environ, "EVERSTEP_HOME": str(service.home)},
+            capture_output=True,
+            text=True,
+        )
 
     spec = tmp_path / "digits.yaml"
     spec.write_text(json.dumps(digits("by hand")))  # JSON is YAML

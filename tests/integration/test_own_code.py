@@ -1,4 +1,5 @@
-"""Uploaded code on a real cluster, killed in the middle: a task loses no step, a Ray Train function goes on from its checkpoint."""
+"""Uploaded code on a real cluster, killed in the middle: a task loses no step, a Ray Train function
+goes on from its checkpoint."""
 
 from __future__ import annotations
 
@@ -41,35 +42,54 @@ def started(cluster: RayCluster, tmp_path: Path) -> Iterator[list[DrivenRun]]:
 
 
 def begin(
-    started: list[DrivenRun], cluster: RayCluster, storage: Path, example: str, code: dict[str, Any], **sections: Any
+    started: list[DrivenRun],
+    cluster: RayCluster,
+    storage: Path,
+    example: str,
+    code: dict[str, Any],
+    **sections: Any,
 ) -> DrivenRun:
     digest = CodeStore(open_storage(str(storage))).put(pack(EXAMPLES / example)).digest
     scaling = {"min_workers": 1, "max_workers": 2}
-    spec = RunSpec.model_validate({"name": "own", "code": {"archive": digest, **code}, "scaling": scaling, **sections})
+    spec = RunSpec.model_validate(
+        {"name": "own", "code": {"archive": digest, **code}, "scaling": scaling, **sections}
+    )
     run = DrivenRun(cluster, storage, spec)
     started.append(run)
     run.start()
     return run
 
 
-def test_a_task_of_ones_own_loses_no_step(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_task_of_ones_own_loses_no_step(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
     code = {"task": "task:DigitsTask", "args": {"width": 32}}
-    run = begin(started, cluster, tmp_path, "own_task", code, train={"epochs": 40, "global_batch_size": 50})
+    run = begin(
+        started, cluster, tmp_path, "own_task", code, train={"epochs": 40, "global_batch_size": 50}
+    )
     run.wait_for_step(200)
     victim = run.worker(1)
     os.kill(victim["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
     run.check_sequence()
-    assert [(event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)] == [("worker_lost", 1)]
+    assert [
+        (event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)
+    ] == [("worker_lost", 1)]
     assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
     assert {step for step, _ in run.steps()} == set(range(1, 40 * 30 + 1))
     for epoch in run.of(EventKind.EPOCH_COMPLETED):
-        assert (epoch.data["used_once"], epoch.data["duplicates"], epoch.data["missing"]) == (1500, 0, 0)
+        assert (epoch.data["used_once"], epoch.data["duplicates"], epoch.data["missing"]) == (
+            1500,
+            0,
+            0,
+        )
     assert run.last(EventKind.EVALUATED).data["metrics"]["val_accuracy"] > 0.8
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_a_train_fn_goes_on_from_its_own_checkpoint(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_train_fn_goes_on_from_its_own_checkpoint(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
     code = {"train_fn": "train:train_fn", "config": {"epochs": 60}}
     run = begin(started, cluster, tmp_path, "own_train_fn", code)
     run.wait_for_step(10)
@@ -80,10 +100,17 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(started: list[DrivenRun], cl
     first, second = (event.data for event in run.of(EventKind.RESTORED))
     assert (first["source"], first["step"], second["source"]) == ("fresh", 0, "checkpoint")
     assert 9 <= second["step"] <= 60
-    epochs = {point["step"]: point["values"]["epoch"] for event in run.of(EventKind.METRICS) for point in event.data["points"]}
+    epochs = {
+        point["step"]: point["values"]["epoch"]
+        for event in run.of(EventKind.METRICS)
+        for point in event.data["points"]
+    }
     assert epochs == {step: step - 1 for step in range(1, 61)}
     lines, _ = read_rank_logs(run.run_dir)
-    assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
+    assert any(
+        line.attempt == 2 and line.message == f"going on with epoch {second['step']}"
+        for line in lines
+    )
     assert not any("Reporting training result" in line.message for line in lines)
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
@@ -95,13 +122,25 @@ def test_an_interface_that_no_node_has_ends_the_run_by_its_name(
     run = begin(started, cluster, tmp_path, "own_task", code, env={"GLOO_SOCKET_IFNAME": "ens7"})
     assert run.wait_for_end() == 0, run.describe()
     assert {event.data["verdict"] for event in run.of(EventKind.FAILURE)} == {"user_error"}
-    assert "GLOO_SOCKET_IFNAME=ens7 names no network interface of node" in run.last(EventKind.FAILURE).data["exception"]
+    assert (
+        "GLOO_SOCKET_IFNAME=ens7 names no network interface of node"
+        in run.last(EventKind.FAILURE).data["exception"]
+    )
     assert run.last(EventKind.FINISHED).data["reason"]["code"] == "user_error"
 
 
-def test_sharded_training_goes_on_from_every_rank_s_part(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
-    """FSDP: no rank has the whole state, and a checkpoint is whole once all ranks' parts are there."""
-    run = begin(started, cluster, tmp_path, "own_train_fn_fsdp", {"train_fn": "train:train_fn", "config": {"epochs": 40}})
+def test_sharded_training_goes_on_from_every_rank_s_part(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    """FSDP: no rank has the whole state, and a checkpoint is whole once all ranks' parts are
+    there."""
+    run = begin(
+        started,
+        cluster,
+        tmp_path,
+        "own_train_fn_fsdp",
+        {"train_fn": "train:train_fn", "config": {"epochs": 40}},
+    )
     run.wait_for_step(10)
     os.kill(run.worker(0)["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
@@ -109,17 +148,35 @@ def test_sharded_training_goes_on_from_every_rank_s_part(started: list[DrivenRun
     second = run.of(EventKind.RESTORED)[1].data
     assert second["source"] == "checkpoint" and 9 <= second["step"] <= 40
     lines, _ = read_rank_logs(run.run_dir)
-    assert any(line.attempt == 2 and line.message == f"going on with epoch {second['step']}" for line in lines)
-    losses = {point["step"]: point["values"]["loss"] for event in run.of(EventKind.METRICS) for point in event.data["points"]}
+    assert any(
+        line.attempt == 2 and line.message == f"going on with epoch {second['step']}"
+        for line in lines
+    )
+    losses = {
+        point["step"]: point["values"]["loss"]
+        for event in run.of(EventKind.METRICS)
+        for point in event.data["points"]
+    }
     assert set(losses) == set(range(1, 41)) and losses[40] < 0.5 * losses[1]
-    manifests = [json.loads(path.read_text()) for path in tmp_path.glob(f"runs/{run.run_dir.run_id}/checkpoint_*/{MANIFEST}")]
+    manifests = [
+        json.loads(path.read_text())
+        for path in tmp_path.glob(f"runs/{run.run_dir.run_id}/checkpoint_*/{MANIFEST}")
+    ]
     assert manifests and all(manifest["world_size"] == 2 for manifest in manifests)
     for manifest in manifests:
         assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= manifest["files"].keys()
 
 
-def test_a_train_fn_is_paused_at_a_report_and_goes_on(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> None:
-    run = begin(started, cluster, tmp_path, "own_train_fn", {"train_fn": "train:train_fn", "config": {"epochs": 5000}})
+def test_a_train_fn_is_paused_at_a_report_and_goes_on(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    run = begin(
+        started,
+        cluster,
+        tmp_path,
+        "own_train_fn",
+        {"train_fn": "train:train_fn", "config": {"epochs": 5000}},
+    )
     run.wait_for_step(5)
     run.run_dir.request_stop(1, "pause")
     assert run.wait_for_end() == 0, run.describe()

@@ -1,8 +1,10 @@
-"""Every kind of secret is planted into a deployment that works, and looked for in everything that it puts out.
+"""Every kind of secret is planted into a deployment that works, and looked for in everything that
+it puts out.
 
-A rank's secret that user code prints, logs and raises; the token of an administrator, one that the API made, Ray's token, a
-password of the database and credentials of an object store. Looked at: what the storage, the home and Ray's logs hold, the
-database's dump, every answer of the API to GET, every page, Ray's jobs and actors, and the command lines of all processes.
+A rank's secret that user code prints, logs and raises; the token of an administrator, one that the
+API made, Ray's token, a password of the database and credentials of an object store. Looked at:
+what the storage, the home and Ray's logs hold, the database's dump, every answer of the API to GET,
+every page, Ray's jobs and actors, and the command lines of all processes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from train_fn.node.secrets import MASK
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
-RANK_SECRET, PASSWORD, CLOUD_KEY = "hunter2-of-the-rank", "hunter2-of-the-database", "hunter2-of-the-bucket"
+RANK_SECRET, PASSWORD, CLOUD_KEY = (
+    "hunter2-of-the-rank",
+    "hunter2-of-the-database",
+    "hunter2-of-the-bucket",
+)
 TASK = """
 import logging, os, sys, warnings
 from digits_script import Digits, Net
@@ -75,7 +81,9 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
             yield process
 
 
-def test_no_secret_is_in_anything_that_a_deployment_puts_out(service: ServiceProcess, tmp_path: Path) -> None:
+def test_no_secret_is_in_anything_that_a_deployment_puts_out(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
     code = tmp_path / "code"
     shutil.copytree(Path(__file__).parents[2] / "examples" / "own_task", code)
     (code / "telltale.py").write_text(textwrap.dedent(TASK))
@@ -100,25 +108,51 @@ def test_no_secret_is_in_anything_that_a_deployment_puts_out(service: ServicePro
         "a token that was made": made,
         "Ray's token": (service.home / "ray_token").read_text().strip(),
     }
-    outputs = {**api_answers(service, run.id), **pages(service, run.id), **ray_answers(service), **command_lines(service)}
+    outputs = {
+        **api_answers(service, run.id),
+        **pages(service, run.id),
+        **ray_answers(service),
+        **command_lines(service),
+    }
     outputs |= {"the database": dump(service)}
-    outputs |= files(service.home, {"token", "ray_token"}) | files(Path(service.cluster()["temp_dir"]), set())
+    outputs |= files(service.home, {"token", "ray_token"}) | files(
+        Path(service.cluster()["temp_dir"]), set()
+    )
     everything = "\n".join(outputs.values())
     for word in ("printed", "written", "logged", "warned", "cannot log in with"):
-        assert f"{word} {MASK}" in everything, f"what the task has {word} came through, without the value"
-    [inherited] = {tuple(line.message.split()[1:]) for line in run.logs() if line.message.startswith("inherited: ")}
-    assert "HUB_TOKEN" in inherited and {"EVERSTEP_DATABASE", "AWS_SECRET_ACCESS_KEY"}.isdisjoint(inherited)
-    found = [(what, where) for what, value in secrets.items() for where, text in outputs.items() if value in text]
+        assert f"{word} {MASK}" in everything, (
+            f"what the task has {word} came through, without the value"
+        )
+    [inherited] = {
+        tuple(line.message.split()[1:])
+        for line in run.logs()
+        if line.message.startswith("inherited: ")
+    }
+    assert "HUB_TOKEN" in inherited and {"EVERSTEP_DATABASE", "AWS_SECRET_ACCESS_KEY"}.isdisjoint(
+        inherited
+    )
+    found = [
+        (what, where)
+        for what, value in secrets.items()
+        for where, text in outputs.items()
+        if value in text
+    ]
     assert found == []
 
 
 def api_answers(service: ServiceProcess, run_id: str) -> dict[str, str]:
     """Every route that is read with GET, filled in for the run."""
     answers = {}
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=30) as http:
+    with httpx.Client(
+        base_url=service.url, headers={"Authorization": f"Bearer {service.token}"}, timeout=30
+    ) as http:
         paths = http.get("/openapi.json").json()["paths"]
         for path in (path for path, methods in paths.items() if "get" in methods):
-            filled = re.sub(r"\{(\w+)\}", lambda match: {"run_id": run_id, "project": "default"}.get(match[1], "latest"), path)
+            filled = re.sub(
+                r"\{(\w+)\}",
+                lambda match: {"run_id": run_id, "project": "default"}.get(match[1], "latest"),
+                path,
+            )
             answers[f"GET {filled}"] = http.get(filled).text
     assert sum(run_id in text for text in answers.values()) >= 5
     return answers
@@ -127,9 +161,17 @@ def api_answers(service: ServiceProcess, run_id: str) -> dict[str, str]:
 def pages(service: ServiceProcess, run_id: str) -> dict[str, str]:
     """Pages as a browser that is logged in sees them."""
     paths = ["/runs", "/cluster", "/queue", "/fork", "/docs", f"/compare?run={run_id}"]
-    paths += [f"/runs/{run_id}{rest}" for rest in ("", "/checkpoints", "/events", "/logs", "/spec", "/curves.json")]
+    paths += [
+        f"/runs/{run_id}{rest}"
+        for rest in ("", "/checkpoints", "/events", "/logs", "/spec", "/curves.json")
+    ]
     with httpx.Client(base_url=service.url, timeout=30, follow_redirects=True) as http:
-        assert http.post("/login", data={"token": service.token}, headers={"Origin": service.url}).status_code == 200
+        assert (
+            http.post(
+                "/login", data={"token": service.token}, headers={"Origin": service.url}
+            ).status_code
+            == 200
+        )
         answers = {f"page {path}": http.get(path).text for path in paths}
     assert run_id in answers["page /runs"], "the browser is logged in"
     return answers
@@ -139,8 +181,16 @@ def ray_answers(service: ServiceProcess) -> dict[str, str]:
     """What Ray tells of jobs, actors, tasks, workers and nodes."""
     headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text().strip()}"}
     url = service.cluster()["dashboard_url"]
-    paths = ["/api/jobs/", *(f"/api/v0/{what}?detail=1" for what in ("actors", "tasks", "workers", "nodes", "runtime_envs"))]
-    answers: dict[str, Any] = {f"Ray {path}": httpx.get(url + path, headers=headers, timeout=60).text for path in paths}
+    paths = [
+        "/api/jobs/",
+        *(
+            f"/api/v0/{what}?detail=1"
+            for what in ("actors", "tasks", "workers", "nodes", "runtime_envs")
+        ),
+    ]
+    answers: dict[str, Any] = {
+        f"Ray {path}": httpx.get(url + path, headers=headers, timeout=60).text for path in paths
+    }
     assert "train_fn.driver" in answers["Ray /api/jobs/"]
     return answers
 
@@ -148,19 +198,30 @@ def ray_answers(service: ServiceProcess) -> dict[str, str]:
 def command_lines(service: ServiceProcess) -> dict[str, str]:
     """What ``ps`` shows of the service and of the cluster."""
     lines = {}
-    for process in itertools.chain(service.processes(), members(Path(service.cluster()["temp_dir"]))):
+    for process in itertools.chain(
+        service.processes(), members(Path(service.cluster()["temp_dir"]))
+    ):
         try:
             lines[f"process {process.pid}"] = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-    assert any("service.process.serve" in line for line in lines.values()) and any("raylet" in line for line in lines.values())
+    assert any("service.process.serve" in line for line in lines.values()) and any(
+        "raylet" in line for line in lines.values()
+    )
     return lines
 
 
 def dump(service: ServiceProcess) -> str:
     """Every row of the database. Its server of these tests asks for no password."""
     url = service.env["EVERSTEP_DATABASE"].replace("+psycopg", "")
-    found = subprocess.run(["pg_dump", f"--dbname={url}"], env=os.environ, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        ["pg_dump", f"--dbname={url}"],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert "telltale" in found.stdout
     return found.stdout
 
@@ -169,7 +230,11 @@ def files(root: Path, left_out: set[str]) -> dict[str, str]:
     """Every file below a directory, but those that are there to hold a secret."""
     found = {}
     for path in root.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.relative_to(root).as_posix() not in left_out:
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and path.relative_to(root).as_posix() not in left_out
+        ):
             found[str(path)] = path.read_bytes().decode(errors="replace")
     assert found
     return found

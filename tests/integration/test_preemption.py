@@ -1,4 +1,5 @@
-"""Runs that must let go, on a real cluster: for one of a higher priority, with no step lost; and where their driver is stuck."""
+"""Runs that must let go, on a real cluster: for one of a higher priority, with no step lost; and
+where their driver is stuck."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import psutil
 import pytest
 
 from service.reconciler.decide import STOP_GRACE_S
-from tests.support.digits_run import STEPS_PER_EPOCH, assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.digits_run import (
+    STEPS_PER_EPOCH,
+    assert_every_sample_counted_once,
+    digits,
+    wait_for_step,
+)
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.chaos]
@@ -41,7 +47,11 @@ def test_a_lower_run_shrinks_then_pauses_and_comes_back_by_itself() -> None:
         ended = len(low.samples().epochs)
         assert ended > paused_at // STEPS_PER_EPOCH, "it went on after its pause"
         assert_every_sample_counted_once(low, epochs=ended)
-        told = [(event.data["limit"], event.data["by"]) for event in low.events() if event.kind == "workers_limited"]
+        told = [
+            (event.data["limit"], event.data["by"])
+            for event in low.events()
+            if event.kind == "workers_limited"
+        ]
         assert told == [(1, urgent.id), (None, None)]
 
 
@@ -53,7 +63,11 @@ def test_a_run_whose_driver_does_not_answer_is_cancelled_all_the_same() -> None:
         driver = psutil.Process(begun.data["driver_pid"])
         driver.suspend()
         run.cancel()
-        wait_for(lambda: run.refresh().status == "CANCELLED", STOP_GRACE_S["cancel"] + PATIENCE_S, "the cancel")
+        wait_for(
+            lambda: run.refresh().status == "CANCELLED",
+            STOP_GRACE_S["cancel"] + PATIENCE_S,
+            "the cancel",
+        )
         assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
         again = client.runs.create(digits("after it", epochs=1))
         again.wait(timeout_s=PATIENCE_S)

@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes the service; every alert and every panel is evaluated, and alerts fire when they should."""
+"""A real Prometheus scrapes the service; every alert and every panel is evaluated, and alerts fire
+when they should."""
 
 from __future__ import annotations
 
@@ -25,15 +26,20 @@ ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "everstep.json"
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="Prometheus is not installed; apt-get install prometheus"
+    shutil.which("prometheus") is None,
+    reason="Prometheus is not installed; apt-get install prometheus",
 )
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
-    """(title, expression) of every target of the dashboard, with its variables filled in as Grafana does."""
+    """(title, expression) of every target of the dashboard, with its variables filled in as Grafana
+    does."""
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", ()):
-            yield panel["title"], target["expr"].replace("$project", ".*").replace("$__rate_interval", "1m")
+            yield (
+                panel["title"],
+                target["expr"].replace("$project", ".*").replace("$__rate_interval", "1m"),
+            )
 
 
 def alert_queries() -> Iterator[tuple[str, str]]:
@@ -109,8 +115,13 @@ async def prometheus(tmp_path: Path, api: ApiService) -> AsyncIterator[Prometheu
 
 
 def test_rules_and_configuration_are_sound() -> None:
-    for arguments in (["rules", str(ALERTS)], ["config", "--syntax-only", str(DEPLOY / "prometheus" / "prometheus.yml")]):
-        checked = subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, timeout=60)
+    for arguments in (
+        ["rules", str(ALERTS)],
+        ["config", "--syntax-only", str(DEPLOY / "prometheus" / "prometheus.yml")],
+    ):
+        checked = subprocess.run(
+            ["promtool", "check", *arguments], capture_output=True, text=True, timeout=60
+        )
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from service.cluster.cluster_note import ClusterNote
-from service.cluster.ray_jobs import Job, JobNotFound, JobStatus, RayEndpoint, RayJobs, RayRefused, RayUnavailable
+from service.cluster.ray_jobs import (
+    Job,
+    JobNotFound,
+    JobStatus,
+    RayEndpoint,
+    RayJobs,
+    RayRefused,
+    RayUnavailable,
+)
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.processes import members
 from service.settings import Settings
@@ -45,10 +53,17 @@ async def until(ray: RayJobs, job_id: str, *statuses: JobStatus) -> Job:
     return job
 
 
-async def test_one_id_makes_one_job_however_often_it_is_submitted(ray: RayJobs, tmp_path: Path) -> None:
+async def test_one_id_makes_one_job_however_often_it_is_submitted(
+    ray: RayJobs, tmp_path: Path
+) -> None:
     marks = tmp_path / "marks"
     command = f"echo started >> {marks}; sleep 1"
-    ids = await asyncio.gather(*(ray.submit("run_once-s001", command, {"run_id": "run_once", "submission": "1"}) for _ in range(4)))
+    ids = await asyncio.gather(
+        *(
+            ray.submit("run_once-s001", command, {"run_id": "run_once", "submission": "1"})
+            for _ in range(4)
+        )
+    )
     assert set(ids) == {"run_once-s001"}
     job = await until(ray, "run_once-s001", JobStatus.SUCCEEDED)
     assert await ray.submit("run_once-s001", command, {}) == "run_once-s001"
@@ -73,9 +88,14 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-async def test_stop_ends_the_driver_by_interrupting_it(ray: RayJobs, cluster: tuple[ClusterNote, str], tmp_path: Path) -> None:
+async def test_stop_ends_the_driver_by_interrupting_it(
+    ray: RayJobs, cluster: tuple[ClusterNote, str], tmp_path: Path
+) -> None:
     interrupted = tmp_path / "interrupted"
-    code = f"import time, pathlib\ntry:\n  time.sleep(600)\nexcept KeyboardInterrupt:\n  pathlib.Path({str(interrupted)!r}).touch()"
+    code = (
+        "import time, pathlib\ntry:\n  time.sleep(600)\nexcept KeyboardInterrupt:\n  "
+        f"pathlib.Path({str(interrupted)!r}).touch()"
+    )
     script = tmp_path / "driver.py"
     script.write_text(code)
     await ray.submit("run_stops-s001", f"python {script}", {})
@@ -89,7 +109,9 @@ async def test_stop_ends_the_driver_by_interrupting_it(ray: RayJobs, cluster: tu
     await ray.stop("run_stops-s001")
 
 
-async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(ray: RayJobs, tmp_path: Path) -> None:
+async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(
+    ray: RayJobs, tmp_path: Path
+) -> None:
     found = tmp_path / "found.json"
     script = tmp_path / "driver.py"
     script.write_text(
@@ -98,7 +120,8 @@ async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(ray: RayJ
         "@ray.remote\n"
         "def where(): return sys.prefix\n"
         "env = ray.get_runtime_context().get_runtime_env_string()\n"
-        f"json.dump({{'python': sys.prefix, 'worker': ray.get(where.remote()), 'env': env}}, open({str(found)!r}, 'w'))\n"
+        "json.dump({'python': sys.prefix, 'worker': ray.get(where.remote()), 'env': env}, "
+        f"open({str(found)!r}, 'w'))\n"
     )
     await ray.submit("run_env-s001", f"python {script}", {"run_id": "run_env"})
     await until(ray, "run_env-s001", JobStatus.SUCCEEDED)
@@ -107,14 +130,23 @@ async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(ray: RayJ
     assert json.loads(told["env"]) == {}
 
 
-async def test_what_is_not_there_and_what_is_wrong_have_their_own_errors(ray: RayJobs, cluster: tuple[ClusterNote, str]) -> None:
+async def test_what_is_not_there_and_what_is_wrong_have_their_own_errors(
+    ray: RayJobs, cluster: tuple[ClusterNote, str]
+) -> None:
     with pytest.raises(JobNotFound, match="run_none"):
         await ray.job("run_none-s001")
     with pytest.raises(JobNotFound):
         await ray.stop("run_none-s001")
     assert cluster[0].dashboard_url is not None
-    wrong, nobody = RayEndpoint(cluster[0].dashboard_url, "wrong"), RayEndpoint("http://127.0.0.1:9", None)
-    async with RayJobs(lambda: wrong) as refused, RayJobs(lambda: nobody) as away, RayJobs(lambda: None) as none:
+    wrong, nobody = (
+        RayEndpoint(cluster[0].dashboard_url, "wrong"),
+        RayEndpoint("http://127.0.0.1:9", None),
+    )
+    async with (
+        RayJobs(lambda: wrong) as refused,
+        RayJobs(lambda: nobody) as away,
+        RayJobs(lambda: None) as none,
+    ):
         with pytest.raises(RayRefused, match="RAY_AUTH_TOKEN"):
             await refused.jobs()
         with pytest.raises(RayUnavailable, match=r"127\.0\.0\.1:9"):
@@ -130,4 +162,6 @@ async def test_nodes_and_version(ray: RayJobs, cluster: tuple[ClusterNote, str])
         (False, "ALIVE", 2.0),
         (True, "ALIVE", 0.0),
     ]
-    assert {node.node_id for node in await ray.live_nodes()} == {node.node_id for node in cluster[0].nodes}
+    assert {node.node_id for node in await ray.live_nodes()} == {
+        node.node_id for node in cluster[0].nodes
+    }

@@ -1,4 +1,5 @@
-"""Ray's own channels under TLS, by the certificate that deploy/secrets.sh makes: a run outlives a node, and strangers stay out."""
+"""Ray's own channels under TLS, by the certificate that deploy/secrets.sh makes: a run outlives a
+node, and strangers stay out."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def cluster(certificate: tuple[str, str]) -> Iterator[RayCluster]:
     chain, key = certificate
-    with ray_cluster(2, RAY_USE_TLS="1", RAY_TLS_SERVER_CERT=chain, RAY_TLS_SERVER_KEY=key, RAY_TLS_CA_CERT=chain) as found:
+    with ray_cluster(
+        2, RAY_USE_TLS="1", RAY_TLS_SERVER_CERT=chain, RAY_TLS_SERVER_KEY=key, RAY_TLS_CA_CERT=chain
+    ) as found:
         yield found
 
 

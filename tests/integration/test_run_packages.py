@@ -1,4 +1,5 @@
-"""Packages that a run brings, on a real cluster: installed once, found again after a kill, and only those that are allowed."""
+"""Packages that a run brings, on a real cluster: installed once, found again after a kill, and only
+those that are allowed."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ OWN_TASK = f"from {PACKAGE} import slope\n{TASK}".replace("* 2\n", "* slope()\n"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    """Its operator allows one package, which needs another one, to one project; its nodes know an index of these two."""
+    """Its operator allows one package, which needs another one, to one project; its nodes know an
+    index of these two."""
     index = tmp_path_factory.mktemp("index")
     add_wheel(
-        index, PACKAGE, "1.5", requires=(NEEDED,), source=f"from {NEEDED} import number\n\n\ndef slope():\n    return number\n"
+        index,
+        PACKAGE,
+        "1.5",
+        requires=(NEEDED,),
+        source=f"from {NEEDED} import number\n\n\ndef slope():\n    return number\n",
     )
     add_wheel(index, NEEDED, "2.0", source="number = 2\n")
     installed = packages_dir([ALLOWED])  # of every node, for all are this machine
@@ -43,10 +49,18 @@ def spec(service: ServiceProcess, *requirements: str, **sections: Any) -> dict[s
         digest = client.code.upload_packed(tar_gz({"task.py": OWN_TASK})).digest
     code = {"archive": digest, "task": "task:Line", "args": {"length": 20_000}}
     scaling = {"min_workers": 1, "max_workers": 2}
-    return {"name": "slope", "code": code, "runtime_env": {"pip": list(requirements)}, "scaling": scaling, **sections}
+    return {
+        "name": "slope",
+        "code": code,
+        "runtime_env": {"pip": list(requirements)},
+        "scaling": scaling,
+        **sections,
+    }
 
 
-def test_a_run_trains_with_its_package_and_finds_it_again_after_a_kill(service: ServiceProcess) -> None:
+def test_a_run_trains_with_its_package_and_finds_it_again_after_a_kill(
+    service: ServiceProcess,
+) -> None:
     with service.client() as client:
         run = client.runs.create(spec(service, ALLOWED, train={"epochs": 10_000}))
         wait_for_step(run, 20)
@@ -58,8 +72,15 @@ def test_a_run_trains_with_its_package_and_finds_it_again_after_a_kill(service: 
 
         again = client.runs.create(spec(service, ALLOWED, train={"epochs": 1}))
         again.wait(timeout_s=180)
-        installs = [line.message for each in (run, again) for line in each.logs() if line.message.startswith("installing ")]
-        assert len(installs) == 1, "both nodes are this machine, which has it since the first rank asked"
+        installs = [
+            line.message
+            for each in (run, again)
+            for line in each.logs()
+            if line.message.startswith("installing ")
+        ]
+        assert len(installs) == 1, (
+            "both nodes are this machine, which has it since the first rank asked"
+        )
         assert f"{PACKAGE}==1.5" in installs[0] and f"{NEEDED}==2.0" in installs[0]
 
 
@@ -81,6 +102,8 @@ def test_what_the_operator_does_not_allow_is_refused_by_its_field(service: Servi
             client.runs.create(spec(service, PACKAGE, NEEDED))
         assert [fault.loc for fault in refused.value.errors] == [("runtime_env", "pip", 1)]
         with pytest.raises(InvalidSpec) as refused:
-            client.runs.create(spec(service, PACKAGE, env={"PIP_INDEX_URL": "http://example.org/simple"}))
+            client.runs.create(
+                spec(service, PACKAGE, env={"PIP_INDEX_URL": "http://example.org/simple"})
+            )
         assert [fault.loc for fault in refused.value.errors] == [("env", "PIP_INDEX_URL")]
         assert not [run for run in client.runs.list() if run.status == "QUEUED"]

@@ -22,7 +22,11 @@ from tests.support.service_process import ASK_S, ServiceProcess, free_port, wait
 
 SPEC = {
     "name": "digits",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
     "train": {"epochs": 12, "global_batch_size": 128, "micro_batch_size": 64},
     "scaling": {"min_workers": 1, "max_workers": 1},
     "checkpoint": {"every_steps": 20},
@@ -46,7 +50,9 @@ def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
     """``serve`` that is expected to end by itself."""
     command = [sys.executable, "-m", "service.process.serve", *args]
     environ = {**os.environ, "EVERSTEP_HOME": str(home), "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture
@@ -66,8 +72,14 @@ def wait_for_success(service: ServiceProcess, run_id: str) -> None:
 def ray_jobs(service: ServiceProcess) -> dict[str, str]:
     """Status of every Ray job by id, as Ray itself tells."""
     headers = {"Authorization": f"Bearer {(service.home / 'ray_token').read_text()}"}
-    answer = httpx.get(f"{service.cluster()['dashboard_url']}/api/jobs/", headers=headers, timeout=30)
-    return {job["submission_id"]: job["status"] for job in answer.raise_for_status().json() if job["submission_id"]}
+    answer = httpx.get(
+        f"{service.cluster()['dashboard_url']}/api/jobs/", headers=headers, timeout=30
+    )
+    return {
+        job["submission_id"]: job["status"]
+        for job in answer.raise_for_status().json()
+        if job["submission_id"]
+    }
 
 
 def journal(service: ServiceProcess, run_id: str) -> bytes:
@@ -77,17 +89,32 @@ def journal(service: ServiceProcess, run_id: str) -> bytes:
 
 def api(service: ServiceProcess, method: str, path: str, **kwargs: Any) -> Any:
     headers = {"Authorization": f"Bearer {service.token}"}
-    return httpx.request(method, f"{service.url}{path}", headers=headers, timeout=30, **kwargs).raise_for_status().json()
+    return (
+        httpx.request(method, f"{service.url}{path}", headers=headers, timeout=30, **kwargs)
+        .raise_for_status()
+        .json()
+    )
 
 
-def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_node: ServiceProcess) -> None:
+def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(
+    one_node: ServiceProcess,
+) -> None:
     jobs_before = ray_jobs(one_node).keys()
     run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5, 120, "step 5", every_s=ASK_S)
+    wait_for(
+        lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5,
+        120,
+        "step 5",
+        every_s=ASK_S,
+    )
     cluster = one_node.cluster()
     one_node.kill()
     size = len(journal(one_node, run_id))
-    wait_for(lambda: len(journal(one_node, run_id)) > size + 500, 120, "training that goes on without a service")
+    wait_for(
+        lambda: len(journal(one_node, run_id)) > size + 500,
+        120,
+        "training that goes on without a service",
+    )
 
     one_node.start()
     assert one_node.cluster()["address"] == cluster["address"]
@@ -97,8 +124,12 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(one_no
     assert ray_jobs(one_node).keys() - jobs_before == {f"{run_id}-s001"}
     events = api(one_node, "GET", f"/v1/runs/{run_id}/events?limit=1000")["items"]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
-    [series] = api(one_node, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")["series"].values()
-    assert [point[0] for point in series] == list(range(1, run["total_steps"] + 1)), "every step once, over both services"
+    [series] = api(one_node, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")[
+        "series"
+    ].values()
+    assert [point[0] for point in series] == list(range(1, run["total_steps"] + 1)), (
+        "every step once, over both services"
+    )
 
 
 def test_a_kill_between_row_and_job_makes_one_job(one_node: ServiceProcess) -> None:
@@ -125,9 +156,16 @@ def _answers(service: ServiceProcess) -> bool:
         return False
 
 
-def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(one_node: ServiceProcess) -> None:
+def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(
+    one_node: ServiceProcess,
+) -> None:
     run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
-    wait_for(lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"], 120, "a checkpoint", every_s=ASK_S)
+    wait_for(
+        lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"],
+        120,
+        "a checkpoint",
+        every_s=ASK_S,
+    )
     temp_dir = one_node.cluster()["temp_dir"]
     token = one_node.token
     assert len(list(members(temp_dir))) > 5
@@ -135,7 +173,9 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
     assert process is not None
     # Somebody follows events: the stop does not wait for them.
     headers = {"Authorization": f"Bearer {token}", "Accept": "text/event-stream"}
-    with httpx.stream("GET", f"{one_node.url}/v1/runs/{run_id}/events", headers=headers, timeout=60) as stream:
+    with httpx.stream(
+        "GET", f"{one_node.url}/v1/runs/{run_id}/events", headers=headers, timeout=60
+    ) as stream:
         follower = stream.iter_lines()
         assert next(follower).startswith("id:")
         process.send_signal(signal.SIGTERM)
@@ -156,8 +196,18 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
 
 
 def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
-    command = [sys.executable, "-m", "service.process.serve", "--port", str(free_port()), "--nodes", "1"]
-    process = subprocess.Popen(command, env={**os.environ, "EVERSTEP_HOME": str(home)}, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "service.process.serve",
+        "--port",
+        str(free_port()),
+        "--nodes",
+        "1",
+    ]
+    process = subprocess.Popen(
+        command, env={**os.environ, "EVERSTEP_HOME": str(home)}, stderr=subprocess.DEVNULL
+    )
     wait_for((home / "cluster.json").exists, 120, "the cluster's start")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -209,7 +259,9 @@ def test_a_port_in_use_is_named(home: Path) -> None:
         (("--unknown",), "--unknown"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_way_out(home: Path, args: tuple[str, ...], said: str) -> None:
+def test_what_cannot_work_is_refused_with_the_way_out(
+    home: Path, args: tuple[str, ...], said: str
+) -> None:
     refused = serve(home, *(() if "--port" in args else ("--port", str(free_port()))), *args)
     assert refused.returncode == 2
     assert said in refused.stderr

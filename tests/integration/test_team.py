@@ -23,7 +23,9 @@ def cluster() -> Iterator[RayCluster]:
         yield running
 
 
-def test_a_rank_has_its_secret_and_nothing_that_is_kept_has_its_value(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_rank_has_its_secret_and_nothing_that_is_kept_has_its_value(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     cluster.secrets_dir.mkdir()
     (cluster.secrets_dir / "hub").write_text(f"{VALUE}\n")
     tags = {"steps": "5", "step_ms": "10", "raise_at": "3", "tell": "HUB_TOKEN"}
@@ -39,9 +41,13 @@ def test_a_rank_has_its_secret_and_nothing_that_is_kept_has_its_value(cluster: R
     assert f"step 1: {MASK}".encode() in kept and VALUE.encode() not in kept
 
 
-def test_a_secret_that_is_missing_fails_the_run_and_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_secret_that_is_missing_fails_the_run_and_is_named(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     tags = {"steps": "5", "step_ms": "10"}
-    run = DrivenRun(cluster, tmp_path, spec(tags=tags, secrets={"HUB_TOKEN": "nowhere"}), small=True)
+    run = DrivenRun(
+        cluster, tmp_path, spec(tags=tags, secrets={"HUB_TOKEN": "nowhere"}), small=True
+    )
     try:
         run.start()
         assert run.wait_for_end() == 0, run.describe()

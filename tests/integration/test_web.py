@@ -1,6 +1,8 @@
-"""The dashboard in a real browser: pages are live, usable by keyboard, and hold to their own policy.
+"""The dashboard in a real browser: pages are live, usable by keyboard, and hold to their own
+policy.
 
-The service is real (uvicorn, SQLite, storage), its history told by tests/browser/story.py; no cluster is needed.
+The service is real (uvicorn, SQLite, storage), its history told by tests/browser/story.py; no
+cluster is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
 
 expect.set_options(timeout=60_000)
 
-pytestmark = pytest.mark.skipif(chromium_path() is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = pytest.mark.skipif(
+    chromium_path() is None, reason="needs Chromium: apt-get install chromium"
+)
 
 
 @pytest.fixture
@@ -54,16 +58,20 @@ async def context(api: ApiService) -> AsyncIterator[BrowserContext]:
 
 @asynccontextmanager
 async def watching(url: str, token: str) -> AsyncIterator[BrowserContext]:
-    """A browser that is logged in; what its console says beyond what a test expects is a failure."""
+    """A browser that is logged in; what its console says beyond what a test expects is a
+    failure."""
     said: list[str] = []
 
     def note(message: ConsoleMessage) -> None:
-        expected = ("Failed to load resource", "htmx:")  # of tests that ask for what is missing, or cut the line
+        # of tests that ask for what is missing, or cut the line
+        expected = ("Failed to load resource", "htmx:")
         if message.type in ("error", "warning") and not message.text.startswith(expected):
             said.append(message.text)
 
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(
+            executable_path=chromium_path(), args=["--no-sandbox"]
+        )
         found = await browser.new_context(base_url=url, viewport={"width": 1360, "height": 900})
         await found.add_cookies([await session_cookie(url, token)])
         found.on("console", note)
@@ -80,12 +88,31 @@ async def page(context: BrowserContext) -> Page:
 
 def paths(story: Story) -> list[str]:
     run = f"/runs/{story.running}"
-    own = [run, f"{run}/checkpoints", f"{run}/logs", f"{run}/events", f"{run}/spec?against={story.finished}", f"{run}/fork"]
+    own = [
+        run,
+        f"{run}/checkpoints",
+        f"{run}/logs",
+        f"{run}/events",
+        f"{run}/spec?against={story.finished}",
+        f"{run}/fork",
+    ]
     compare = f"/compare?run={story.finished}&run={story.running}"
-    return ["/runs", *own, f"/runs/{story.failed}", compare, "/cluster", "/queue", "/runs?search=nothing", "/runs/none", "/login"]
+    return [
+        "/runs",
+        *own,
+        f"/runs/{story.failed}",
+        compare,
+        "/cluster",
+        "/queue",
+        "/runs?search=nothing",
+        "/runs/none",
+        "/login",
+    ]
 
 
-async def test_logging_in_and_searching_by_keyboard(api: ApiService, story: Story, context: BrowserContext) -> None:
+async def test_logging_in_and_searching_by_keyboard(
+    api: ApiService, story: Story, context: BrowserContext
+) -> None:
     await context.clear_cookies()
     page = await context.new_page()
     await page.goto("/runs")
@@ -99,7 +126,9 @@ async def test_logging_in_and_searching_by_keyboard(api: ApiService, story: Stor
     await expect(page).to_have_url(f"{api.url}/runs?search=WIDTH-32")
 
 
-async def test_a_run_that_trains_is_followed_and_cancelled(api: ApiService, story: Story, page: Page) -> None:
+async def test_a_run_that_trains_is_followed_and_cancelled(
+    api: ApiService, story: Story, page: Page
+) -> None:
     await page.goto(f"/runs/{story.running}")
     loss = page.locator("figure.chart", has_text="loss").first
     await expect(loss.get_by_role("img")).to_have_attribute("aria-label", _has("at step 560"))
@@ -108,10 +137,18 @@ async def test_a_run_that_trains_is_followed_and_cancelled(api: ApiService, stor
     last = api.events.after(story.running, run.last_seq - 1, 1)[0]
     journal = _journal_behind(api, story.running, last.attempt)
     api.apply(story.running, [journal.steps(561, 562, loss=0.0625)])
-    await expect(loss.get_by_role("img")).to_have_attribute("aria-label", _has("0.0625 at step 562"))
+    await expect(loss.get_by_role("img")).to_have_attribute(
+        "aria-label", _has("0.0625 at step 562")
+    )
     await expect(page.locator("#figures")).to_contain_text("562")
     await expect(page.locator(".timeline li")).to_have_count(2)
-    failure = {"verdict": "worker_lost", "first_rank": 0, "node_id": "3b321ac3", "step": 562, "action": "restarted"}
+    failure = {
+        "verdict": "worker_lost",
+        "first_rank": 0,
+        "node_id": "3b321ac3",
+        "step": 562,
+        "action": "restarted",
+    }
     api.apply(story.running, [journal.event(EventKind.FAILURE, **failure)])
     await expect(page.locator(".timeline li")).to_have_count(3)
     await expect(page.locator("#top .badge")).to_have_text("Recovering")
@@ -121,7 +158,9 @@ async def test_a_run_that_trains_is_followed_and_cancelled(api: ApiService, stor
     assert status_of(api, story.running) == RunStatus.STOPPING
 
 
-async def test_what_is_marked_and_opened_survives_an_update(api: ApiService, story: Story, page: Page) -> None:
+async def test_what_is_marked_and_opened_survives_an_update(
+    api: ApiService, story: Story, page: Page
+) -> None:
     await page.goto("/runs")
     await page.get_by_label("Compare resnet-width-16-cosine").check()
     await page.get_by_role("link", name="resnet-width-32").focus()
@@ -131,7 +170,9 @@ async def test_what_is_marked_and_opened_survives_an_update(api: ApiService, sto
     await expect(page.get_by_role("link", name="resnet-width-32")).to_be_focused()
 
 
-async def test_a_service_that_is_away_is_told_and_its_return_too(story: Story, context: BrowserContext, page: Page) -> None:
+async def test_a_service_that_is_away_is_told_and_its_return_too(
+    story: Story, context: BrowserContext, page: Page
+) -> None:
     await page.goto("/runs")
     await context.set_offline(True)
     await expect(page.locator("#connection")).to_contain_text("does not answer")
@@ -139,9 +180,17 @@ async def test_a_service_that_is_away_is_told_and_its_return_too(story: Story, c
     await expect(page.locator("#connection")).to_be_hidden()
 
 
-async def test_a_hundred_thousand_points_are_thinned_and_drawn(api: ApiService, story: Story, page: Page) -> None:
+async def test_a_hundred_thousand_points_are_thinned_and_drawn(
+    api: ApiService, story: Story, page: Page
+) -> None:
     points = [
-        {"run_id": story.running, "name": "loss", "step": step, "at": NOON + step, "value": 9.0 if step == 50_000 else 0.5}
+        {
+            "run_id": story.running,
+            "name": "loss",
+            "step": step,
+            "at": NOON + step,
+            "value": 9.0 if step == 50_000 else 0.5,
+        }
         for step in range(1000, 101_000)
     ]
     with api.database.write() as connection:
@@ -167,10 +216,18 @@ async def test_nothing_serious_is_found_by_axe(story: Story, page: Page) -> None
             if await page.locator("#charts").count():
                 await expect(page.locator("figure.chart").first).to_be_visible(timeout=60_000)
             await page.evaluate(AXE.read_text())
-            result = await page.evaluate("(rules) => axe.run({resultTypes: ['violations'], ...rules})", rules)
-            bad = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
+            result = await page.evaluate(
+                "(rules) => axe.run({resultTypes: ['violations'], ...rules})", rules
+            )
+            bad = [
+                each for each in result["violations"] if each["impact"] in ("serious", "critical")
+            ]
             if bad:
-                found[f"{scheme} {path}"] = [f"{each['id']}: {node['html'][:200]}" for each in bad for node in each["nodes"][:3]]
+                found[f"{scheme} {path}"] = [
+                    f"{each['id']}: {node['html'][:200]}"
+                    for each in bad
+                    for node in each["nodes"][:3]
+                ]
     assert found == {}
 
 
@@ -189,7 +246,9 @@ async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button(
     with ServiceProcess(nodes=2) as service:
         async with watching(service.url, service.token) as context:
             page = await context.new_page()
-            run = await asyncio.to_thread(service.client().runs.create, digits("watched", epochs=10_000))
+            run = await asyncio.to_thread(
+                service.client().runs.create, digits("watched", epochs=10_000)
+            )
             await page.goto(f"/runs/{run.id}")
             before = await _drawn_step(page, 5)
             grown = await _drawn_step(page, before + 20)  # nobody reloads the page
@@ -199,16 +258,22 @@ async def test_a_real_run_is_watched_through_a_kill_and_cancelled_by_its_button(
             await expect(page.locator(".timeline li")).to_have_count(1, timeout=60_000)
             await expect(page.locator(".timeline li")).to_contain_text("rank 1")
             lane = page.get_by_role("img", name=re.compile("^Rank 1:"))
-            await expect(lane).to_have_attribute("aria-label", re.compile(r"2 attempts, failed first in .*worker_lost"))
+            await expect(lane).to_have_attribute(
+                "aria-label", re.compile(r"2 attempts, failed first in .*worker_lost")
+            )
             await expect(page.locator("#top .badge")).to_have_text("Running", timeout=60_000)
             await _drawn_step(page, grown + 30)
             await expect(page.locator("#figures")).to_contain_text(re.compile(r"Restarts\s*1"))
             await page.get_by_text("Profile…").click()
             await page.get_by_role("spinbutton", name="Steps").fill("3")
             await page.get_by_role("button", name="Profile this rank").click()
-            await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(timeout=60_000)
+            await expect(page.get_by_role("link", name="trace for Perfetto")).to_be_visible(
+                timeout=60_000
+            )
             [profile] = await asyncio.to_thread(run.profiles)
-            assert profile.steps == 3 and [each.bucket for each in profile.all_reduces if each.bucket is not None]
+            assert profile.steps == 3 and [
+                each.bucket for each in profile.all_reduces if each.bucket is not None
+            ]
             await page.get_by_text("Cancel…").click()
             await page.get_by_role("button", name="Cancel this run").click()
             await expect(page.locator("#top .badge")).to_have_text("Cancelled", timeout=60_000)

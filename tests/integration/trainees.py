@@ -1,4 +1,5 @@
-"""Tasks that ranks of the tests train, for what no built-in task does. Each function changes its own process only."""
+"""Tasks that ranks of the tests train, for what no built-in task does. Each function changes its
+own process only."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ NUM_SAMPLES = 90
 
 
 class Lines(Dataset[dict[str, torch.Tensor]]):
-    """Plain map-style data, with transforms that draw from numpy's and torch's global generators. ``tokens`` is a weight."""
+    """Plain map-style data, with transforms that draw from numpy's and torch's global generators.
+    ``tokens`` is a weight."""
 
     def __init__(self, broken_index: int | None = None, num_samples: int = NUM_SAMPLES) -> None:
         self._broken_index = broken_index
@@ -38,13 +40,20 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
             raise LookupError(f"sample {index} is broken")
         noise = 0.1 * torch.randn(4) + float(np.random.normal(scale=0.1))
         x = torch.from_numpy(self._x[index]) + noise
-        return {"x": x, "y": x.sum(), "tokens": torch.tensor(1 + index % 7), "index": torch.tensor(index)}
+        return {
+            "x": x,
+            "y": x.sum(),
+            "tokens": torch.tensor(1 + index % 7),
+            "index": torch.tensor(index),
+        }
 
 
 class Regression:
     """A task as a user writes it: weights are tokens, nothing of Everstep is imported."""
 
-    def __init__(self, nan_index: int | None = None, broken_index: int | None = None, unit: int = 1) -> None:
+    def __init__(
+        self, nan_index: int | None = None, broken_index: int | None = None, unit: int = 1
+    ) -> None:
         self._nan_index, self._broken_index, self._unit = nan_index, broken_index, unit
 
     def build_model(self) -> nn.Module:
@@ -53,7 +62,9 @@ class Regression:
     def build_datasets(self) -> dict[str, Any]:
         return {"train": Lines(self._broken_index), "val": Lines()}
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         errors = F.mse_loss(model(batch["x"]).squeeze(1), batch["y"], reduction="none")
         weights = self._unit * batch["tokens"]
         loss_sum = (errors * weights).sum()
@@ -63,7 +74,9 @@ class Regression:
 
 
 class RegressionByMeans(Regression):
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum, weight = super().loss(model, batch)
         return loss_sum / weight, torch.ones(())
 
@@ -112,7 +125,8 @@ def regression_with_a_broken_sample() -> None:
 
 
 def overflowing_scaler() -> None:
-    """A loss scaler whose first steps overflow half precision and are skipped, and which grows soon enough to do so again."""
+    """A loss scaler whose first steps overflow half precision and are skipped, and which grows soon
+    enough to do so again."""
 
     def build_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, init_scale=2.0**20, growth_interval=3)
@@ -127,11 +141,16 @@ def too_little_shared_memory() -> None:
 
 
 def publishing_all_the_time() -> None:
-    """Publish whenever nothing is being written, and write each state only when two more steps have changed the weights."""
+    """Publish whenever nothing is being written, and write each state only when two more steps have
+    changed the weights."""
     from train_fn.snapshots import publisher
 
     publisher.COST_RATIO = 0.0
-    publish, offer, close = publisher.publish_snapshot, publisher.Publisher.offer, publisher.Publisher.close
+    publish, offer, close = (
+        publisher.publish_snapshot,
+        publisher.Publisher.offer,
+        publisher.Publisher.close,
+    )
     boundary = threading.Condition()
     step, closing = 0, False
 
@@ -172,7 +191,8 @@ def publishing_nothing() -> None:
 
 
 class LineStream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same data as an iterable: each stream its own part, shuffled anew in every pass, with its place kept."""
+    """The same data as an iterable: each stream its own part, shuffled anew in every pass, with its
+    place kept."""
 
     def __init__(self) -> None:
         self._lines, self._order, self._position = Lines(), torch.zeros(0, dtype=torch.int64), 0
@@ -210,7 +230,10 @@ class ShorterOnSecondRank(Regression):
     """Rank 1 finds one sample less than its peers."""
 
     def build_datasets(self) -> dict[str, Any]:
-        return {"train": Lines(num_samples=NUM_SAMPLES - int(torch.distributed.get_rank() == 1)), "val": None}
+        return {
+            "train": Lines(num_samples=NUM_SAMPLES - int(torch.distributed.get_rank() == 1)),
+            "val": None,
+        }
 
 
 def shorter_on_second_rank() -> None:
@@ -220,7 +243,9 @@ def shorter_on_second_rank() -> None:
 class SlowSecondRank(Regression):
     """Rank 1 takes 50 ms longer for each micro-batch."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.distributed.get_rank() == 1:
             time.sleep(0.05)
         return super().loss(model, batch)
@@ -236,7 +261,8 @@ NUM_KINDS = 3
 
 
 def kinds_of_samples(num_samples: int = 320) -> torch.Tensor:
-    """Two kinds by turns, but for a few of the first; two samples have the third, one of them in the run's first micro-batch."""
+    """Two kinds by turns, but for a few of the first; two samples have the third, one of them in
+    the run's first micro-batch."""
     kinds = torch.arange(num_samples) % 2
     kinds[list(FIRST_KIND)] = 0
     first = Sampler(num_samples, 32, 8, 0).global_batch(0, 0)
@@ -252,7 +278,9 @@ class TrunkAndHeads(nn.Module):
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> list[torch.Tensor]:
         hidden = torch.tanh(self.trunk(x))
-        return [self.heads[int(kind)](hidden[kinds == kind]).square().sum() for kind in kinds.unique()]
+        return [
+            self.heads[int(kind)](hidden[kinds == kind]).square().sum() for kind in kinds.unique()
+        ]
 
 
 class HeadsByKind:
@@ -263,7 +291,9 @@ class HeadsByKind:
 
     def build_datasets(self) -> dict[str, Any]:
         kinds = kinds_of_samples()
-        x = torch.from_numpy(np.random.default_rng(1).normal(size=(len(kinds), 4)).astype(np.float32))
+        x = torch.from_numpy(
+            np.random.default_rng(1).normal(size=(len(kinds), 4)).astype(np.float32)
+        )
         return {"train": TensorDataset(x, kinds), "val": TensorDataset(x, kinds)}
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -279,7 +309,9 @@ class CheckpointedHeads(HeadsByKind):
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         x, kinds = batch
-        losses = checkpoint(lambda x: torch.stack(model(x, kinds)).sum(), x.requires_grad_(), use_reentrant=True)
+        losses = checkpoint(
+            lambda x: torch.stack(model(x, kinds)).sum(), x.requires_grad_(), use_reentrant=True
+        )
         return losses, len(x)
 
 

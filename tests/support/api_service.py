@@ -1,4 +1,5 @@
-"""A real API for tests: a database (SQLite unless named) and storage of its own, uvicorn on a free port, a clock that tests set."""
+"""A real API for tests: a database (SQLite unless named) and storage of its own, uvicorn on a free
+port, a clock that tests set."""
 
 from __future__ import annotations
 
@@ -46,7 +47,15 @@ class OneNodeCluster:
 
     @staticmethod
     def node(node_id: str, state: NodeState = "ALIVE") -> Node:
-        return Node(id=node_id, hostname="host", ip="10.0.0.1", state=state, is_head=False, resources_total={"CPU": 2.0}, runs=())
+        return Node(
+            id=node_id,
+            hostname="host",
+            ip="10.0.0.1",
+            state=state,
+            is_head=False,
+            resources_total={"CPU": 2.0},
+            runs=(),
+        )
 
     async def cluster(self) -> ClusterInfo:
         return ClusterInfo(
@@ -60,7 +69,11 @@ class OneNodeCluster:
 
 def spec(**fields: Any) -> dict[str, Any]:
     """The smallest spec, with fields set."""
-    task = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+    task = {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    }
     return {"name": "digits", "task": task} | fields
 
 
@@ -90,9 +103,16 @@ class Journal:
     def start(self, step: int = 0, world_size: int = 2, **restored: Any) -> list[JournalEvent]:
         """An attempt from its workers to its first step."""
         workers = [
-            {"rank": rank, "node_id": f"node-{rank + 1}", "node_ip": "10.0.0.1", "pid": 100 + rank} for rank in range(world_size)
+            {"rank": rank, "node_id": f"node-{rank + 1}", "node_ip": "10.0.0.1", "pid": 100 + rank}
+            for rank in range(world_size)
         ]
-        restored = {"step": step, "epoch": step // 10, "source": "fresh", "checkpoint": None, "rejected": []} | restored
+        restored = {
+            "step": step,
+            "epoch": step // 10,
+            "source": "fresh",
+            "checkpoint": None,
+            "rejected": [],
+        } | restored
         return [
             self.event(EventKind.ATTEMPT_STARTED, world_size=world_size, workers=workers),
             self.event(EventKind.RESTORED, **restored),
@@ -102,7 +122,10 @@ class Journal:
     def steps(self, *steps: int, at: float | None = None, **values: float | None) -> JournalEvent:
         self.at = self.at if at is None else at
         values = values or {"loss": 0.5}
-        return self.event(EventKind.METRICS, points=[{"step": step, "at": self.at, "values": values} for step in steps])
+        return self.event(
+            EventKind.METRICS,
+            points=[{"step": step, "at": self.at, "values": values} for step in steps],
+        )
 
     def checkpoint(self, step: int, **metrics: float) -> JournalEvent:
         return self.event(
@@ -119,9 +142,12 @@ class Journal:
 
 
 class ApiService:
-    """The service's API over HTTP. ``http`` carries the admin's token; ``client(token)`` another's."""
+    """The service's API over HTTP. ``http`` carries the admin's token; ``client(token)``
+    another's."""
 
-    def __init__(self, directory: Path, *, drills: bool = False, database_url: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, drills: bool = False, database_url: str | None = None
+    ) -> None:
         self.drills = drills
         self.home = directory / "home"
         self.clock = ManualClock()
@@ -133,16 +159,24 @@ class ApiService:
     async def __aenter__(self) -> Self:
         self.database.migrate()
         self.context = ApiContext(
-            self.database, self.storage, self.cluster, lambda: self.lag_s, self.clock, drills_enabled=self.drills
+            self.database,
+            self.storage,
+            self.cluster,
+            lambda: self.lag_s,
+            self.clock,
+            drills_enabled=self.drills,
         )
         self.runs, self.events = self.context.runs, self.context.events
         self.context.storage_gate.check()  # as the service does before it serves
         self._stack = AsyncExitStack()
-        # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else every answer waits 40 ms.
+        # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else
+        # every answer waits 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(create_app(self.context), log_config=None, lifespan="on"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(create_app(self.context), log_config=None, lifespan="on")
+        )
         self._serving = asyncio.create_task(self._server.serve([listener]))
         async with asyncio.timeout(60):
             while not self._server.started:  # noqa: ASYNC110  uvicorn has no event for it
@@ -161,7 +195,8 @@ class ApiService:
         return self.context.tokens.create(f"{role} of {project}", role, project, **options)[1]
 
     def announce(self, monkeypatch: pytest.MonkeyPatch, role: Role = "admin") -> None:
-        """Let commands and clients find this service by the environment, with a token of this role."""
+        """Let commands and clients find this service by the environment, with a token of this
+        role."""
         monkeypatch.setenv("EVERSTEP_HOME", str(self.home))
         monkeypatch.setenv("EVERSTEP_URL", self.url)
         monkeypatch.setenv("EVERSTEP_TOKEN", self.token(role))
@@ -169,7 +204,9 @@ class ApiService:
     async def client(self, token: str | None) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Certificates, which plain HTTP does not need, take longer to load than most tests to run.
-        client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20, trust_env=False, verify=False)
+        client = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=20, trust_env=False, verify=False
+        )
         return await self._stack.enter_async_context(client)
 
     async def create(self, **fields: Any) -> str:
@@ -189,7 +226,9 @@ class ApiService:
         return run_id, journal
 
     def apply(self, run_id: str, events: Sequence[JournalEvent]) -> RunRow:
-        return self.events.apply_journal(run_id, events[-1].submission, events, f"cursor-{events[-1].n}")
+        return self.events.apply_journal(
+            run_id, events[-1].submission, events, f"cursor-{events[-1].n}"
+        )
 
     async def get(self, path: str) -> Any:
         answer = await self.http.get(path)

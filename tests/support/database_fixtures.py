@@ -1,4 +1,5 @@
-"""A database made up to date, on SQLite and on PostgreSQL, and the stores over it that most tests ask for."""
+"""A database made up to date, on SQLite and on PostgreSQL, and the stores over it that most tests
+ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run of the digits workload, whose samples and steps are known: its spec, waiting for it, and what must hold of it."""
+"""A run of the digits workload, whose samples and steps are known: its spec, waiting for it, and
+what must hold of it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,16 @@ STEPS_PER_EPOCH = 12
 """In global batches of 128."""
 
 
-def digits(name: str, *, epochs: int = 4, workers: tuple[int, int] = (2, 2), **overrides: Any) -> dict[str, Any]:
+def digits(
+    name: str, *, epochs: int = 4, workers: tuple[int, int] = (2, 2), **overrides: Any
+) -> dict[str, Any]:
     return {
         "name": name,
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
         "optimizer": {"name": "adamw", "lr": 3e-3},
         "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32},
         "scaling": {"min_workers": workers[0], "max_workers": workers[1]},
@@ -25,11 +32,15 @@ def digits(name: str, *, epochs: int = 4, workers: tuple[int, int] = (2, 2), **o
 
 
 def wait_for_step(run: RunHandle, step: int, timeout_s: float = 90) -> None:
-    wait_for(lambda: run.refresh().step >= step, timeout_s, f"step {step} of {run.id} ({run.status})")
+    wait_for(
+        lambda: run.refresh().step >= step, timeout_s, f"step {step} of {run.id} ({run.status})"
+    )
 
 
 def assert_every_sample_counted_once(run: RunHandle, epochs: int, samples: int = SAMPLES) -> None:
-    counted = [(e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs]
+    counted = [
+        (e.epoch, e.samples, e.used_once, e.duplicates, e.missing) for e in run.samples().epochs
+    ]
     assert counted == [(epoch, samples, samples, 0, 0) for epoch in range(epochs)]
 
 

@@ -1,4 +1,5 @@
-"""A dashboard that answers as Ray's does, for tests of what talks to it. Real HTTP, so that other processes can use it too."""
+"""A dashboard that answers as Ray's does, for tests of what talks to it. Real HTTP, so that other
+processes can use it too."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ class FakeRay:
         self.submissions: list[str] = []
         """Every id that was asked to be submitted, refused ones too."""
         self.stopped: list[str] = []
-        self.nodes: list[dict[str, Any]] = [self.node("head", {"memory": 1e9}, head=True), self.node("n1", {"CPU": 2.0})]
+        self.nodes: list[dict[str, Any]] = [
+            self.node("head", {"memory": 1e9}, head=True),
+            self.node("n1", {"CPU": 2.0}),
+        ]
         self.broken = False
         """Answer everything with an internal error."""
         self.answers = threading.Event()
@@ -39,7 +43,9 @@ class FakeRay:
         self.url = ""
 
     @staticmethod
-    def node(node_id: str, resources: dict[str, float], *, state: str = "ALIVE", head: bool = False) -> dict[str, Any]:
+    def node(
+        node_id: str, resources: dict[str, float], *, state: str = "ALIVE", head: bool = False
+    ) -> dict[str, Any]:
         return {
             "node_id": node_id,
             "node_ip": "10.0.0.1",
@@ -67,7 +73,12 @@ class FakeRay:
         if path == "/api/v0/nodes":
             return 200, {"result": True, "data": {"result": {"result": self.nodes}}}
         if path == "/nodes":
-            summary = [{"hostname": "host-a", "raylet": {"nodeId": "n1", "stateSnapshot": {"state": "DRAINING"}}}]
+            summary = [
+                {
+                    "hostname": "host-a",
+                    "raylet": {"nodeId": "n1", "stateSnapshot": {"state": "DRAINING"}},
+                }
+            ]
             return 200, {"data": {"summary": summary}}
         if path == "/api/jobs/":
             return self._submit(body) if method == "POST" else (200, list(self.jobs.values()))
@@ -86,10 +97,19 @@ class FakeRay:
         job_id = body["submission_id"]
         self.submissions.append(job_id)
         if job_id in self.jobs:
-            return 500, TRACEBACK.format(f"Job with submission_id {job_id} already exists. Please use a different submission_id.")
+            return 500, TRACEBACK.format(
+                f"Job with submission_id {job_id} already exists. Please use a different "
+                "submission_id."
+            )
         if not body["entrypoint"]:
             return 400, TRACEBACK.format("entrypoint must not be empty")
-        self.jobs[job_id] = {**body, "status": "RUNNING", "message": "", "driver_node_id": None, "driver_exit_code": None}
+        self.jobs[job_id] = {
+            **body,
+            "status": "RUNNING",
+            "message": "",
+            "driver_node_id": None,
+            "driver_exit_code": None,
+        }
         return 200, {"job_id": job_id, "submission_id": job_id}
 
 

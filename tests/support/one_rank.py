@@ -45,7 +45,9 @@ class Journal:
         return [point for data in self.of_kind(EventKind.METRICS) for point in data["points"]]
 
 
-def one_rank(spec: RunSpec, run_dir: RunDir, *, submission: int = 1, attempt: int = 1, rank: int = 0) -> WorkerContext:
+def one_rank(
+    spec: RunSpec, run_dir: RunDir, *, submission: int = 1, attempt: int = 1, rank: int = 0
+) -> WorkerContext:
     return WorkerContext(
         spec=spec,
         run_dir=run_dir,
@@ -65,7 +67,8 @@ def one_rank(spec: RunSpec, run_dir: RunDir, *, submission: int = 1, attempt: in
 
 @contextmanager
 def small_task_alone(shared_memory: Path, offer: Callable[..., None]) -> Iterator[None]:
-    """Every run trains a small regression, keeps snapshots below ``shared_memory``, and offers its saves to ``offer``."""
+    """Every run trains a small regression, keeps snapshots below ``shared_memory``, and offers its
+    saves to ``offer``."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (snapshot, node_dir):
             patch.setattr(module, "shared_memory_root", lambda: shared_memory)

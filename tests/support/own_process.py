@@ -1,7 +1,8 @@
 """Run tests marked ``own_process`` in a process of their own.
 
-Tests that train call native code. When that code aborts, it takes its process along. In a child, such a crash fails one test,
-and the report carries the test's name, the signal, and what the process wrote last.
+Tests that train call native code. When that code aborts, it takes its process along. In a child,
+such a crash fails one test, and the report carries the test's name, the signal, and what the
+process wrote last.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _reports(item: pytest.Item) -> list[Any]:
 
 @contextmanager
 def _ended(pid: int) -> Iterator[list[int]]:
-    """Yield a list that holds the child's exit code afterwards. A child that still runs when an exception passes is killed."""
+    """Yield a list that holds the child's exit code afterwards. A child that still runs when an
+    exception passes is killed."""
     code: list[int] = []
     try:
         yield code
@@ -72,10 +74,12 @@ def _ended(pid: int) -> Iterator[list[int]]:
 
 
 def _run_and_exit(item: pytest.Item, writing: int) -> None:
-    """Run the test and write its reports. Fixtures of a wider scope stay: they belong to the parent."""
+    """Run the test and write its reports. Fixtures of a wider scope stay: they belong to the
+    parent."""
     code = 1
     try:
-        os.environ["LIBC_FATAL_STDERR_"] = "1"  # glibc reports damage of the heap to stderr, not to a terminal
+        # glibc reports damage of the heap to stderr, not to a terminal
+        os.environ["LIBC_FATAL_STDERR_"] = "1"
         faulthandler.enable(_STDERR)
         reports = runtestprotocol(item, log=False, nextitem=item.parent)  # type: ignore[arg-type]
         to_plain = item.config.hook.pytest_report_to_serializable

@@ -1,4 +1,5 @@
-"""A PostgreSQL of one's own for tests: Debian's, on a free port, with nothing that outlives its process."""
+"""A PostgreSQL of one's own for tests: Debian's, on a free port, with nothing that outlives its
+process."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ START_TIMEOUT_S = 30.0
 def binaries() -> Path | None:
     """Where PostgreSQL's programs are; None where it is not installed."""
     found = shutil.which("initdb")
-    places = [*sorted(_DEBIAN.glob("*/bin"), reverse=True), *([Path(found).parent] if found else [])]
+    places = [
+        *sorted(_DEBIAN.glob("*/bin"), reverse=True),
+        *([Path(found).parent] if found else []),
+    ]
     return next((place for place in places if (place / "initdb").exists()), None)
 
 
@@ -50,7 +54,8 @@ class PostgresServer:
     def drop_connections(self) -> None:
         """Cut every client off, whatever it is in the middle of."""
         self._command(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'everstep'"
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+            "AND usename = 'everstep'"
         )
 
     def url(self, database: str) -> str:
@@ -85,32 +90,65 @@ class PostgresServer:
 
 @contextmanager
 def running(programs: Path, *, durable: bool = False) -> Iterator[PostgresServer]:
-    """A server while the block lasts; ``durable`` is as PostgreSQL comes, else what tests need not wait for is turned off."""
+    """A server while the block lasts; ``durable`` is as PostgreSQL comes, else what tests need not
+    wait for is turned off."""
     directory = Path(tempfile.mkdtemp(prefix="everstep-pg-"))
     data = directory / "data"
     # PostgreSQL refuses to run as root.
     account = pwd.getpwnam("postgres") if os.getuid() == 0 else None
-    identity = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+    identity = (
+        {}
+        if account is None
+        else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+    )
     if account is not None:
         os.chown(directory, account.pw_uid, account.pw_gid)
     try:
         subprocess.run(
-            [programs / "initdb", "-D", data, "-U", "everstep", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"],
+            [
+                programs / "initdb",
+                "-D",
+                data,
+                "-U",
+                "everstep",
+                "-A",
+                "trust",
+                "-E",
+                "UTF8",
+                "--locale=C.UTF-8",
+                "--no-sync",
+            ],
             check=True,
             cwd=directory,
             stdout=subprocess.DEVNULL,
             **identity,  # type: ignore[arg-type]
         )
         port = free_port()
-        options = {} if durable else {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
+        options = (
+            {}
+            if durable
+            else {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
+        )
         options["shared_buffers"] = "128MB" if durable else "32MB"
-        command = [str(programs / "postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(directory)]
+        command = [
+            str(programs / "postgres"),
+            "-D",
+            str(data),
+            "-p",
+            str(port),
+            "-h",
+            "127.0.0.1",
+            "-k",
+            str(directory),
+        ]
         command += [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
         log_path = directory / "log"
 
         def start() -> subprocess.Popen[bytes]:
             with log_path.open("wb") as log:
-                process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, **identity)  # type: ignore[call-overload]
+                process = subprocess.Popen(
+                    command, cwd=directory, stdout=log, stderr=log, **identity
+                )  # type: ignore[call-overload]
             try:
                 _wait_until_up(port, process, log_path)
             except BaseException:

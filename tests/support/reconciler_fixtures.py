@@ -26,7 +26,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> SetPatience:
 
 @pytest.fixture
 def whole_ticks(patience: SetPatience, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tick asks Ray and the lease everything and ends what it began, so that a test knows what the next tick sees."""
+    """Every tick asks Ray and the lease everything and ends what it began, so that a test knows
+    what the next tick sees."""
     patience(60.0)
     for interval in ("observe.ASK_INTERVAL_S", "observe.SWEEP_INTERVAL_S", "leadership.RENEW_S"):
         monkeypatch.setattr(f"service.reconciler.{interval}", 0.0)

@@ -1,4 +1,5 @@
-"""A reconciler with a real database and storage and a fake dashboard; as a program, it makes one tick and may be killed in it."""
+"""A reconciler with a real database and storage and a fake dashboard; as a program, it makes one
+tick and may be killed in it."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ class World:
     """One service's state on disk, with its reconciler."""
 
     def __init__(self, home: Path, ray: RayJobs, database_url: str | None = None) -> None:
-        """``database_url`` is one that several replicas share: they lead by turns. None is a SQLite of one's own in ``home``."""
+        """``database_url`` is one that several replicas share: they lead by turns. None is a SQLite
+        of one's own in ``home``."""
         self.database = Database(database_url or f"sqlite:///{home / 'everstep.db'}")
         self.database.migrate()
         self.leadership = Leadership(LeaseStore(self.database)) if database_url else None
         self.storage = open_storage(str(home / "storage"))
         self.now = time.time()
-        self.runs, self.events = RunStore(self.database, self.clock), EventStore(self.database, self.clock)
+        self.runs, self.events = (
+            RunStore(self.database, self.clock),
+            EventStore(self.database, self.clock),
+        )
         self.marks = NodeMarkStore(self.database, self.clock)
         self.projects = ProjectStore(self.database, self.clock)
         self._ray = ray
@@ -63,7 +68,11 @@ class World:
         return self.now
 
     def create(self, **values: Any) -> RunRow:
-        task = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+        task = {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        }
         return self.runs.create(parse_spec({"name": "a", "task": task, **values}), "tok_test")[0]
 
     def get(self, run_id: str) -> RunRow:
@@ -71,13 +80,25 @@ class World:
         assert row is not None
         return row
 
-    def write(self, run_id: str, submission: int, *entries: tuple[EventKind, dict[str, Any]], first: int = 1) -> None:
+    def write(
+        self,
+        run_id: str,
+        submission: int,
+        *entries: tuple[EventKind, dict[str, Any]],
+        first: int = 1,
+    ) -> None:
         """What a driver would put into its journal."""
         with JournalWriter(self.storage.run_dir(run_id), submission) as journal:
             journal.append(
                 [
                     JournalEvent(
-                        kind=kind, at=self.now, submission=submission, attempt=1, data=data, source="driver", source_n=first + index
+                        kind=kind,
+                        at=self.now,
+                        submission=submission,
+                        attempt=1,
+                        data=data,
+                        source="driver",
+                        source_n=first + index,
                     )
                     for index, (kind, data) in enumerate(entries)
                 ]

@@ -1,4 +1,5 @@
-"""A service of its own process over a database that is given, with a stand-in for Ray: one of several, or one alone."""
+"""A service of its own process over a database that is given, with a stand-in for Ray: one of
+several, or one alone."""
 
 from __future__ import annotations
 
@@ -16,17 +17,38 @@ from tests.support.fake_ray import FakeRay
 from tests.support.service_process import free_port, wait_until_ready
 
 ANSWER_S = 20.0
-"""Longest wait for an answer of a replica that is asked whether it is there: one that is asked by many may be slow to say so."""
+"""Longest wait for an answer of a replica that is asked whether it is there: one that is asked by
+many may be slow to say so."""
 
 
 class Replica:
-    """``python -m service.process.serve`` with a home of its own, which is made; nothing limits how often it is asked."""
+    """``python -m service.process.serve`` with a home of its own, which is made; nothing limits how
+    often it is asked."""
 
-    def __init__(self, home: Path, storage: Path, database_url: str, ray_url: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        storage: Path,
+        database_url: str,
+        ray_url: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.home, self.port = home, free_port()
-        self._command = [sys.executable, "-m", "service.process.serve", "--port", str(self.port), "--ray-address", ray_url]
+        self._command = [
+            sys.executable,
+            "-m",
+            "service.process.serve",
+            "--port",
+            str(self.port),
+            "--ray-address",
+            ray_url,
+        ]
         self._command += ["--database", database_url, "--storage", str(storage)]
-        own = {"EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": FakeRay.token, "EVERSTEP_RATE_PER_S": "0"}
+        own = {
+            "EVERSTEP_HOME": str(home),
+            "RAY_AUTH_TOKEN": FakeRay.token,
+            "EVERSTEP_RATE_PER_S": "0",
+        }
         self._env = {**os.environ, **own, **(env or {})}
         home.mkdir(exist_ok=True)
         self.start()

@@ -1,8 +1,10 @@
-"""Trains, is killed, restores and goes on, again and again; ``python -m tests.support.restore_rounds DIRECTORY ROUNDS SEED``.
+"""Trains, is killed, restores and goes on, again and again; ``python -m
+tests.support.restore_rounds DIRECTORY ROUNDS SEED``.
 
-Every round is a process of its own, killed at a random moment; now and then a byte of the newest checkpoint is flipped before the
-next one, and now and then a new submission takes over. After each the invariant is checked: a checkpoint that is listed verifies,
-and one that does not is passed over by name. Prints where each round began, as JSON.
+Every round is a process of its own, killed at a random moment; now and then a byte of the newest
+checkpoint is flipped before the next one, and now and then a new submission takes over. After each
+the invariant is checked: a checkpoint that is listed verifies, and one that does not is passed over
+by name. Prints where each round began, as JSON.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ from train_fn.state.tensor_tree import take_apart
 from train_fn.state.train_state import TrainState
 
 MOST_SAVES = 3
-"""A process is let alone until so many saves were told, or fewer, and killed within so many seconds after that."""
+"""A process is let alone until so many saves were told, or fewer, and killed within so many seconds
+after that."""
 LONGEST_S = 0.01
 DAMAGED_SHARE = 0.2
 TAKEN_OVER_SHARE = 0.1
 
 
 class Claims:
-    """The journal of one process: what it says is committed goes to a file at once, and cannot be unsaid by a kill."""
+    """The journal of one process: what it says is committed goes to a file at once, and cannot be
+    unsaid by a kill."""
 
     stop_requested = None
 
@@ -49,8 +53,15 @@ class Claims:
         self._pipe = pipe
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        if kind in (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED, EventKind.CHECKPOINT_FAILED):
-            os.write(self._fd, f"{json.dumps([kind.value, data.get('name'), data.get('error')])}\n".encode())
+        if kind in (
+            EventKind.CHECKPOINT_COMMITTED,
+            EventKind.CHECKPOINT_DELETED,
+            EventKind.CHECKPOINT_FAILED,
+        ):
+            os.write(
+                self._fd,
+                f"{json.dumps([kind.value, data.get('name'), data.get('error')])}\n".encode(),
+            )
         if kind is EventKind.CHECKPOINT_COMMITTED:
             os.write(self._pipe, b"c")
 
@@ -70,7 +81,10 @@ def make_state() -> TrainState:
 
 
 def tensors_of(state: TrainState) -> list[torch.Tensor]:
-    return [*state.model.parameters(), *(moment for moments in state.optimizer.state.values() for moment in moments.values())]
+    return [
+        *state.model.parameters(),
+        *(moment for moments in state.optimizer.state.values() for moment in moments.values()),
+    ]
 
 
 def live(directory: Path, submission: int, attempt: int, expected: int, pipe: int) -> None:
@@ -81,15 +95,23 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe))
     state = make_state()
     told = told_in(directory / "claims")
-    manifest, found, _ = ctx.run_dir.checkpoints.read_newest(partial(load_checkpoint, ctx.run_dir), told=told)
+    manifest, found, _ = ctx.run_dir.checkpoints.read_newest(
+        partial(load_checkpoint, ctx.run_dir), told=told
+    )
     if manifest is not None:
         assert found is not None
         tensors: list[torch.Tensor] = []
         take_apart(found, tensors)
-        assert tensors and all(bool((tensor == manifest.step).all()) for tensor in tensors), f"{manifest.name} is torn"
+        assert tensors and all(bool((tensor == manifest.step).all()) for tensor in tensors), (
+            f"{manifest.name} is torn"
+        )
         state.load_state_dict(found)
-    assert state.step == expected, f"restored step {state.step}, but the newest sound checkpoint is of step {expected}"
-    record_restored(ctx.run_dir, submission, state.step, "checkpoint" if manifest else "fresh", attempt)
+    assert state.step == expected, (
+        f"restored step {state.step}, but the newest sound checkpoint is of step {expected}"
+    )
+    record_restored(
+        ctx.run_dir, submission, state.step, "checkpoint" if manifest else "fresh", attempt
+    )
     saver = Saver(ctx, state, BoundaryCopies(state))
     os.write(pipe, b"r")
     while True:
@@ -121,17 +143,28 @@ def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
             store.verify(manifest.name)
         except CorruptCheckpoint as exc:
             if manifest.name not in damaged:
-                raise SystemExit(f"{manifest.name} is listed, and nobody damaged it: {exc}") from exc
+                raise SystemExit(
+                    f"{manifest.name} is listed, and nobody damaged it: {exc}"
+                ) from exc
         else:
             sound.append(CheckpointName(manifest.step, manifest.submission, manifest.attempt))
     told = [json.loads(line) for line in claims.read_text().splitlines()] if claims.exists() else []
     if errors := [error for kind, _, error in told if kind == EventKind.CHECKPOINT_FAILED]:
         raise SystemExit(f"a save failed: {errors[0]}")
     deleted = {name for kind, name, _ in told if kind == EventKind.CHECKPOINT_DELETED}
-    claimed = [name for kind, name, _ in told if kind == EventKind.CHECKPOINT_COMMITTED and name not in deleted | damaged]
-    newest = max((each for each in map(CheckpointName.parse, claimed) if each is not None), default=CheckpointName(0, 0))
+    claimed = [
+        name
+        for kind, name, _ in told
+        if kind == EventKind.CHECKPOINT_COMMITTED and name not in deleted | damaged
+    ]
+    newest = max(
+        (each for each in map(CheckpointName.parse, claimed) if each is not None),
+        default=CheckpointName(0, 0),
+    )
     if newest.step and (not sound or sound[-1].step < newest.step):
-        raise SystemExit(f"{newest} was said to be committed, but the newest sound one is {sound[-1:]}")
+        raise SystemExit(
+            f"{newest} was said to be committed, but the newest sound one is {sound[-1:]}"
+        )
     return sound[-1].step if sound else 0
 
 

@@ -1,4 +1,5 @@
-"""A real HTTP server whose answers a test writes down byte by byte: broken streams, silence, lies."""
+"""A real HTTP server whose answers a test writes down byte by byte: broken streams, silence,
+lies."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        request = Request(self.command, self.path, dict(self.headers.items()), self.rfile.read(length))
+        request = Request(
+            self.command, self.path, dict(self.headers.items()), self.rfile.read(length)
+        )
         self.server.requests.append(request)
         try:
             self.server.answer(request)(self)
@@ -47,7 +50,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def begin_stream(self, content_type: str = "text/event-stream") -> None:
-        """A body of unknown length; ``chunk`` sends of it, and a handler that returns without ``end`` breaks off."""
+        """A body of unknown length; ``chunk`` sends of it, and a handler that returns without
+        ``end`` breaks off."""
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Transfer-Encoding", "chunked")
@@ -71,7 +75,8 @@ class Request:
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers by path (without its query): each path has a list of answers, the last of which stays."""
+    """Answers by path (without its query): each path has a list of answers, the last of which
+    stays."""
 
     daemon_threads = True
     block_on_close = True
@@ -114,11 +119,22 @@ def scripted() -> Iterator[ScriptedServer]:
 
 
 def reply(value: Any, status: int = 200, **headers: str) -> Answer:
-    return lambda handler: handler.send(status, json.dumps(value).encode(), Content_Type="application/json", **headers)
+    return lambda handler: handler.send(
+        status, json.dumps(value).encode(), Content_Type="application/json", **headers
+    )
 
 
-def problem(status: int, code: str, detail: str, errors: list[dict[str, Any]] | None = None, **headers: str) -> Answer:
-    body = {"type": f"urn:{code}", "title": code, "status": status, "detail": detail, "code": code, "errors": errors or []}
+def problem(
+    status: int, code: str, detail: str, errors: list[dict[str, Any]] | None = None, **headers: str
+) -> Answer:
+    body = {
+        "type": f"urn:{code}",
+        "title": code,
+        "status": status,
+        "detail": detail,
+        "code": code,
+        "errors": errors or [],
+    }
     return reply(body, status, **headers)
 
 
@@ -180,7 +196,14 @@ def run_answer(status: str = "RUNNING", **fields: Any) -> dict[str, Any]:
 
 
 def event(seq: int, kind: str = "metrics", **data: Any) -> dict[str, Any]:
-    return {"seq": seq, "at": "2026-01-02T03:04:05.678Z", "kind": kind, "submission": 1, "attempt": 1, "data": data}
+    return {
+        "seq": seq,
+        "at": "2026-01-02T03:04:05.678Z",
+        "kind": kind,
+        "submission": 1,
+        "attempt": 1,
+        "data": data,
+    }
 
 
 def frame(item: dict[str, Any]) -> bytes:

@@ -1,4 +1,5 @@
-"""A real Everstep service with its embedded cluster, as its own processes, for tests and benchmarks."""
+"""A real Everstep service with its embedded cluster, as its own processes, for tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -35,10 +36,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str, *, every_s: float = 0.05) -> T:
-    """The first truthy value of ``fact``, asked every so often; fails with ``what`` when none came in time.
+def wait_for(
+    fact: Callable[[], T | None], timeout_s: float, what: str, *, every_s: float = 0.05
+) -> T:
+    """The first truthy value of ``fact``, asked every so often; fails with ``what`` when none came
+    in time.
 
-    The last question begins after that: a machine that stood still may have cut the one before it off.
+    The last question begins after that: a machine that stood still may have cut the one before it
+    off.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -51,11 +56,18 @@ def wait_for(fact: Callable[[], T | None], timeout_s: float, what: str, *, every
 
 
 def wait_until_ready(
-    process: subprocess.Popen[bytes], url: str, log: Callable[[], str], timeout_s: float, what: str, *, answer_s: float = 5.0
+    process: subprocess.Popen[bytes],
+    url: str,
+    log: Callable[[], str],
+    timeout_s: float,
+    what: str,
+    *,
+    answer_s: float = 5.0,
 ) -> None:
     """Until a service's /readyz is well; each answer may take ``answer_s``.
 
-    Raises TimeoutError and, where the service has ended, RuntimeError, both with the last answer and the end of its log.
+    Raises TimeoutError and, where the service has ended, RuntimeError, both with the last answer
+    and the end of its log.
     """
     answer = "none"
 
@@ -78,9 +90,17 @@ def wait_until_ready(
 
 
 class ServiceProcess:
-    """``python -m service.process.serve`` on a home directory of its own; a context manager that leaves nothing behind."""
+    """``python -m service.process.serve`` on a home directory of its own; a context manager that
+    leaves nothing behind."""
 
-    def __init__(self, *, nodes: int = 2, cpus_per_node: int = 1, args: tuple[str, ...] = (), env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        *,
+        nodes: int = 2,
+        cpus_per_node: int = 1,
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ):
         self.num_nodes = nodes
         self.home = Path(tempfile.mkdtemp(prefix="es-"))
         self.port = free_port()
@@ -96,7 +116,12 @@ class ServiceProcess:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
         self._clean()
 
@@ -118,8 +143,22 @@ class ServiceProcess:
         """Start the process without waiting for it to be ready."""
         with (self.home / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "service.process.serve", "--port", str(self.port), *self.args],
-                env={**os.environ, "EVERSTEP_HOME": str(self.home), "OMP_NUM_THREADS": "1", **NO_CORDON, **self.env, **(env or {})},
+                [
+                    sys.executable,
+                    "-m",
+                    "service.process.serve",
+                    "--port",
+                    str(self.port),
+                    *self.args,
+                ],
+                env={
+                    **os.environ,
+                    "EVERSTEP_HOME": str(self.home),
+                    "OMP_NUM_THREADS": "1",
+                    **NO_CORDON,
+                    **self.env,
+                    **(env or {}),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -139,8 +178,13 @@ class ServiceProcess:
         self.process.wait(10)
 
     def stop(self) -> None:
-        """The graceful way: ends service and cluster. A service that was killed is started again to take its cluster down."""
-        if self.process is not None and self.process.poll() is not None and (self.home / "cluster.json").exists():
+        """The graceful way: ends service and cluster. A service that was killed is started again to
+        take its cluster down."""
+        if (
+            self.process is not None
+            and self.process.poll() is not None
+            and (self.home / "cluster.json").exists()
+        ):
             self.start()
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -166,10 +210,13 @@ class ServiceProcess:
     def whole(self) -> bool:
         """Whether the cluster has all its nodes beside the head."""
         nodes = [node for node in self.cluster()["nodes"] if not node["is_head"]]
-        return len(nodes) == self.num_nodes and all(psutil.pid_exists(node["raylet_pid"]) for node in nodes)
+        return len(nodes) == self.num_nodes and all(
+            psutil.pid_exists(node["raylet_pid"]) for node in nodes
+        )
 
     def mend(self) -> None:
-        """Start what was killed: the service, and a node in the place of each that died. Waits until all are there."""
+        """Start what was killed: the service, and a node in the place of each that died. Waits
+        until all are there."""
         if self.process is None or self.process.poll() is not None:
             self.start()
         if not self.whole():
@@ -181,7 +228,10 @@ class ServiceProcess:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("EVERSTEP_HOME") == str(self.home) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("EVERSTEP_HOME") == str(self.home)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

@@ -1,7 +1,8 @@
 """Publishes snapshots and dies in between; ``python -m tests.support.snapshot_crash DIR``.
 
-Beside the deaths at calls of the OS (storage_crash.py) there are those in the middle of a state's file, which torch writes without
-Python: ``DIR/4096-bytes`` is what was left when the third state's file reached that size.
+Beside the deaths at calls of the OS (storage_crash.py) there are those in the middle of a state's
+file, which torch writes without Python: ``DIR/4096-bytes`` is what was left when the third state's
+file reached that size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ def state_of(step: int) -> dict[str, Any]:
     for parameter in model.parameters():
         nn.init.constant_(parameter, float(step))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, torch.optim.SGD(model.parameters()), scaler, None, steps_per_epoch=100, fingerprint="data")
+    state = TrainState(
+        model,
+        torch.optim.SGD(model.parameters()),
+        scaler,
+        None,
+        steps_per_epoch=100,
+        fingerprint="data",
+    )
     state.step = step
     return state.state_dict()
 
@@ -50,7 +58,8 @@ def snapshots(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def die_at_size(directory: Path, size_bytes: int) -> None:
-    """The third state is cut off where its file reaches ``size_bytes``: the kernel ends the process there."""
+    """The third state is cut off where its file reaches ``size_bytes``: the kernel ends the process
+    there."""
     child = os.fork()
     if child == 0:
         store = SnapshotStore(directory / f"{size_bytes}-bytes", 1)

@@ -1,8 +1,10 @@
-"""Runs a scenario again and again, each time dying one system call later; ``python -m tests.support.storage_crash NAME DIR``.
+"""Runs a scenario again and again, each time dying one system call later; ``python -m
+tests.support.storage_crash NAME DIR``.
 
-Death is os._exit right before a call of the OS, or in the middle of a write. Each run has its own directory, ``DIR/001-before``
-and so on, beside a file ``DIR/001-before.said`` with what the scenario claimed to have reached before it died, and
-``DIR/001-before.died`` with the call before (or in the middle of) which it did.
+Death is os._exit right before a call of the OS, or in the middle of a write. Each run has its own
+directory, ``DIR/001-before`` and so on, beside a file ``DIR/001-before.said`` with what the
+scenario claimed to have reached before it died, and ``DIR/001-before.died`` with the call before
+(or in the middle of) which it did.
 """
 
 from __future__ import annotations
@@ -18,12 +20,24 @@ from storage.filesystem import open_storage
 from storage.logs.journal import JournalWriter
 from tests.support.storage_places import event, save
 
-CALLS = ("open", "write", "fsync", "fdatasync", "ftruncate", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+)
 DIED = 77
 
 
 class Countdown:
-    """Ends the process at the ``number``-th call of the OS: before it, or (writes) after half of it."""
+    """Ends the process at the ``number``-th call of the OS: before it, or (writes) after half of
+    it."""
 
     def __init__(self, number: int, mode: str, died: Callable[[str], None]) -> None:
         self.left = number
@@ -46,14 +60,16 @@ class Countdown:
 
 
 def _target(args: tuple[Any, ...]) -> str:
-    """The name of the file or directory that a call is about; of a rename the new one. Random parts are cut out."""
+    """The name of the file or directory that a call is about; of a rename the new one. Random parts
+    are cut out."""
     about = args[1] if len(args) > 1 and isinstance(args[1], str | Path) else args[0]
     path = Path(f"/proc/self/fd/{about}").readlink() if isinstance(about, int) else Path(str(about))
     return re.sub(r"-?\b[0-9a-f]{12}\b", "", path.name).replace("..", ".")
 
 
 def checkpoint(directory: Path, say: Callable[[str], None]) -> None:
-    """A second checkpoint beside a first one; then the first is deleted, and a third replaces what was left unfinished."""
+    """A second checkpoint beside a first one; then the first is deleted, and a third replaces what
+    was left unfinished."""
     run_dir = open_storage(str(directory)).run_dir("run_crash")
     save(run_dir, 50)
     say("committed 50")
@@ -98,7 +114,9 @@ def _notebook(path: Path) -> Callable[[str], None]:
     return say
 
 
-def run_until_it_survives(scenario: Callable[[Path, Callable[[str], None]], None], directory: Path, mode: str) -> None:
+def run_until_it_survives(
+    scenario: Callable[[Path, Callable[[str], None]], None], directory: Path, mode: str
+) -> None:
     number = 0
     while True:
         number += 1

@@ -1,4 +1,5 @@
-"""Where storage tests keep their runs: a local directory, and a real S3 server on a loopback port."""
+"""Where storage tests keep their runs: a local directory, and a real S3 server on a loopback
+port."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def s3_endpoint() -> Iterator[str]:
 
         # The first request has the server import what it needs, which takes longer than others.
         fs.S3FileSystem(
-            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True, request_timeout=60
+            endpoint_override=f"{host}:{port}",
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
+            request_timeout=60,
         ).create_dir(BUCKET)
         yield f"{host}:{port}"
         server.stop()
@@ -40,7 +45,9 @@ _prefixes = itertools.count()
 
 @pytest.fixture
 def s3_storage(s3_endpoint: str) -> Storage:
-    return open_storage(f"s3://{BUCKET}/t{next(_prefixes)}?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1")
+    return open_storage(
+        f"s3://{BUCKET}/t{next(_prefixes)}?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1"
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""What storage tests write: events, checkpoints, and an object store in memory for the property tests."""
+"""What storage tests write: events, checkpoints, and an object store in memory for the property
+tests."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CHECKPOINT_FILES = ("manifest.json", "model.pt", "train_state.pt")
 
 @dataclass
 class MemoryObjects:
-    """An object store in memory, which can be told to fail: a fake behind the seam ``Files``, for property tests."""
+    """An object store in memory, which can be told to fail: a fake behind the seam ``Files``, for
+    property tests."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     num_lists: int = 0
@@ -52,7 +54,11 @@ class MemoryObjects:
 
     def list(self, relpath: str) -> list[Entry]:
         self.num_lists += 1
-        below = [name.removeprefix(f"{relpath}/").split("/") for name in self.objects if name.startswith(f"{relpath}/")]
+        below = [
+            name.removeprefix(f"{relpath}/").split("/")
+            for name in self.objects
+            if name.startswith(f"{relpath}/")
+        ]
         return sorted({Entry(parts[0], len(parts) > 1) for parts in below})
 
     def write(self, relpath: str, data: bytes) -> None:
@@ -99,12 +105,17 @@ class MemoryObjects:
         self.objects.pop(relpath, None)
 
     def delete_dir(self, relpath: str) -> None:
-        self.objects = {name: data for name, data in self.objects.items() if not name.startswith(f"{relpath}/")}
+        self.objects = {
+            name: data for name, data in self.objects.items() if not name.startswith(f"{relpath}/")
+        }
 
 
 def quick_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory whose fsync costs nothing, for tests that write thousands of files: in memory, where there is such a place."""
-    return tempfile.TemporaryDirectory(prefix="storage-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    """A directory whose fsync costs nothing, for tests that write thousands of files: in memory,
+    where there is such a place."""
+    return tempfile.TemporaryDirectory(
+        prefix="storage-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    )
 
 
 def memory_run_dir() -> tuple[RunDir, MemoryObjects]:
@@ -115,20 +126,37 @@ def memory_run_dir() -> tuple[RunDir, MemoryObjects]:
 
 
 def event(
-    source_n: int, kind: EventKind = EventKind.WAITING, *, source: str = "driver", data: dict[str, Any] | None = None, **more: Any
+    source_n: int,
+    kind: EventKind = EventKind.WAITING,
+    *,
+    source: str = "driver",
+    data: dict[str, Any] | None = None,
+    **more: Any,
 ) -> JournalEvent:
-    return JournalEvent(kind=kind, at=1700000000.5, submission=1, data={**(data or {}), **more}, source=source, source_n=source_n)
+    return JournalEvent(
+        kind=kind,
+        at=1700000000.5,
+        submission=1,
+        data={**(data or {}), **more},
+        source=source,
+        source_n=source_n,
+    )
 
 
-def record_restored(run_dir: RunDir, submission: int, step: int, source: str = "checkpoint", attempt: int = 0) -> None:
-    """Begin a submission's journal as a driver does, or an attempt's part of it as its rank 0 does."""
+def record_restored(
+    run_dir: RunDir, submission: int, step: int, source: str = "checkpoint", attempt: int = 0
+) -> None:
+    """Begin a submission's journal as a driver does, or an attempt's part of it as its rank 0
+    does."""
     data = {"step": step, "epoch": 0, "source": source, "checkpoint": None, "rejected": []}
     with JournalWriter(run_dir, submission) as journal:
         if attempt:
             told = event(1, EventKind.RESTORED, source=f"rank-0.a{attempt:03d}", data=data)
             journal.append([replace(told, attempt=attempt)])
         else:
-            journal.append([event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.RESTORED, data=data)])
+            journal.append(
+                [event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.RESTORED, data=data)]
+            )
 
 
 def save(
@@ -145,7 +173,9 @@ def save(
     """Commit a checkpoint; ``between`` is called at every point of the protocol with its name."""
     with run_dir.checkpoints.begin(step, submission, attempt) as writer:
         between("begun")
-        for relpath, data in (files or {"model.pt": b"weights %d" % step, "train_state.pt": b"state %d" % step}).items():
+        for relpath, data in (
+            files or {"model.pt": b"weights %d" % step, "train_state.pt": b"state %d" % step}
+        ).items():
             with writer.write_file(relpath) as file:
                 file.write(data[: len(data) // 2])
                 between(f"inside {relpath}")

@@ -1,4 +1,5 @@
-"""What a browser does with pages, without one: keeps the cookie, sends forms with what is in them."""
+"""What a browser does with pages, without one: keeps the cookie, sends forms with what is in
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ class Markup(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         inline = tag == "style" or (tag == "script" and not dict(attrs).get("src"))
-        if inline or any(name == "style" or name.startswith("on") or "javascript:" in (value or "")[:20] for name, value in attrs):
+        if inline or any(
+            name == "style" or name.startswith("on") or "javascript:" in (value or "")[:20]
+            for name, value in attrs
+        ):
             self.forbidden.append(self.get_starttag_text() or tag)
 
 
@@ -55,7 +59,9 @@ class Browser:
     async def send(self, page: str, action: str, **fields: str) -> httpx.Response:
         """Send the form of ``page`` whose address is ``action``, with fields set."""
         html = await self.page(page)
-        [form] = re.findall(rf'<form[^>]*action="{re.escape(action)}"[^>]*>(.*?)</form>', html, re.DOTALL)
+        [form] = re.findall(
+            rf'<form[^>]*action="{re.escape(action)}"[^>]*>(.*?)</form>', html, re.DOTALL
+        )
         hidden = dict(re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', form))
         return await self.http.post(action, data=hidden | fields)
 

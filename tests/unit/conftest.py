@@ -1,4 +1,5 @@
-"""For all unit tests: databases (``database_url`` is one of SQLite and one of PostgreSQL), and no test against the clock."""
+"""For all unit tests: databases (``database_url`` is one of SQLite and one of PostgreSQL), and no
+test against the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When the next checkpoint is due: by steps, by time, or as often as the price of a save and the risk of a failure say."""
+"""When the next checkpoint is due: by steps, by time, or as often as the price of a save and the
+risk of a failure say."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 
 ASSUMED_MTBF_S = 24 * 3600.0
-"""What a run is taken to survive before its first failure; weighs as much as one observed failure."""
+"""What a run is taken to survive before its first failure; weighs as much as one observed
+failure."""
 STEPS_KEPT = 64
 """Steps whose seconds are compared to tell what writing beside them costs."""
 NEWS_RATIO = 1.25
@@ -23,7 +25,8 @@ NEWS_RATIO = 1.25
 READ_BATCH = 5000
 
 _NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
-"""Failures against which checkpoints more often are no help: code that raises again, and moves that save before they leave."""
+"""Failures against which checkpoints more often are no help: code that raises again, and moves that
+save before they leave."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class ObservedFailures:
     """Seconds in which a worker group was there, over all attempts."""
 
     def mtbf_s(self) -> float:
-        """Estimated mean seconds between failures: what was seen, and one failure in ASSUMED_MTBF_S where nothing was."""
+        """Estimated mean seconds between failures: what was seen, and one failure in ASSUMED_MTBF_S
+        where nothing was."""
         return (self.trained_s + ASSUMED_MTBF_S) / (self.num_failures + 1)
 
 
@@ -45,7 +49,8 @@ class Interval:
 
     interval_s: float
     cost_s: float
-    """What a save takes from training: the copy between two steps, and what writing slows the steps beside it."""
+    """What a save takes from training: the copy between two steps, and what writing slows the steps
+    beside it."""
     write_s: float
     mtbf_s: float
     source: Literal["given", "observed"]
@@ -55,9 +60,14 @@ class Interval:
 
     def reason(self) -> str:
         """The choice in words."""
-        risk = "as given" if self.source == "given" else f"estimated after {self.num_failures} failures"
+        risk = (
+            "as given"
+            if self.source == "given"
+            else f"estimated after {self.num_failures} failures"
+        )
         words = (
-            f"a save costs {self.cost_s:.3g} s of training and a failure comes every {self.mtbf_s:.3g} s ({risk}): "
+            f"a save costs {self.cost_s:.3g} s of training and a failure comes every "
+            f"{self.mtbf_s:.3g} s ({risk}): "
             f"the least is lost with a checkpoint every {self.interval_s:.3g} s"
         )
         cut = {
@@ -69,9 +79,11 @@ class Interval:
 
 
 def young_daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two saves that lose the least, to saving and to work that a failure undoes.
+    """Seconds of training between two saves that lose the least, to saving and to work that a
+    failure undoes.
 
-    Daly's higher-order refinement of Young's ``sqrt(2 * cost * mtbf)`` (J. T. Daly, 2006, equation 37).
+    Daly's higher-order refinement of Young's ``sqrt(2 * cost * mtbf)`` (J. T. Daly, 2006, equation
+    37).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -79,8 +91,11 @@ def young_daly_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-def choose_interval(spec: CheckpointSpec, cost_s: float, write_s: float, observed: ObservedFailures) -> Interval:
-    """The interval of ``checkpoint.every_steps: auto``, within the bounds of the spec and of what the storage can take."""
+def choose_interval(
+    spec: CheckpointSpec, cost_s: float, write_s: float, observed: ObservedFailures
+) -> Interval:
+    """The interval of ``checkpoint.every_steps: auto``, within the bounds of the spec and of what
+    the storage can take."""
     mtbf_s = spec.mtbf_s if spec.mtbf_s is not None else observed.mtbf_s()
     interval_s = young_daly_s(cost_s, mtbf_s)
     bound: Literal["write", "min_interval_s", "max_interval_s"] | None = None
@@ -95,7 +110,8 @@ def choose_interval(spec: CheckpointSpec, cost_s: float, write_s: float, observe
 
 
 def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
-    """Failures and seconds of training that the run's journals tell of. ``now`` in unix seconds. Raises StorageError."""
+    """Failures and seconds of training that the run's journals tell of. ``now`` in unix seconds.
+    Raises StorageError."""
     num_failures, trained_s, began = 0, 0.0, None
     for submission in run_dir.submissions():
         cursor: str | None = None
@@ -104,7 +120,9 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
             for event in events:
                 if event.kind is EventKind.ATTEMPT_STARTED:
                     began = event.at
-                elif event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None:
+                elif (
+                    event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None
+                ):
                     trained_s, began = trained_s + max(0.0, event.at - began), None
                 if event.kind is EventKind.FAILURE and event.data.get("verdict") not in _NO_RISK:
                     num_failures += 1
@@ -116,7 +134,8 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
 
 
 class SaveCadence:
-    """Rank 0's clock of periodic checkpoints. Seconds by a clock that only rises. Not thread-safe."""
+    """Rank 0's clock of periodic checkpoints. Seconds by a clock that only rises. Not
+    thread-safe."""
 
     def __init__(self, spec: CheckpointSpec, step: int, now: float) -> None:
         self._spec = spec
@@ -136,16 +155,23 @@ class SaveCadence:
         return self._spec.every_steps == "auto"
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether the state after ``step`` is to be saved. What came due while it could not be done stays due."""
+        """Whether the state after ``step`` is to be saved. What came due while it could not be done
+        stays due."""
         if step < self.earliest_step:
             return False
-        every_steps, every_s, passed_s = self._spec.every_steps, self._spec.every_s, now - self._saved_at
+        every_steps, every_s, passed_s = (
+            self._spec.every_steps,
+            self._spec.every_s,
+            now - self._saved_at,
+        )
         if isinstance(every_steps, int) and step // every_steps > self._saved_step // every_steps:
             return True
         if every_s is not None and passed_s >= every_s:
             return True
         # Before the first save there is no price: it comes early, so that there is one.
-        return self.auto and passed_s >= (self._interval.interval_s if self._interval else self._spec.min_interval_s)
+        return self.auto and passed_s >= (
+            self._interval.interval_s if self._interval else self._spec.min_interval_s
+        )
 
     def begun(self, step: int, now: float) -> None:
         """A save of ``step`` was begun, whether because it was due or not."""
@@ -154,7 +180,8 @@ class SaveCadence:
         self._slowdown_s, self._busy_s, self._just_begun = self._measure_slowdown_s(), [], True
 
     def step_ended(self, now: float, *, busy: bool) -> None:
-        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every boundary, for ``auto`` only."""
+        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every
+        boundary, for ``auto`` only."""
         before, self._step_ended_at = self._step_ended_at, now
         busy, self._just_begun = busy or self._just_begun, False
         if before is not None:
@@ -164,10 +191,15 @@ class SaveCadence:
         """The next step begins: what happened at the boundary is not part of it."""
         self._step_ended_at = now
 
-    def committed(self, stall_s: float, write_s: float, observed: ObservedFailures) -> dict[str, Any] | None:
-        """Choose anew after a save that took so long; the data of an event where that is news. For ``auto`` only."""
+    def committed(
+        self, stall_s: float, write_s: float, observed: ObservedFailures
+    ) -> dict[str, Any] | None:
+        """Choose anew after a save that took so long; the data of an event where that is news. For
+        ``auto`` only."""
         slowdown_s = self._slowdown_s
-        chosen = self._interval = choose_interval(self._spec, stall_s + slowdown_s, write_s, observed)
+        chosen = self._interval = choose_interval(
+            self._spec, stall_s + slowdown_s, write_s, observed
+        )
         told = self._told_s
         if told is not None and 1 / NEWS_RATIO < chosen.interval_s / told < NEWS_RATIO:
             return None
@@ -192,7 +224,10 @@ class SaveCadence:
         return (self._saved_step // every_steps + 1) * every_steps
 
     def _measure_slowdown_s(self) -> float:
-        """What the last save took from the steps beside it. By medians: an evaluation between two steps is no slow step."""
+        """What the last save took from the steps beside it. By medians: an evaluation between two
+        steps is no slow step."""
         if not self._busy_s or len(self._quiet_s) < 2:
             return 0.0
-        return max(0.0, statistics.median(self._busy_s) - statistics.median(self._quiet_s)) * len(self._busy_s)
+        return max(0.0, statistics.median(self._busy_s) - statistics.median(self._quiet_s)) * len(
+            self._busy_s
+        )

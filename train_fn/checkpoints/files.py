@@ -1,4 +1,5 @@
-"""The files of a checkpoint and its manifest's facts, made of a state: the same for a rank's saver and for a run's last save."""
+"""The files of a checkpoint and its manifest's facts, made of a state: the same for a rank's saver
+and for a run's last save."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def write_files(
     safetensors: bool,
     on_write: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the files of ``state``, a whole state as ``TrainState.state_dict`` gives it, on the CPU.
+    """Write the files of ``state``, a whole state as ``TrainState.state_dict`` gives it, on the
+    CPU.
 
     Args:
         on_write: called whenever the storage took bytes.
@@ -49,5 +51,6 @@ def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
         "epoch": state["epoch"],
         "parent": state["parent"],
         "sample_digest": state["ledger"]["chain"],
-        "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},  # else they are of other weights
+        # else they are of other weights
+        "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},
     }

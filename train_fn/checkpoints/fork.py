@@ -1,4 +1,5 @@
-"""A run that begins from a checkpoint of another run: which one, whether it fits, and what of its state is taken over."""
+"""A run that begins from a checkpoint of another run: which one, whether it fits, and what of its
+state is taken over."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MAX_NAMED = 20
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a forked run begins: the other run's checkpoint, and what its ledger says of the data up to there."""
+    """Where a forked run begins: the other run's checkpoint, and what its ledger says of the data
+    up to there."""
 
     run_id: str
     checkpoint: str
@@ -43,7 +45,9 @@ class Origin:
         return f"{self.run_id}/{self.checkpoint}"
 
 
-def read_origin(ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState) -> tuple[Origin, dict[str, Any]]:
+def read_origin(
+    ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState
+) -> tuple[Origin, dict[str, Any]]:
     """The checkpoint that the run begins from, and its state as this run takes it over.
 
     Raises:
@@ -61,15 +65,26 @@ def read_origin(ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState) -
             problems.append(str(exc))
             continue
         ledger = state["ledger"]
-        origin = Origin(run_dir.run_id, manifest.name, state["step"], state["epoch"], ledger["samples"], ledger["chain"])
+        origin = Origin(
+            run_dir.run_id,
+            manifest.name,
+            state["step"],
+            state["epoch"],
+            ledger["samples"],
+            ledger["chain"],
+        )
         return origin, adopt(state, into, origin, ctx)
     wanted = f"checkpoint {resume_from.step} of run {resume_from.run_id}"
     told = "; ".join(problems) or "it is not there, perhaps deleted since"
-    raise ForkRefused(f"{wanted}, which this run begins from, cannot be used: {told}. Submit it again from another step")
+    raise ForkRefused(
+        f"{wanted}, which this run begins from, cannot be used: {told}. Submit it again from "
+        "another step"
+    )
 
 
 def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
-    """Moments are kept by a parameter's place among all, which is by groups. Raises ForkRefused where these name others."""
+    """Moments are kept by a parameter's place among all, which is by groups. Raises ForkRefused
+    where these name others."""
     try:
         there = run_dir.read_spec().optimizer
     except StorageNotFound:  # a checkpoint that was copied here by itself
@@ -77,51 +92,67 @@ def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
     named, own = ([group.parameters for group in each.groups] for each in (there, spec.optimizer))
     if named != own:
         raise ForkRefused(
-            f"optimizer.groups names {own} here and {named} in run {run_dir.run_id}, whose moments this run takes over; keep the "
-            "patterns and their order (lr_scale and weight_decay may change), or leave resume_from out"
+            f"optimizer.groups names {own} here and {named} in run {run_dir.run_id}, whose "
+            "moments this run takes over; keep the "
+            "patterns and their order (lr_scale and weight_decay may change), or leave "
+            "resume_from out"
         )
 
 
 def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
-    """Checkpoints that the request may mean, the likeliest first. The service has made a number of ``latest`` and ``best``."""
+    """Checkpoints that the request may mean, the likeliest first. The service has made a number of
+    ``latest`` and ``best``."""
     lineage = run_dir.checkpoints.lineage()[::-1]
     if resume_from.step == "latest":
         return lineage[:1]
     if resume_from.step == "best":
         checkpoint = run_dir.read_spec().checkpoint
-        best = best_of(lineage[::-1], checkpoint.best_metric, checkpoint.best_mode) if checkpoint.best_metric else None
+        best = (
+            best_of(lineage[::-1], checkpoint.best_metric, checkpoint.best_mode)
+            if checkpoint.best_metric
+            else None
+        )
         return [best] if best else []
     return [manifest for manifest in lineage if manifest.step == resume_from.step]
 
 
-def adopt(state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerContext) -> dict[str, Any]:
+def adopt(
+    state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerContext
+) -> dict[str, Any]:
     """Another run's state as the beginning of this one.
 
-    Weights, moments, position in the data, ledger and loss scale go on. What the spec says anew (learning rate, decay) holds, an
-    average that the other run did not keep begins at its weights, and what the other run reported is not reported again.
+    Weights, moments, position in the data, ledger and loss scale go on. What the spec says anew
+    (learning rate, decay) holds, an average that the other run did not keep begins at its weights,
+    and what the other run reported is not reported again.
     """
     _check_model(state["model"], into.model.state_dict(), origin)
     if divmod(state["step"], into.steps_per_epoch) != (state["epoch"], state["k"]):
         raise ForkRefused(
-            f"{origin.name} ends at global batch {state['k']} of epoch {state['epoch']}, but this run has {into.steps_per_epoch} "
+            f"{origin.name} ends at global batch {state['k']} of epoch {state['epoch']}, but this "
+            f"run has {into.steps_per_epoch} "
             "steps an epoch. Keep the data and train.global_batch_size, or leave resume_from out"
         )
     fault = ledger_fault(state, into.sampler) if into.sampler else None
     if fault is not None:
         raise ForkRefused(
-            f"{origin.name} ends within an epoch, and {fault} here: samples would be used twice or not at all. Keep "
-            "train.global_batch_size, begin from a checkpoint of an epoch's end, or leave resume_from out"
+            f"{origin.name} ends within an epoch, and {fault} here: samples would be used twice "
+            "or not at all. Keep "
+            "train.global_batch_size, begin from a checkpoint of an epoch's end, or leave "
+            "resume_from out"
         )
     averages = state["ema"]
     if averages is None and into.ema is not None:
         averages = state["model"]
     return {
         **state,
-        "optimizer": _with_own_settings(unpacked(state["optimizer"]), into.optimizer.state_dict(), origin),
+        "optimizer": _with_own_settings(
+            unpacked(state["optimizer"]), into.optimizer.state_dict(), origin
+        ),
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "skipped": into.skipped.state_dict(),
         "ema": averages,
-        "contents": None,  # a fork may see the same samples otherwise: augmented, say, or divided anew
+        # a fork may see the same samples otherwise: augmented, say, or divided anew
+        "contents": None,
         "best": _best(state, ctx),
         "parent": origin.name,
         "tail": [] if state["version"] == 1 else "[]",
@@ -138,13 +169,20 @@ def _check_model(saved: Mapping[str, Any], own: Mapping[str, Any], origin: Origi
         if name in shapes and shapes[name] != shape
     ]
     faults = [
-        *_named("only in this run's model", [f"{name} {shape}" for name, shape in wanted.items() if name not in shapes]),
-        *_named("only in the checkpoint", [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted]),
+        *_named(
+            "only in this run's model",
+            [f"{name} {shape}" for name, shape in wanted.items() if name not in shapes],
+        ),
+        *_named(
+            "only in the checkpoint",
+            [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted],
+        ),
         *_named("of another shape", other),
     ]
     if faults:
         raise ForkRefused(
-            f"the model differs from that of {origin.name}: {'; '.join(faults)}. Give task.model the arguments that it had there, "
+            f"the model differs from that of {origin.name}: {'; '.join(faults)}. Give task.model "
+            "the arguments that it had there, "
             "or leave resume_from out"
         )
 
@@ -160,21 +198,29 @@ def _named(words: str, items: list[str]) -> list[str]:
     return [f"{words}: {', '.join(items[:MAX_NAMED])}{more}"]
 
 
-def _with_own_settings(saved: dict[str, Any], own: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    """The saved moments with the settings that this run's optimizer was built with. Raises ForkRefused for another optimizer."""
-    sizes, own_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (saved, own))
+def _with_own_settings(
+    saved: dict[str, Any], own: dict[str, Any], origin: Origin
+) -> dict[str, Any]:
+    """The saved moments with the settings that this run's optimizer was built with. Raises
+    ForkRefused for another optimizer."""
+    sizes, own_sizes = (
+        [len(group["params"]) for group in each["param_groups"]] for each in (saved, own)
+    )
     if sizes != own_sizes:
         raise ForkRefused(
-            f"the optimizer differs from that of {origin.name}: its groups held {sizes} parameters, now {own_sizes}. Build it as "
+            f"the optimizer differs from that of {origin.name}: its groups held {sizes} "
+            f"parameters, now {own_sizes}. Build it as "
             "it was, or leave resume_from out"
         )
     groups = []
     for group, own_group in zip(saved["param_groups"], own["param_groups"], strict=True):
-        # What sets the learning rate of each step adds ``initial_lr``, which a new optimizer does not have yet.
+        # What sets the learning rate of each step adds ``initial_lr``, which a new optimizer does
+        # not have yet.
         foreign = (group.keys() ^ own_group.keys()) - {"initial_lr"}
         if foreign:
             raise ForkRefused(
-                f"the optimizer differs from that of {origin.name} in its settings {sorted(foreign)}. Use the same kind of "
+                f"the optimizer differs from that of {origin.name} in its settings "
+                f"{sorted(foreign)}. Use the same kind of "
                 "optimizer, or leave resume_from out"
             )
         groups.append({**own_group, "params": group["params"]})
@@ -182,10 +228,16 @@ def _with_own_settings(saved: dict[str, Any], own: dict[str, Any], origin: Origi
 
 
 def _best(state: Mapping[str, Any], ctx: WorkerContext) -> dict[str, Any] | None:
-    """The best of this run so far: what it begins from, where that was evaluated by the metric that decides here."""
+    """The best of this run so far: what it begins from, where that was evaluated by the metric that
+    decides here."""
     wanted, metrics = ctx.spec.checkpoint.best_metric, state["metrics"]
     metric = wanted if wanted in metrics else f"val_{wanted}"
     if wanted is None or metric not in metrics or state["evaluated_step"] != state["step"]:
         return None
     checkpoint = str(ctx.checkpoint_name(state["step"]))
-    return {"metric": metric, "value": metrics[metric], "step": state["step"], "checkpoint": checkpoint}
+    return {
+        "metric": metric,
+        "value": metrics[metric],
+        "step": state["step"],
+        "checkpoint": checkpoint,
+    }

@@ -18,16 +18,23 @@ _LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
 def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU, as ``TrainState.load_state_dict`` takes it.
 
-    Files are read side by side; those that are not loaded are verified as well. Raises CorruptCheckpoint where one is not what the
-    manifest says, StorageNotFound, StorageError.
+    Files are read side by side; those that are not loaded are verified as well. Raises
+    CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
     """
 
     def read(file: str) -> Any:
         if file not in _LOADED:
             return run_dir.checkpoints.verify_file(manifest.name, file)
-        return run_dir.checkpoints.load_file(manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True))
+        return run_dir.checkpoints.load_file(
+            manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True)
+        )
 
     files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
     with ThreadPoolExecutor(len(_LOADED)) as pool:
         trees = dict(zip(files, pool.map(read, files), strict=True))
-    return {**trees[STATE_FILE], "model": trees[MODEL_FILE], "ema": trees.get(EMA_FILE), "parent": manifest.name}
+    return {
+        **trees[STATE_FILE],
+        "model": trees[MODEL_FILE],
+        "ema": trees.get(EMA_FILE),
+        "parent": manifest.name,
+    }

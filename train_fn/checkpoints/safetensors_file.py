@@ -1,7 +1,8 @@
-"""Weights as a safetensors file, written tensor by tensor: the format is short, and a writer that joins it all in memory is not.
+"""Weights as a safetensors file, written tensor by tensor: the format is short, and a writer that
+joins it all in memory is not.
 
-Format: https://huggingface.co/docs/safetensors, "Format". Eight bytes with the length of the header, the header as JSON, the
-tensors' bytes one behind the other, all little-endian.
+Format: https://huggingface.co/docs/safetensors, "Format". Eight bytes with the length of the
+header, the header as JSON, the tensors' bytes one behind the other, all little-endian.
 """
 
 from __future__ import annotations
@@ -38,23 +39,34 @@ def safetensors_name(file: str) -> str:
 
 
 def require_safetensors(state: Mapping[str, Any]) -> None:
-    """Refuse at once what could only fail at the first save. Raises BadTask naming what the format does not hold."""
-    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES]
+    """Refuse at once what could only fail at the first save. Raises BadTask naming what the format
+    does not hold."""
+    odd = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES
+    ]
     if odd:
         raise BadTask(
-            f"checkpoint.safetensors is set, but the format does not hold {', '.join(odd[:5])} of the model; set it to false"
+            f"checkpoint.safetensors is set, but the format does not hold {', '.join(odd[:5])} of "
+            "the model; set it to false"
         )
     assert sys.byteorder == "little"
 
 
 def write_safetensors(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> None:
-    """Write a ``state_dict`` whose tensors lie on the CPU. Widest elements first, so that all are aligned."""
+    """Write a ``state_dict`` whose tensors lie on the CPU. Widest elements first, so that all are
+    aligned."""
     ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)

@@ -12,7 +12,9 @@ from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext
 
 
-def committed_data(manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> dict[str, Any]:
+def committed_data(
+    manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0
+) -> dict[str, Any]:
     """Return the data of the event that tells of a committed checkpoint."""
     return {
         "step": manifest.step,
@@ -34,26 +36,34 @@ class SavesTold:
         self._has_caught_up = (ctx.submission, ctx.attempt) == (1, 1)
 
     def committed(self, manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> None:
-        """A checkpoint is there. Seconds: how long training stood still for the copy, and how long it was written."""
-        self._ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s))
+        """A checkpoint is there. Seconds: how long training stood still for the copy, and how long
+        it was written."""
+        self._ctx.journal.emit(
+            EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s)
+        )
 
     def deleted(self, names: Sequence[str]) -> None:
         for name in names:
             parsed = CheckpointName.parse(name)
             assert parsed is not None
-            self._ctx.journal.emit(EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name})
+            self._ctx.journal.emit(
+                EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name}
+            )
 
     def failed(self, step: int, error: str, standing: dict[str, Any]) -> None:
-        self._ctx.journal.emit(EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing})
+        self._ctx.journal.emit(
+            EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing}
+        )
 
     def cadence(self, step: int, chosen: dict[str, Any]) -> None:
         self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
 
     def catch_up(self) -> None:
-        """Once in an attempt, tell what earlier ones committed and deleted: their rank may have died before it had told so.
+        """Once in an attempt, tell what earlier ones committed and deleted: their rank may have
+        died before it had told so.
 
-        To be called before this attempt saves. Raises StorageError where journals or checkpoints could not be looked through; the
-        next call tries again.
+        To be called before this attempt saves. Raises StorageError where journals or checkpoints
+        could not be looked through; the next call tries again.
         """
         if self._has_caught_up:
             return

@@ -1,4 +1,5 @@
-"""Saves that fail: when the next one is tried, and when so many failed that the storage counts as unavailable."""
+"""Saves that fail: when the next one is tried, and when so many failed that the storage counts as
+unavailable."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ RETRY_S = 1.0
 """Pause after the first failure; each further one doubles it."""
 RETRY_MAX_S = 60.0
 STALLED_S = 60.0
-"""A save of which the storage took no byte for so long counts as failed, again and again while that lasts."""
+"""A save of which the storage took no byte for so long counts as failed, again and again while that
+lasts."""
 
 
 class SaveFailures:
@@ -25,7 +27,9 @@ class SaveFailures:
     @property
     def retry_s(self) -> float:
         """Pause that the last failure asks for."""
-        return min(RETRY_MAX_S, RETRY_S * 2.0 ** min(self.in_a_row - 1, 16)) if self.in_a_row else 0.0
+        return (
+            min(RETRY_MAX_S, RETRY_S * 2.0 ** min(self.in_a_row - 1, 16)) if self.in_a_row else 0.0
+        )
 
     def failed(self, now: float) -> None:
         self.in_a_row += 1

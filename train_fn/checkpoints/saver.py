@@ -1,4 +1,5 @@
-"""Checkpoints: rank 0 copies the state between two steps, and a thread writes the copy while training goes on."""
+"""Checkpoints: rank 0 copies the state between two steps, and a thread writes the copy while
+training goes on."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ STOP_PATIENCE_S = 30.0
 MEET_S = 10.0
 """How long the other ranks of a run that ends wait for the last save in one collective."""
 TELL_EVERY_S = 15.0
-"""All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for its controller and for every
-rank, for a small model almost as much as the save itself. A run that saves more often tells of the newest one."""
+"""All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for
+its controller and for every rank, for a small model almost as much as the save itself. A run that
+saves more often tells of the newest one."""
 CONFIRM_S = 2.0
-"""How long the journal is waited for before old checkpoints are deleted, where it has not been heard for a while."""
+"""How long the journal is waited for before old checkpoints are deleted, where it has not been
+heard for a while."""
 WRITER_NICENESS = 10
-"""By how much the thread that writes stands back behind training: where ranks fill a host's cores, it takes what they leave."""
+"""By how much the thread that writes stands back behind training: where ranks fill a host's cores,
+it takes what they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +58,17 @@ class Save:
     best: str | None
     """Name of the checkpoint that retention keeps as the best."""
     retry_until: float
-    """The same state is tried again before this moment; a periodic save is not, the next one then has a newer state."""
+    """The same state is tried again before this moment; a periodic save is not, the next one then
+    has a newer state."""
 
 
 class Saver:
-    """Saves on rank 0; on the others every call returns at once. Training never waits for the storage, and outlives its failures.
+    """Saves on rank 0; on the others every call returns at once. Training never waits for the
+    storage, and outlives its failures.
 
-    One copy of the state is held, from the boundary until it is written. A save that comes due meanwhile is merged into one of
-    the first step after that. Only a state that is the best so far cannot wait: it takes a copy of its own.
+    One copy of the state is held, from the boundary until it is written. A save that comes due
+    meanwhile is merged into one of the first step after that. Only a state that is the best so far
+    cannot wait: it takes a copy of its own.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
@@ -73,7 +80,8 @@ class Saver:
         self._lock = threading.Condition(self._mutex)
         self._waiting: Save | None = None
         self._current: Save | None = None
-        self._moved_at: float | None = None  # when the storage last took bytes of the current save; None between two tries
+        # when the storage last took bytes of the current save; None between two tries
+        self._moved_at: float | None = None
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
         self._begun_at = state.step
@@ -83,7 +91,8 @@ class Saver:
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._tried: str | None = None
-        """Checkpoint that was last to be committed: one that is found committed then, although that seemed to fail, is ours."""
+        """Checkpoint that was last to be committed: one that is found committed then, although that
+        seemed to fail, is ours."""
         self._past: tuple[float, ObservedFailures] | None = None
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         if self._active:
@@ -92,22 +101,30 @@ class Saver:
     def words(self, already_told: int) -> tuple[Stop | None, int, bool]:
         """What rank 0 has to tell all ranks with the step under way; of the others, nothing.
 
-        Returns the stop that the run's spec asks for when so many saves failed, the step of a checkpoint that is to be reported
-        (``newest_to_tell``), and whether the state after this step is to be saved.
+        Returns the stop that the run's spec asks for when so many saves failed, the step of a
+        checkpoint that is to be reported (``newest_to_tell``), and whether the state after this
+        step is to be saved.
         """
         if not self._active:
             return None, 0, False
         return self._failures.stop, self.newest_to_tell(already_told), self.is_due()
 
     def is_due(self) -> bool:
-        """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals take it to all ranks."""
+        """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals
+        take it to all ranks."""
         is_early = self._state.step + 1 < self._cadence.earliest_step
-        if not self._active or (is_early and self._current is self._waiting is None and not self._failures.in_a_row):
+        if not self._active or (
+            is_early and self._current is self._waiting is None and not self._failures.in_a_row
+        ):
             return False  # most steps go no further
         now = time.monotonic()
         with self._mutex:  # as self._lock, which is Python's own code, would take it
             stalled = self._stalled(now)
-            if self._current is not None or self._waiting is not None or not self._failures.may_try(now):
+            if (
+                self._current is not None
+                or self._waiting is not None
+                or not self._failures.may_try(now)
+            ):
                 due = False
             else:
                 due = self._failures.in_a_row > 0 or self._cadence.is_due(self._state.step + 1, now)
@@ -134,8 +151,8 @@ class Saver:
     def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
         """Commit the present state before returning, after what is under way.
 
-        Raises CheckpointFailed where the storage keeps failing, or stands still, for ``patience_s``; one that is only slow is
-        waited for.
+        Raises CheckpointFailed where the storage keeps failing, or stands still, for
+        ``patience_s``; one that is only slow is waited for.
         """
         if not self._active:
             return
@@ -149,12 +166,14 @@ class Saver:
         if self._is_committed():
             return
         raise CheckpointFailed(
-            f"the checkpoint of step {self._state.step} could not be committed, with {patience_s:g} s of patience: "
+            f"the checkpoint of step {self._state.step} could not be committed, with "
+            f"{patience_s:g} s of patience: "
             f"{self._error or 'the storage does not answer'}"
         ) from self._error
 
     def begin_last(self, *, is_best: bool, patience_s: float) -> Future[None]:
-        """``save_now`` on a thread of its own, which nobody waits for where the ranks break up meanwhile."""
+        """``save_now`` on a thread of its own, which nobody waits for where the ranks break up
+        meanwhile."""
         saving: Future[None] = Future()
 
         def save() -> None:
@@ -178,12 +197,14 @@ class Saver:
         return self._failures.stop
 
     def newest_committed(self, already_reported: int) -> int:
-        """Step of the newest checkpoint committed by this attempt, when later than ``already_reported``; else 0."""
+        """Step of the newest checkpoint committed by this attempt, when later than
+        ``already_reported``; else 0."""
         committed = self._committed
         return committed.step if committed is not None and committed.step > already_reported else 0
 
     def newest_to_tell(self, already_told: int) -> int:
-        """As ``newest_committed``, but 0 where that was not 0 a moment ago. Called by the training thread."""
+        """As ``newest_committed``, but 0 where that was not 0 a moment ago. Called by the training
+        thread."""
         now = time.monotonic()
         newest = self.newest_committed(already_told) if now >= self._told_at + TELL_EVERY_S else 0
         if newest:
@@ -197,12 +218,14 @@ class Saver:
             self._drop_waiting()
             self._lock.notify_all()
 
-    # -- the training thread -----------------------------------------------------------------------------------------------
+    # -- the training thread
 
     def _hand_over(self, is_best: bool, retry_until: float) -> None:
         """Copy the state and leave the copy to the thread."""
         with self._lock:
-            if self._closed or (self._waiting is not None and self._waiting.is_best and not is_best):
+            if self._closed or (
+                self._waiting is not None and self._waiting.is_best and not is_best
+            ):
                 return
             self._drop_waiting()
             if self._committed is not None:  # the other ranks hear of it later, if at all
@@ -224,7 +247,11 @@ class Saver:
         """Wait until nothing is left to write; past ``deadline`` only as long as bytes move."""
         with self._lock:
             while self._waiting is not None or self._current is not None:
-                last = deadline if self._moved_at is None else max(deadline, self._moved_at + STALLED_S)
+                last = (
+                    deadline
+                    if self._moved_at is None
+                    else max(deadline, self._moved_at + STALLED_S)
+                )
                 left_s = last - time.monotonic()
                 if left_s <= 0:
                     return False
@@ -237,14 +264,19 @@ class Saver:
         return _place(self._state.step, vars(self._state)) == self._found
 
     def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
-        """Called with the lock held: count a save that no longer moves as failed; what is to be told then."""
+        """Called with the lock held: count a save that no longer moves as failed; what is to be
+        told then."""
         if self._current is None or self._moved_at is None or now - self._moved_at < STALLED_S:
             return None
         self._moved_at = now
         self._failures.failed(now)
-        return self._current.copy.step, f"StorageUnavailable: the storage took no byte for {STALLED_S:g} s", self._standing()
+        return (
+            self._current.copy.step,
+            f"StorageUnavailable: the storage took no byte for {STALLED_S:g} s",
+            self._standing(),
+        )
 
-    # -- the saver's thread ------------------------------------------------------------------------------------------------
+    # -- the saver's thread
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere it would be the whole process
@@ -270,15 +302,19 @@ class Saver:
             left_s = save.retry_until - time.monotonic()
             if not isinstance(error, StorageError) or left_s <= 0 or self._in_the_way(save):
                 return False
-            self._lock.wait_for(lambda: self._closed or self._in_the_way(save), min(self._failures.retry_s, left_s))
+            self._lock.wait_for(
+                lambda: self._closed or self._in_the_way(save), min(self._failures.retry_s, left_s)
+            )
             return not self._closed and self._waiting is None
 
     def _in_the_way(self, save: Save) -> bool:
-        """Called with the lock held: whether a newer save waits for this one, or will as soon as it is gone."""
+        """Called with the lock held: whether a newer save waits for this one, or will as soon as it
+        is gone."""
         return self._waiting is not None or (self._hurry and save.retry_until == float("inf"))
 
     def _write(self, save: Save) -> Exception | None:
-        """Write, commit, report, and delete what retention lets go; the error when it was not committed."""
+        """Write, commit, report, and delete what retention lets go; the error when it was not
+        committed."""
         began = time.perf_counter()
         self._moved()
         try:
@@ -289,7 +325,8 @@ class Saver:
                     self._found = _place(save.copy.step, save.copy.state)
                     return None
                 manifest, is_new = self._commit(save), True
-            except CheckpointExists as exc:  # by a try whose answer was lost; it was just read back whole
+            except CheckpointExists as exc:
+                # by a try whose answer was lost; it was just read back whole
                 manifest, is_new = self._own(exc), exc.name == self._tried
         except Exception as exc:
             self._note_failed(save, exc)
@@ -311,7 +348,8 @@ class Saver:
             return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
 
     def _require_newest(self) -> None:
-        """Ask the storage, where nobody else answers, whether this attempt is the newest. Raises Replaced."""
+        """Ask the storage, where nobody else answers, whether this attempt is the newest. Raises
+        Replaced."""
         ctx = self._ctx
         why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
         if why is not None:
@@ -319,16 +357,19 @@ class Saver:
             raise Replaced(why)
 
     def _is_there(self, save: Save) -> bool:
-        """Whether the state that this attempt began with, evaluated or not, is a checkpoint of the lineage already: an earlier one
-        committed it, and perhaps died before it had told so. The best one is saved all the same, by the name under which the state
-        knows it."""
+        """Whether the state that this attempt began with, evaluated or not, is a checkpoint of the
+        lineage already: an earlier one committed it, and perhaps died before it had told so. The
+        best one is saved all the same, by the name under which the state knows it."""
         state = save.copy.state
         if save.is_best or save.copy.step != self._begun_at:
             return False
         facts = manifest_facts(state)
         wanted = save.copy.step, facts["sample_digest"], facts["metrics"]
         for manifest in self._store.lineage():
-            is_earlier = (manifest.submission, manifest.attempt) != (self._ctx.submission, self._ctx.attempt)
+            is_earlier = (manifest.submission, manifest.attempt) != (
+                self._ctx.submission,
+                self._ctx.attempt,
+            )
             if is_earlier and (manifest.step, manifest.sample_digest, manifest.metrics) == wanted:
                 with suppress(CorruptCheckpoint, StorageNotFound):
                     self._store.verify(manifest.name)
@@ -336,8 +377,8 @@ class Saver:
         return False
 
     def _own(self, exists: CheckpointExists) -> Manifest:
-        """The committed checkpoint in a save's way, where this process wrote it. Raises CheckpointExists where another did, whose
-        weights need not be these."""
+        """The committed checkpoint in a save's way, where this process wrote it. Raises
+        CheckpointExists where another did, whose weights need not be these."""
         manifest = self._store.manifest(exists.name)
         if manifest.writer != process_nonce():
             raise exists
@@ -360,15 +401,23 @@ class Saver:
             return
         self._told.deleted(deleted)
 
-    # -- what is told ------------------------------------------------------------------------------------------------------
+    # -- what is told
 
     def _standing(self) -> dict[str, Any]:
         """Called with the lock held: how failures stand."""
         limit = self._ctx.spec.checkpoint.max_failed_saves
-        return {"failed_in_a_row": self._failures.in_a_row, "max_failed_saves": limit, "retry_s": self._failures.retry_s}
+        return {
+            "failed_in_a_row": self._failures.in_a_row,
+            "max_failed_saves": limit,
+            "retry_s": self._failures.retry_s,
+        }
 
     def _note_failed(self, save: Save, error: Exception) -> None:
-        logger.error("the checkpoint of step %d was not committed; training goes on", save.copy.step, exc_info=error)
+        logger.error(
+            "the checkpoint of step %d was not committed; training goes on",
+            save.copy.step,
+            exc_info=error,
+        )
         with self._lock:
             self._failures.failed(time.monotonic())
             self._error = error
@@ -398,12 +447,15 @@ class Saver:
             try:
                 self._past = (now, observed_failures(self._ctx.run_dir, now))
             except StorageError as exc:
-                logger.warning("the run's journals could not be read for its failures, trying again: %s", exc)
+                logger.warning(
+                    "the run's journals could not be read for its failures, trying again: %s", exc
+                )
                 return ObservedFailures()
         at, past = self._past
         return replace(past, trained_s=past.trained_s + now - at)
 
 
 def _place(step: int, state: Mapping[str, Any]) -> tuple[int, int, int]:
-    """What tells states of one attempt apart: one that was evaluated since is another, and is to be saved."""
+    """What tells states of one attempt apart: one that was evaluated since is another, and is to be
+    saved."""
     return step, state["evaluated_step"], state["closed_epochs"]

@@ -1,4 +1,5 @@
-"""Copies of the training state between two steps, for those who write them to somewhere while training goes on."""
+"""Copies of the training state between two steps, for those who write them to somewhere while
+training goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from train_fn.state.train_state import TrainState
 
 @dataclass
 class BoundaryCopy:
-    """The state after ``step``, on the CPU. Later steps leave it alone until everybody who took it has released it."""
+    """The state after ``step``, on the CPU. Later steps leave it alone until everybody who took it
+    has released it."""
 
     step: int
     epoch: int
@@ -24,7 +26,8 @@ class BoundaryCopy:
 
 
 class BoundaryCopies:
-    """Makes the copies, in memory that is used again. Who asks at the same boundary shares one copy.
+    """Makes the copies, in memory that is used again. Who asks at the same boundary shares one
+    copy.
 
     Between two steps the state changes where an epoch is closed, and where it is evaluated.
     """
@@ -38,7 +41,8 @@ class BoundaryCopies:
         self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
-        """A copy of the present state. Called by the training thread, between two steps; whoever calls must release it.
+        """A copy of the present state. Called by the training thread, between two steps; whoever
+        calls must release it.
 
         Raises StateNotWhole, NonFiniteWeights for a state that must not be kept.
         """
@@ -59,7 +63,8 @@ class BoundaryCopies:
         return copy
 
     def release(self, copy: BoundaryCopy) -> None:
-        """Called from any thread, once for each ``take``: the last one gives the memory to a later copy.
+        """Called from any thread, once for each ``take``: the last one gives the memory to a later
+        copy.
 
         One copy's memory is kept for that, whatever number was held at a time.
         """

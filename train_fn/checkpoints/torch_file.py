@@ -1,7 +1,9 @@
-"""``torch.save`` at the speed of memory: a zip file whose checksums are taken as its bytes pass, or that has none.
+"""``torch.save`` at the speed of memory: a zip file whose checksums are taken as its bytes pass, or
+that has none.
 
-torch takes a CRC-32 of every record by a table, which costs a core more than all else about a checkpoint together; on a host whose
-ranks fill its cores it is taken from their steps. Only torch itself can do without it: whoever opens the file as a zip file looks.
+torch takes a CRC-32 of every record by a table, which costs a core more than all else about a
+checkpoint together; on a host whose ranks fill its cores it is taken from their steps. Only torch
+itself can do without it: whoever opens the file as a zip file looks.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def save(content: Any, file: Sink) -> None:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Inside, and in this thread alone, torch writes zeros in place of checksums; torch does not look at them when it loads."""
+    """Inside, and in this thread alone, torch writes zeros in place of checksums; torch does not
+    look at them when it loads."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -60,17 +63,19 @@ def _header_bytes(data: ReadableBuffer, at: int = 0) -> int:
 
 
 def _checksum_places(data: ReadableBuffer, at: int) -> Iterator[int]:
-    """Where in a directory that begins there each record's checksum is; the caller knows how many there are."""
+    """Where in a directory that begins there each record's checksum is; the caller knows how many
+    there are."""
     while True:
         yield at + 16
         at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", data, at + 28))
 
 
 class _Checksums:
-    """Between torch and a file: puts a record's checksum behind it, and all of them into the directory at the end.
+    """Between torch and a file: puts a record's checksum behind it, and all of them into the
+    directory at the end.
 
-    Relies on how torch writes: a record's header says that its checksum follows the data, and comes in a call of its own, as do the
-    descriptor behind the data and the directory.
+    Relies on how torch writes: a record's header says that its checksum follows the data, and comes
+    in a call of its own, as do the descriptor behind the data and the directory.
     """
 
     def __init__(self, file: Sink) -> None:
@@ -109,13 +114,19 @@ class _Checksums:
         return view
 
     def _follows_nothing(self, view: memoryview) -> bool:
-        """Whether the present record is empty, and this the next one's header: there is no descriptor then."""
+        """Whether the present record is empty, and this the next one's header: there is no
+        descriptor then."""
         return not self._size_bytes and len(view) == _LOCAL_BYTES and view[:4] == _LOCAL
 
     def _ends_record(self, view: memoryview) -> bool:
         """Whether this is a descriptor: signature, checksum, and the record's size twice."""
         layout = {16: "<4sIII", 24: "<4sIQQ"}.get(len(view))
-        return layout is not None and struct.unpack(layout, view) == (_DESCRIPTOR, 0, self._size_bytes, self._size_bytes)
+        return layout is not None and struct.unpack(layout, view) == (
+            _DESCRIPTOR,
+            0,
+            self._size_bytes,
+            self._size_bytes,
+        )
 
     def _directory(self, view: memoryview) -> memoryview:
         directory = bytearray(view)
@@ -126,7 +137,8 @@ class _Checksums:
 
 @cache
 def _layout_is_known() -> bool:
-    """Whether this torch writes zip files as ``_Checksums`` expects; another one may not, and then takes checksums by itself."""
+    """Whether this torch writes zip files as ``_Checksums`` expects; another one may not, and then
+    takes checksums by itself."""
     file = io.BytesIO()
     sample = {"a": torch.ones(5), "b": torch.zeros(0), "c": torch.ones(4, dtype=torch.int32)}
     try:

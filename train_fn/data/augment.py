@@ -1,4 +1,5 @@
-"""Augmentation of whole micro-batches, keyed by (seed, epoch, sample index): the same on any rank, in any order."""
+"""Augmentation of whole micro-batches, keyed by (seed, epoch, sample index): the same on any rank,
+in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Images = NDArray[np.uint8]
 
 
 def shift(images: Images, seed: int, epoch: int, indices: NDArray[np.int64], pixels: int) -> Images:
-    """Move each image by up to ``pixels`` in both directions, the full way half as often as any other; what moves in is zero."""
+    """Move each image by up to ``pixels`` in both directions, the full way half as often as any
+    other; what moves in is zero."""
     num, _, height, width = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
     windows = sliding_window_view(padded, (height, width), axis=(2, 3))

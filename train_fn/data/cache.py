@@ -1,4 +1,5 @@
-"""Decoded data, once a node: the first process decodes under a lock, all others map the result into memory."""
+"""Decoded data, once a node: the first process decodes under a lock, all others map the result into
+memory."""
 
 from __future__ import annotations
 
@@ -15,21 +16,29 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays]) -> Arrays:
-    """What ``decode`` returns, memory-mapped from this node's cache; called only where the cache does not have it.
+    """What ``decode`` returns, memory-mapped from this node's cache; called only where the cache
+    does not have it.
 
     Args:
         name: of the data set.
-        sources: files that are decoded; when one of them changes (size or time), it is decoded anew.
+        sources: files that are decoded; when one of them changes (size or time), it is decoded
+            anew.
     """
-    stamps = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources]
+    stamps = [
+        f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources
+    ]
     return cached(name, hashlib.sha256(repr(stamps).encode()).hexdigest()[:16], decode)
 
 
 def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
-    """The arrays that this node's cache keeps under ``name`` and ``key``, memory-mapped; where there are none, of ``decode``."""
+    """The arrays that this node's cache keeps under ``name`` and ``key``, memory-mapped; where
+    there are none, of ``decode``."""
     directory = cache_root() / "data" / f"{name}-{key}"
     once_a_node(directory, lambda temporary: _write(temporary, decode()))
-    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(directory.glob("*.npy"))}
+    return {
+        path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
+        for path in sorted(directory.glob("*.npy"))
+    }
 
 
 def _write(directory: Path, arrays: Arrays) -> None:

@@ -24,7 +24,8 @@ _PIXELS = Pixels(scale=1 / 255 / 0.251, offset=0.473 / 0.251)
 
 
 def load_cifar10(args: Cifar10Args) -> ImageData:
-    """Training and validation images; raises DataMissing where the batches are not here and cannot be downloaded."""
+    """Training and validation images; raises DataMissing where the batches are not here and cannot
+    be downloaded."""
     root = Path(args.root).expanduser()
     directory = root / _DIRECTORY
     files = [directory / name for names in _BATCHES.values() for name in names]
@@ -32,7 +33,9 @@ def load_cifar10(args: Cifar10Args) -> ImageData:
         _download(root, files)
     arrays: Any = decoded_once("cifar10", files, lambda: _decode(directory))
     digest = arrays["digest"].tobytes().decode()
-    train_pixels = Pixels(_PIXELS.scale, _PIXELS.offset, shift_pixels=4 if args.augment else 0, flips=args.augment)
+    train_pixels = Pixels(
+        _PIXELS.scale, _PIXELS.offset, shift_pixels=4 if args.augment else 0, flips=args.augment
+    )
     return ImageData(
         train=InMemoryImages(arrays["train_images"], arrays["train_labels"], train_pixels, digest),
         val=InMemoryImages(arrays["val_images"], arrays["val_labels"], _PIXELS, digest),
@@ -43,12 +46,17 @@ def load_cifar10(args: Cifar10Args) -> ImageData:
 
 
 def _decode(directory: Path) -> Arrays:
-    """The batches are pickles, as their authors published them: as trustworthy as whoever put them there."""
+    """The batches are pickles, as their authors published them: as trustworthy as whoever put them
+    there."""
     arrays: Arrays = {}
     hashed = hashlib.sha256()
     for split, names in _BATCHES.items():
-        batches = [pickle.loads((directory / name).read_bytes(), encoding="bytes") for name in names]
-        images = np.concatenate([np.asarray(batch[b"data"], dtype=np.uint8) for batch in batches]).reshape(-1, 3, 32, 32)
+        batches = [
+            pickle.loads((directory / name).read_bytes(), encoding="bytes") for name in names
+        ]
+        images = np.concatenate(
+            [np.asarray(batch[b"data"], dtype=np.uint8) for batch in batches]
+        ).reshape(-1, 3, 32, 32)
         labels = np.concatenate([np.asarray(batch[b"labels"], dtype=np.int64) for batch in batches])
         hashed.update(images.tobytes() + labels.tobytes())
         arrays |= {f"{split}_images": images, f"{split}_labels": labels}
@@ -57,7 +65,8 @@ def _decode(directory: Path) -> Arrays:
 
 
 def _download(root: Path, files: list[Path]) -> None:
-    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or no permission."""
+    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or
+    no permission."""
     with node_lock(cache_root() / "data" / "cifar10.download.lock"):
         if all(file.is_file() for file in files):
             return
@@ -67,6 +76,8 @@ def _download(root: Path, files: list[Path]) -> None:
         except (OSError, RuntimeError) as exc:
             shutil.rmtree(root / _DIRECTORY, ignore_errors=True)
             raise DataMissing(
-                f"data set cifar10 is not in {root} on this node, and cannot be downloaded there ({exc}). "
-                f"Put {_DIRECTORY} there on every node, or set task.data.args.root to a directory that has it"
+                f"data set cifar10 is not in {root} on this node, and cannot be downloaded there "
+                f"({exc}). "
+                f"Put {_DIRECTORY} there on every node, or set task.data.args.root to a directory "
+                "that has it"
             ) from exc

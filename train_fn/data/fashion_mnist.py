@@ -1,4 +1,5 @@
-"""Fashion-MNIST (Xiao et al., 2017) from IDX files, as Debian's package brings them or torchvision downloads them."""
+"""Fashion-MNIST (Xiao et al., 2017) from IDX files, as Debian's package brings them or torchvision
+downloads them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _PIXELS = Pixels(scale=1 / 255 / 0.353, offset=0.286 / 0.353)
 
 
 def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
-    """Training and validation images; raises DataMissing where the files are not here and cannot be downloaded."""
+    """Training and validation images; raises DataMissing where the files are not here and cannot be
+    downloaded."""
     root = Path(args.root).expanduser()
     paths = {name: _find(root, file) for name, file in _FILES.items()}
     if None in paths.values():
@@ -36,7 +38,9 @@ def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
         paths = {name: _find(root, file) for name, file in _FILES.items()}
     found = {name: path for name, path in paths.items() if path is not None}
     if len(found) < len(_FILES):
-        raise DataMissing(f"data set fashion_mnist: {root} lacks {sorted(_FILES.keys() - found.keys())}")
+        raise DataMissing(
+            f"data set fashion_mnist: {root} lacks {sorted(_FILES.keys() - found.keys())}"
+        )
     arrays = decoded_once("fashion_mnist", found.values(), lambda: _decode(found))
     digest = bytes(arrays["digest"].tobytes()).decode()
     train_pixels = Pixels(_PIXELS.scale, _PIXELS.offset, flips=args.augment)
@@ -67,19 +71,28 @@ def _decode(paths: dict[str, Path]) -> Arrays:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array in LeCun's IDX format: two zero bytes, the type (8: unsigned byte), the number of dimensions, their sizes."""
+    """An array in LeCun's IDX format: two zero bytes, the type (8: unsigned byte), the number of
+    dimensions, their sizes."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(data) < 4 or data[:3] != b"\x00\x00\x08":
-        raise DataMissing(f"data set fashion_mnist: {path} is not an IDX file of bytes; remove it and get it again")
+        raise DataMissing(
+            f"data set fashion_mnist: {path} is not an IDX file of bytes; remove it and get it "
+            "again"
+        )
     num_dims = data[3]
-    shape = tuple(int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(num_dims))
+    shape = tuple(
+        int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(num_dims)
+    )
     if len(data) != 4 + 4 * num_dims + int(np.prod(shape)):
-        raise DataMissing(f"data set fashion_mnist: {path} is truncated; remove it and get it again")
+        raise DataMissing(
+            f"data set fashion_mnist: {path} is truncated; remove it and get it again"
+        )
     return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * num_dims).reshape(shape)
 
 
 def _download(root: Path) -> None:
-    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or no permission."""
+    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or
+    no permission."""
     with node_lock(cache_root() / "data" / "fashion_mnist.download.lock"):
         if _find(root, _FILES["val_labels"]) is not None:
             return
@@ -89,6 +102,8 @@ def _download(root: Path) -> None:
         except (OSError, RuntimeError) as exc:
             shutil.rmtree(root / "FashionMNIST", ignore_errors=True)
             raise DataMissing(
-                f"data set fashion_mnist is not in {root} on this node, and cannot be downloaded there ({exc}). Install Debian's "
-                "package dataset-fashion-mnist on every node, or set task.data.args.root to a directory with its IDX files"
+                f"data set fashion_mnist is not in {root} on this node, and cannot be downloaded "
+                f"there ({exc}). Install Debian's "
+                "package dataset-fashion-mnist on every node, or set task.data.args.root to a "
+                "directory with its IDX files"
             ) from exc

@@ -28,7 +28,8 @@ Box = tuple[float, float, float, float]
 
 
 class FolderImages(Dataset[ImageBatch]):
-    """Decodes a micro-batch at a time, into bytes: a fourth of what floats would take on the way to the device.
+    """Decodes a micro-batch at a time, into bytes: a fourth of what floats would take on the way to
+    the device.
 
     What is random about an image is a function of (seed, epoch, its index).
     """
@@ -45,25 +46,37 @@ class FolderImages(Dataset[ImageBatch]):
         return images[0], labels[0]
 
     def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> ImageBatch:
-        """uint8 [n, 3, size, size] with channels innermost in memory, and labels; ``epoch`` None leaves the images as they are."""
+        """uint8 [n, 3, size, size] with channels innermost in memory, and labels; ``epoch`` None
+        leaves the images as they are."""
         pixels = np.empty((len(indices), self._size, self._size, 3), dtype=np.uint8)
         for position, index in enumerate(indices.tolist()):
-            choices = random.Random(key(seed, epoch, index, 7)) if self._augment and epoch is not None else None
+            choices = (
+                random.Random(key(seed, epoch, index, 7))
+                if self._augment and epoch is not None
+                else None
+            )
             pixels[position] = self._decode(self._index.path(index), choices)
-        return torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(self._index.labels[indices])
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(
+            self._index.labels[indices]
+        )
 
     def _decode(self, path: Path, choices: random.Random | None) -> NDArray[np.uint8]:
-        """One image [size, size, 3]: cropped and mirrored by ``choices``, or its middle. Raises DataMissing naming the file."""
+        """One image [size, size, 3]: cropped and mirrored by ``choices``, or its middle. Raises
+        DataMissing naming the file."""
         try:
             with Image.open(path) as file:
                 width, height = file.size
                 box = _random_box(file.size, choices) if choices else _central_box(file.size)
                 shrink = min(box[2] - box[0], box[3] - box[1]) / self._size
-                if shrink >= 2:  # JPEG can be decoded at a half, a fourth or an eighth, which costs that much less
+                # JPEG can be decoded at a half, a fourth or an eighth, which costs that much less
+                if shrink >= 2:
                     file.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
                 image = file.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as exc:
-            raise DataMissing(f"data set image_folder: {path} cannot be decoded ({exc}); replace it, or take it out") from exc
+            raise DataMissing(
+                f"data set image_folder: {path} cannot be decoded ({exc}); replace it, or take it "
+                "out"
+            ) from exc
         across, down = image.width / width, image.height / height
         box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
         resized = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box)
@@ -73,17 +86,26 @@ class FolderImages(Dataset[ImageBatch]):
 
 
 def load_image_folder(args: ImageFolderArgs) -> ImageData:
-    """``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` below the root; raises DataMissing when there is nothing to train on."""
+    """``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` below the root; raises DataMissing when there
+    is nothing to train on."""
     root = Path(args.root).expanduser()
-    classes = sorted(entry.name for entry in (root / "train").iterdir() if entry.is_dir()) if (root / "train").is_dir() else []
+    classes = (
+        sorted(entry.name for entry in (root / "train").iterdir() if entry.is_dir())
+        if (root / "train").is_dir()
+        else []
+    )
     if not classes:
         raise DataMissing(
-            f"data set image_folder: {root / 'train'} has no class directories on this node. Put the images at "
+            f"data set image_folder: {root / 'train'} has no class directories on this node. Put "
+            "the images at "
             f"{root}/train/CLASS/*.jpg on every node (a shared path), or set task.data.args.root"
         )
     train, val = index_images(root / "train", classes), index_images(root / "val", classes)
     if len(train) == 0:
-        raise DataMissing(f"data set image_folder: no images ({', '.join(sorted(SUFFIXES))}) below {root / 'train'}")
+        raise DataMissing(
+            f"data set image_folder: no images ({', '.join(sorted(SUFFIXES))}) below "
+            f"{root / 'train'}"
+        )
     return ImageData(
         train=FolderImages(train, args.image_size, augment=args.augment),
         val=FolderImages(val, args.image_size, augment=False) if len(val) else None,
@@ -102,7 +124,10 @@ def _random_box(size: tuple[int, int], choices: random.Random) -> Box:
         ratio = math.exp(choices.uniform(math.log(3 / 4), math.log(4 / 3)))
         crop_width, crop_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if crop_width <= width and crop_height <= height:
-            left, top = choices.uniform(0, width - crop_width), choices.uniform(0, height - crop_height)
+            left, top = (
+                choices.uniform(0, width - crop_width),
+                choices.uniform(0, height - crop_height),
+            )
             return left, top, left + crop_width, top + crop_height
     return _central_box(size)
 

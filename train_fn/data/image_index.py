@@ -1,8 +1,10 @@
-"""Which images a directory holds: found once a node, and shared by all its ranks and loader processes.
+"""Which images a directory holds: found once a node, and shared by all its ranks and loader
+processes.
 
-A million files cannot be looked up by every rank of every attempt: a recovery would wait for it. The index lies in this node's
-cache as flat arrays that are mapped into memory, and stands as long as no directory has changed: adding, removing or renaming a
-file changes its directory's time, and a node asks for those few alone.
+A million files cannot be looked up by every rank of every attempt: a recovery would wait for it.
+The index lies in this node's cache as flat arrays that are mapped into memory, and stands as long
+as no directory has changed: adding, removing or renaming a file changes its directory's time, and a
+node asks for those few alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from train_fn.node.node_dir import cache_root, node_lock
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 _SETTLED_NS = 2_000_000_000
-"""A directory that changed so shortly before may change again without showing it: clocks of file systems are coarse."""
+"""A directory that changed so shortly before may change again without showing it: clocks of file
+systems are coarse."""
 
 Stamps = dict[str, int]
 """Modification time of every directory, in nanoseconds; -1 for one that is gone."""
@@ -32,7 +35,8 @@ Stamps = dict[str, int]
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """The images of one split by class and path. ``fingerprint`` covers classes, paths and sizes."""
+    """The images of one split by class and path. ``fingerprint`` covers classes, paths and
+    sizes."""
 
     split: Path
     paths: NDArray[np.uint8]
@@ -52,7 +56,8 @@ class ImageIndex:
 
 
 def index_images(split: Path, classes: list[str]) -> ImageIndex:
-    """The images below ``split/CLASS``, in a fixed order; from this node's cache while no directory has changed."""
+    """The images below ``split/CLASS``, in a fixed order; from this node's cache while no directory
+    has changed."""
     name = hashlib.sha256(f"{split.resolve()} {classes}".encode()).hexdigest()[:16]
     known = cache_root() / "data" / f"image_folder-{name}.json"
     with node_lock(known.with_suffix(".lock")):
@@ -114,10 +119,14 @@ def _scan(split: Path, classes: list[str]) -> tuple[Arrays, list[str]]:
         for directory, inner, files in os.walk(split / name, followlinks=True):
             inner.sort()
             directories.append(directory)
-            found += [Path(directory, file) for file in files if Path(file).suffix.lower() in SUFFIXES]
+            found += [
+                Path(directory, file) for file in files if Path(file).suffix.lower() in SUFFIXES
+            ]
         for path in sorted(found):
             relative = path.relative_to(split)
-            hashed.update(f"{label} {relative} {path.stat().st_size}\n".encode(errors="surrogateescape"))
+            hashed.update(
+                f"{label} {relative} {path.stat().st_size}\n".encode(errors="surrogateescape")
+            )
             paths.append(os.fsencode(relative))
             labels.append(label)
     arrays: Arrays = {

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from everstep.spec.catalog import Cifar10Spec, DigitsSpec, FashionMnistSpec, ImageDataSpec, ImageFolderSpec
+from everstep.spec.catalog import (
+    Cifar10Spec,
+    DigitsSpec,
+    FashionMnistSpec,
+    ImageDataSpec,
+    ImageFolderSpec,
+)
 from train_fn.data.cifar10 import load_cifar10
 from train_fn.data.digits import load_digits
 from train_fn.data.fashion_mnist import load_fashion_mnist
@@ -11,7 +17,8 @@ from train_fn.data.images import ImageData
 
 
 def build_image_data(spec: ImageDataSpec) -> ImageData:
-    """The data set that ``spec`` names; raises DataMissing, saying what to do, when it is not on this node."""
+    """The data set that ``spec`` names; raises DataMissing, saying what to do, when it is not on
+    this node."""
     match spec:
         case DigitsSpec():
             return load_digits(spec.args)

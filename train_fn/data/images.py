@@ -59,13 +59,17 @@ class Pixels:
 
 
 class InMemoryImages(Dataset[ImageBatch]):
-    """Images as one uint8 array (in memory or memory-mapped), fetched and augmented a micro-batch at a time."""
+    """Images as one uint8 array (in memory or memory-mapped), fetched and augmented a micro-batch
+    at a time."""
 
     in_memory = True
 
-    def __init__(self, images: Images, labels: NDArray[np.int64], pixels: Pixels, fingerprint: str) -> None:
+    def __init__(
+        self, images: Images, labels: NDArray[np.int64], pixels: Pixels, fingerprint: str
+    ) -> None:
         assert images.ndim == 4 and len(images) == len(labels)
-        self.images, self.labels = np.asarray(images), np.asarray(labels)  # of a memory map, a plain view: cheaper to index
+        # of a memory map, a plain view: cheaper to index
+        self.images, self.labels = np.asarray(images), np.asarray(labels)
         self.pixels, self.fingerprint = pixels, fingerprint
 
     def __len__(self) -> int:
@@ -76,11 +80,17 @@ class InMemoryImages(Dataset[ImageBatch]):
         return images[0], labels[0]
 
     def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> ImageBatch:
-        """A collated micro-batch in the order of ``indices``, augmented for ``epoch``; None leaves the images as they are."""
+        """A collated micro-batch in the order of ``indices``, augmented for ``epoch``; None leaves
+        the images as they are."""
         images = self.images[indices]
         if epoch is not None and self.pixels.shift_pixels:
             images = shift(images, seed, epoch, indices, self.pixels.shift_pixels)
         if epoch is not None and self.pixels.flips:
             images = flip(images, seed, epoch, indices)
-        normalised = torch.from_numpy(images).to(torch.float32).mul_(self.pixels.scale).sub_(self.pixels.offset)
+        normalised = (
+            torch.from_numpy(images)
+            .to(torch.float32)
+            .mul_(self.pixels.scale)
+            .sub_(self.pixels.offset)
+        )
         return normalised, torch.from_numpy(self.labels[indices])

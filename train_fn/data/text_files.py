@@ -18,15 +18,17 @@ from train_fn.errors import DataMissing
 Tokens = NDArray[np.uint16]
 
 END_OF_TEXT = -1
-"""Stands in a vocabulary for the token behind each file; the others stand for bytes, or for code points."""
+"""Stands in a vocabulary for the token behind each file; the others stand for bytes, or for code
+points."""
 _MAX_VOCABULARY = 1 << 16
 
 
 class PackedText(Dataset[torch.Tensor]):
-    """Sample ``i`` is tokens ``[i * length, (i + 1) * length]``: the inputs and, one further, what follows them.
+    """Sample ``i`` is tokens ``[i * length, (i + 1) * length]``: the inputs and, one further, what
+    follows them.
 
-    So every token but the first is predicted once an epoch; what fills no whole sequence at the end is left out. Sequences go on
-    past the end of a file, as usual for packed text.
+    So every token but the first is predicted once an epoch; what fills no whole sequence at the end
+    is left out. Sequences go on past the end of a file, as usual for packed text.
     """
 
     in_memory = True
@@ -60,7 +62,8 @@ class TextData:
 def load_text_files(args: TextFilesArgs, context_length: int) -> TextData:
     """Training and validation text.
 
-    Raises DataMissing where there is none, too little of it, or what is no UTF-8 where characters are asked for.
+    Raises DataMissing where there is none, too little of it, or what is no UTF-8 where characters
+    are asked for.
     """
     files = _find(args)
     arrays = decoded_once(f"text_files-{args.level}", files, lambda: _decode(files, args.level))
@@ -69,49 +72,70 @@ def load_text_files(args: TextFilesArgs, context_length: int) -> TextData:
     num_held_out = int(len(tokens) * args.val_fraction)
     split = len(tokens) - num_held_out
     fingerprint = f"text_files/{args.level}/{split}/{context_length}/{digest}"
-    train, val = (PackedText(part, context_length, fingerprint) for part in (tokens[:split], tokens[split:]))
+    train, val = (
+        PackedText(part, context_length, fingerprint) for part in (tokens[:split], tokens[split:])
+    )
     if len(train) == 0:
         raise DataMissing(
-            f"data set text_files: {args.path} has {split} tokens to train on, fewer than one sequence of {context_length + 1}; "
+            f"data set text_files: {args.path} has {split} tokens to train on, fewer than one "
+            f"sequence of {context_length + 1}; "
             "lower task.model.args.context_length or task.data.args.val_fraction, or add text"
         )
-    return TextData(train, val if len(val) else None, torch.from_numpy(np.array(arrays["vocabulary"], dtype=np.int64)))
+    return TextData(
+        train,
+        val if len(val) else None,
+        torch.from_numpy(np.array(arrays["vocabulary"], dtype=np.int64)),
+    )
 
 
 def _find(args: TextFilesArgs) -> list[Path]:
-    """The files in the order of their paths below the directory; one that several links lead to is read once."""
+    """The files in the order of their paths below the directory; one that several links lead to is
+    read once."""
     root = Path(args.path).expanduser()
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise DataMissing(f"data set text_files: there is no {root} on this node; put it on every node, or set task.data.args.path")
+        raise DataMissing(
+            f"data set text_files: there is no {root} on this node; put it on every node, or set "
+            "task.data.args.path"
+        )
     first: dict[Path, Path] = {}
     for path in sorted(root.rglob(args.pattern), key=lambda path: path.relative_to(root).parts):
         if path.is_file():
             first.setdefault(path.resolve(), path)
     files = list(first.values())
     if not files:
-        raise DataMissing(f"data set text_files: no file below {root} is called {args.pattern}; set task.data.args.pattern")
+        raise DataMissing(
+            f"data set text_files: no file below {root} is called {args.pattern}; set "
+            "task.data.args.pattern"
+        )
     return files
 
 
 def _decode(files: list[Path], level: str) -> Arrays:
     if level == "byte":
         vocabulary = np.append(np.arange(256), END_OF_TEXT)
-        parts = [np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16) for file in files]
+        parts = [
+            np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.uint16) for file in files
+        ]
     else:
         points = [_code_points(file) for file in files]
         known = np.unique(np.concatenate([np.unique(part) for part in points])).astype(np.int64)
         if len(known) >= _MAX_VOCABULARY:
             raise DataMissing(
-                f"data set text_files: {len(known)} different characters are too many; set task.data.args.level: byte"
+                f"data set text_files: {len(known)} different characters are too many; set "
+                "task.data.args.level: byte"
             )
         vocabulary = np.append(known, END_OF_TEXT)
         parts = [np.searchsorted(known, part).astype(np.uint16) for part in points]
     end = np.array([len(vocabulary) - 1], dtype=np.uint16)
     tokens = np.concatenate([piece for part in parts for piece in (part, end)])
     digest = hashlib.sha256(tokens.tobytes() + vocabulary.tobytes()).hexdigest()
-    return {"tokens": tokens, "vocabulary": vocabulary, "digest": np.frombuffer(digest.encode(), dtype=np.uint8)}
+    return {
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "digest": np.frombuffer(digest.encode(), dtype=np.uint8),
+    }
 
 
 def _code_points(file: Path) -> NDArray[np.uint32]:
@@ -119,6 +143,7 @@ def _code_points(file: Path) -> NDArray[np.uint32]:
         return np.frombuffer(file.read_bytes().decode("utf-8").encode("utf-32-le"), dtype=np.uint32)
     except UnicodeDecodeError as exc:
         raise DataMissing(
-            f"data set text_files: {file} is not UTF-8 (byte {exc.start}); leave it out by task.data.args.pattern, or set "
+            f"data set text_files: {file} is not UTF-8 (byte {exc.start}); leave it out by "
+            "task.data.args.pattern, or set "
             "task.data.args.level: byte"
         ) from exc

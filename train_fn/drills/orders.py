@@ -1,4 +1,5 @@
-"""Drills in the driver: what an operator's order hits or why it is refused, each order once, and told before anything is broken."""
+"""Drills in the driver: what an operator's order hits or why it is refused, each order once, and
+told before anything is broken."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class DrillRefused(Exception):
 
 
 class Faults(Protocol):
-    """What a drill does to a cluster. Every method raises DrillRefused where it could not be done."""
+    """What a drill does to a cluster. Every method raises DrillRefused where it could not be
+    done."""
 
     def head_node_ids(self) -> Collection[str]:
         """The cluster's head, which a drill leaves alone."""
@@ -66,31 +68,53 @@ def plan(order: DrillOrder, history: History, head_node_ids: Collection[str]) ->
     Raises DrillRefused where the ranks that were meant are gone, or the node is the cluster's head.
     """
     if not history.attempt_open or history.last_attempt != order.attempt:
-        raise DrillRefused(f"attempt {order.attempt}, whose ranks were meant, has ended; ask again once the run trains")
+        raise DrillRefused(
+            f"attempt {order.attempt}, whose ranks were meant, has ended; ask again once the run "
+            "trains"
+        )
     if order.kind in (DrillKind.KILL_DRIVER, DrillKind.CORRUPT_CHECKPOINT):
         return DrillPlan(None, history.workers)
     target = next((place for place in history.workers if place.rank == order.rank), None)
     if target is None:
-        raise DrillRefused(f"attempt {order.attempt} has no rank {order.rank}; it has {len(history.workers)}, from 0")
-    if order.kind in (DrillKind.KILL_NODE, DrillKind.DRAIN_NODE) and target.node_id in head_node_ids:
-        message = f"rank {order.rank} is on node {target.node_id}, the cluster's head; choose a rank on another node"
+        raise DrillRefused(
+            f"attempt {order.attempt} has no rank {order.rank}; it has {len(history.workers)}, "
+            "from 0"
+        )
+    if (
+        order.kind in (DrillKind.KILL_NODE, DrillKind.DRAIN_NODE)
+        and target.node_id in head_node_ids
+    ):
+        message = (
+            f"rank {order.rank} is on node {target.node_id}, the cluster's head; choose a rank on "
+            "another node"
+        )
         raise DrillRefused(message)
     return DrillPlan(target, history.workers)
 
 
 def checkpoint_to_damage(lineage: Sequence[str]) -> str:
-    """The newest of the checkpoints that count, given oldest first. Raises DrillRefused where none is left to fall back to."""
+    """The newest of the checkpoints that count, given oldest first. Raises DrillRefused where none
+    is left to fall back to."""
     if len(lineage) < 2:
         found = f"the run has {len(lineage)} so far"
-        raise DrillRefused(f"corrupt_checkpoint needs two checkpoints, the older one to fall back to; {found}")
+        raise DrillRefused(
+            f"corrupt_checkpoint needs two checkpoints, the older one to fall back to; {found}"
+        )
     return lineage[-1]
 
 
 class Drills:
     """Looks for orders in the run directory and carries them out. Not thread-safe."""
 
-    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient, make_faults: Callable[[], Faults]) -> None:
-        """``make_faults`` is called for the first order: what it needs of Ray is loaded only then."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        submission: int,
+        journal: ActorJournalClient,
+        make_faults: Callable[[], Faults],
+    ) -> None:
+        """``make_faults`` is called for the first order: what it needs of Ray is loaded only
+        then."""
         self._run_dir = run_dir
         self._submission = submission
         self._journal = journal
@@ -113,9 +137,20 @@ class Drills:
         try:
             faults = self._make_faults()
             self._carry_out(order, plan(order, history, faults.head_node_ids()), faults)
-        except Exception as exc:  # whatever it was, the operator is to hear of it, and the run goes on
-            logger.warning("drill %s, %s of rank %d, was not carried out: %s", order.id, order.kind, order.rank, exc)
-            self._journal.emit(EventKind.DRILL_FAILED, {**_named(order), "problem": str(exc)}, attempt=order.attempt)
+        except Exception as exc:
+            # whatever it was, the operator is to hear of it, and the run goes on
+            logger.warning(
+                "drill %s, %s of rank %d, was not carried out: %s",
+                order.id,
+                order.kind,
+                order.rank,
+                exc,
+            )
+            self._journal.emit(
+                EventKind.DRILL_FAILED,
+                {**_named(order), "problem": str(exc)},
+                attempt=order.attempt,
+            )
 
     def _carry_out(self, order: DrillOrder, drill: DrillPlan, faults: Faults) -> None:
         if order.kind is DrillKind.CORRUPT_CHECKPOINT:
@@ -140,8 +175,8 @@ class Drills:
     def _corrupt(self, order: DrillOrder, ranks: Sequence[RankPlace], faults: Faults) -> None:
         """Damage the newest checkpoint and kill all ranks.
 
-        They are stopped first: a rank that saw a peer die would leave its state in shared memory, and rank 0 might commit a newer
-        checkpoint meanwhile.
+        They are stopped first: a rank that saw a peer die would leave its state in shared memory,
+        and rank 0 might commit a newer checkpoint meanwhile.
         """
         checkpoint_to_damage(self._lineage())  # before anything is touched
         try:
@@ -158,13 +193,24 @@ class Drills:
     def _lineage(self) -> list[str]:
         return [manifest.name for manifest in self._run_dir.checkpoints.lineage()]
 
-    def _record(self, order: DrillOrder, node_id: str | None = None, pid: int | None = None, checkpoint: str | None = None) -> None:
-        """Make it durable that the fault is put in, so that nobody puts it in again. Raises DrillRefused where that fails."""
+    def _record(
+        self,
+        order: DrillOrder,
+        node_id: str | None = None,
+        pid: int | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """Make it durable that the fault is put in, so that nobody puts it in again. Raises
+        DrillRefused where that fails."""
         what = {"node_id": node_id, "pid": pid, "checkpoint": checkpoint}
         logger.warning("drill %s: %s of rank %d, %s", order.id, order.kind, order.rank, what)
-        self._journal.emit(EventKind.DRILL_STARTED, {**_named(order), **what}, attempt=order.attempt)
+        self._journal.emit(
+            EventKind.DRILL_STARTED, {**_named(order), **what}, attempt=order.attempt
+        )
         if not self._journal.flush(FLUSH_S):
-            raise DrillRefused(f"the journal did not take the drill within {FLUSH_S:g} s; is the storage writable?")
+            raise DrillRefused(
+                f"the journal did not take the drill within {FLUSH_S:g} s; is the storage writable?"
+            )
 
 
 def _named(order: DrillOrder) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What the driver makes of a run's journals beside the training, batch by batch, from the first submission to its own."""
+"""What the driver makes of a run's journals beside the training, batch by batch, from the first
+submission to its own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 
 INTERVAL_S = 10.0
-"""How often what is new is taken; the first time so long after the start, which has better things to do than to import."""
+"""How often what is new is taken; the first time so long after the start, which has better things
+to do than to import."""
 _BATCH_EVENTS = 5000
 
 logger = logging.getLogger(__name__)
@@ -25,18 +27,23 @@ class NotNow(Exception):
 
 
 def measured(event: JournalEvent) -> list[tuple[int, float, dict[str, float]]]:
-    """(step, unix seconds, what was finite by name) of each point that an event tells; of an evaluation as the series are named."""
+    """(step, unix seconds, what was finite by name) of each point that an event tells; of an
+    evaluation as the series are named."""
     found: list[tuple[int, float, dict[str, float | None]]] = []
     if event.kind is EventKind.METRICS:
         found = [(point["step"], point["at"], point["values"]) for point in event.data["points"]]
     elif event.kind is EventKind.EVALUATED:
         named = {validation_name(name): value for name, value in event.data["metrics"].items()}
         found = [(event.data["step"], event.at, named)]
-    return [(step, at, {name: value for name, value in values.items() if value is not None}) for step, at, values in found]
+    return [
+        (step, at, {name: value for name, value in values.items() if value is not None})
+        for step, at, values in found
+    ]
 
 
 class JournalFollower(ABC):
-    """Reads every journal up to this submission's, in order; by itself from ``start`` to ``close``."""
+    """Reads every journal up to this submission's, in order; by itself from ``start`` to
+    ``close``."""
 
     def __init__(self, run_dir: RunDir, submission: int, what: str) -> None:
         """``what`` it makes, for the log."""
@@ -55,7 +62,8 @@ class JournalFollower(ABC):
 
     @abstractmethod
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
-        """The next events of its journal. Raises StorageError or NotNow where they are to come again."""
+        """The next events of its journal. Raises StorageError or NotNow where they are to come
+        again."""
 
     def start(self) -> None:
         self._thread.start()
@@ -68,9 +76,14 @@ class JournalFollower(ABC):
             logger.warning("%s: not complete after %g s", self._what, timeout_s)
 
     def update(self) -> None:
-        """Take what the journals tell by now. Raises StorageError and NotNow, after which the next call goes on."""
+        """Take what the journals tell by now. Raises StorageError and NotNow, after which the next
+        call goes on."""
         if self._older is None:
-            self._older = [submission for submission in self._run_dir.submissions() if submission < self._submission]
+            self._older = [
+                submission
+                for submission in self._run_dir.submissions()
+                if submission < self._submission
+            ]
         while self._older:
             self._follow(self._older[0])
             self._cursor = None
@@ -95,7 +108,9 @@ class JournalFollower(ABC):
             self.begin(submission)
             self._begun = submission
         while True:
-            events, cursor = read_journal(self._run_dir, submission, self._cursor, _BATCH_EVENTS, past_damage=True)
+            events, cursor = read_journal(
+                self._run_dir, submission, self._cursor, _BATCH_EVENTS, past_damage=True
+            )
             self.take(submission, events)
             self._cursor = cursor
             if not events:

@@ -1,7 +1,8 @@
-"""Lines from processes that a rank forks, such as those of its loader, on their way into the rank's log.
+"""Lines from processes that a rank forks, such as those of its loader, on their way into the rank's
+log.
 
-Each line is one packet of a socket, so that lines of several processes never mix, and what a process sent before it was killed
-arrives all the same.
+Each line is one packet of a socket, so that lines of several processes never mix, and what a
+process sent before it was killed arrives all the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _LONGEST_PACKET = 1 << 17
 
 
 class ForkedOutput:
-    """Carries lines from forked processes to the process that made it. ``take(level, line)`` is called there, by a thread."""
+    """Carries lines from forked processes to the process that made it. ``take(level, line)`` is
+    called there, by a thread."""
 
     def __init__(self, take: Callable[[str, str], None]) -> None:
         self._take = take

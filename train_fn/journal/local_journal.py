@@ -1,4 +1,5 @@
-"""A rank's way to its run's journal where no driver is: rank 0 writes it by itself, and says on the terminal how it goes."""
+"""A rank's way to its run's journal where no driver is: rank 0 writes it by itself, and says on the
+terminal how it goes."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ Say = Callable[[str], None]
 
 
 class LocalJournal:
-    """The loop's JournalClient. Writing happens on a thread of its own, as under a driver; other ranks than 0 keep nothing."""
+    """The loop's JournalClient. Writing happens on a thread of its own, as under a driver; other
+    ranks than 0 keep nothing."""
 
-    def __init__(self, client: ActorJournalClient | None, stopping: threading.Event, say: Say) -> None:
+    def __init__(
+        self, client: ActorJournalClient | None, stopping: threading.Event, say: Say
+    ) -> None:
         self._client, self._stopping, self._say = client, stopping, say
         self._said_at = float("-inf")
         self._total_steps = 0
@@ -58,15 +62,21 @@ class LocalJournal:
                 return (
                     None
                     if data["source"] == "fresh"
-                    else f"goes on from step {data['step']} ({data['checkpoint'] or data['source']})"
+                    else (
+                        f"goes on from step {data['step']} ({data['checkpoint'] or data['source']})"
+                    )
                 )
             case EventKind.TRAINING_STARTED:
                 self._total_steps = int(data["total_steps"])
                 _, warned, warning = str(data.get("guarantee")).partition("WARNING: ")
                 return (
-                    f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, {self._total_steps:,} steps, "
+                    f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, "
+                    f"{self._total_steps:,} steps, "
                     f"micro-batches of {data['micro_batch_size']}, on {data['device']}"
-                ) + "".join(f"\nWARNING: {each}" for each in [*([warning] if warned else []), *(data.get("warnings") or ())])
+                ) + "".join(
+                    f"\nWARNING: {each}"
+                    for each in [*([warning] if warned else []), *(data.get("warnings") or ())]
+                )
             case EventKind.METRICS:
                 return self._steps(data["points"])
             case EventKind.EVALUATED:
@@ -86,17 +96,26 @@ class LocalJournal:
             return None
         self._said_at = time.monotonic()
         values = points[-1]["values"]
-        return f"step {self.step}/{self._total_steps}: {_numbers({name: values[name] for name in _SHOWN if name in values})}"
+        return (
+            f"step {self.step}/{self._total_steps}: "
+            f"{_numbers({name: values[name] for name in _SHOWN if name in values})}"
+        )
 
 
 def open_local_journal(
     run_dir: RunDir, submission: int, attempt: int, rank: int, stopping: threading.Event, say: Say
 ) -> LocalJournal:
-    """The journal client of one rank; rank 0 becomes the submission's only writer. ``stopping`` asks for a pause."""
+    """The journal client of one rank; rank 0 becomes the submission's only writer. ``stopping``
+    asks for a pause."""
     client = None
     if rank == 0:
         writer = JournalActor(run_dir, submission)
-        client = ActorJournalClient(writer.deliver, f"rank-0.a{attempt:03d}", attempt, interval_s=max(0.5, run_dir.storage.batch_s))
+        client = ActorJournalClient(
+            writer.deliver,
+            f"rank-0.a{attempt:03d}",
+            attempt,
+            interval_s=max(0.5, run_dir.storage.batch_s),
+        )
     return LocalJournal(client, stopping, say)
 
 

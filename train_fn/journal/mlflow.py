@@ -1,6 +1,8 @@
-"""The run in an MLflow tracking server, where the operator names one: made from its journals by the driver, beside the training.
+"""The run in an MLflow tracking server, where the operator names one: made from its journals by the
+driver, beside the training.
 
-MLflow's REST interface (2.0) is spoken as it is, so that nothing of MLflow has to be installed on the cluster.
+MLflow's REST interface (2.0) is spoken as it is, so that nothing of MLflow has to be installed on
+the cluster.
 """
 
 from __future__ import annotations
@@ -34,16 +36,20 @@ _STATUSES = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 class MlflowTracking(JournalFollower):
     """Keeps a run of MLflow, in the experiment of the run's project, up to date with the journals.
 
-    Every point is there once: what MLflow has of a metric already, from a driver before this one, is not sent again.
+    Every point is there once: what MLflow has of a metric already, from a driver before this one,
+    is not sent again.
     """
 
-    def __init__(self, run_dir: RunDir, submission: int, uri: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, run_dir: RunDir, submission: int, uri: str, environ: Mapping[str, str]
+    ) -> None:
         """
         Args:
             run_dir: The run.
             submission: Whose driver this is.
             uri: Base URL of the tracking server.
-            environ: Where MLflow's own MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD, are looked for.
+            environ: Where MLflow's own MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD, are
+                looked for.
         """
         super().__init__(run_dir, submission, "mlflow")
         user, token = environ.get("MLFLOW_TRACKING_USERNAME"), environ.get("MLFLOW_TRACKING_TOKEN")
@@ -86,12 +92,27 @@ class MlflowTracking(JournalFollower):
 
     def _found_or_made(self, spec: RunSpec, started_at: float) -> str:
         experiment = self._experiment(spec.project)
-        wanted = {"experiment_ids": [experiment], "filter": f"tags.`{RUN_TAG}` = '{self._run_dir.run_id}'", "max_results": 1}
+        wanted = {
+            "experiment_ids": [experiment],
+            "filter": f"tags.`{RUN_TAG}` = '{self._run_dir.run_id}'",
+            "max_results": 1,
+        }
         for run in self._post("runs/search", wanted).get("runs") or ():
-            self._furthest = {each["key"]: int(each.get("step") or 0) for each in run.get("data", {}).get("metrics") or ()}
+            self._furthest = {
+                each["key"]: int(each.get("step") or 0)
+                for each in run.get("data", {}).get("metrics") or ()
+            }
             return str(run["info"]["run_id"])
-        tags = [{"key": RUN_TAG, "value": self._run_dir.run_id}, *({"key": key, "value": spec.tags[key]} for key in spec.tags)]
-        body = {"experiment_id": experiment, "run_name": spec.name, "start_time": int(started_at * 1000), "tags": tags}
+        tags = [
+            {"key": RUN_TAG, "value": self._run_dir.run_id},
+            *({"key": key, "value": spec.tags[key]} for key in spec.tags),
+        ]
+        body = {
+            "experiment_id": experiment,
+            "run_name": spec.name,
+            "start_time": int(started_at * 1000),
+            "tags": tags,
+        }
         return str(self._post("runs/create", body)["run"]["info"]["run_id"])
 
     def _experiment(self, name: str) -> str:
@@ -105,22 +126,33 @@ class MlflowTracking(JournalFollower):
         for batch in _cut(fresh, _MOST_METRICS):
             self._post("runs/log-batch", {"run_id": self._mlflow_run, "metrics": batch})
             for point in batch:
-                self._furthest[point["key"]] = max(self._furthest.get(point["key"], -1), point["step"])
+                self._furthest[point["key"]] = max(
+                    self._furthest.get(point["key"], -1), point["step"]
+                )
 
     def _tell(self, event: JournalEvent) -> None:
         """Restarts as tags; the end as the status."""
         if event.kind is EventKind.FAILURE:
             rank = event.data.get("first_rank")
-            words = f"step {event.data.get('step')}: {event.data.get('verdict')}" + ("" if rank is None else f" of rank {rank}")
+            words = f"step {event.data.get('step')}: {event.data.get('verdict')}" + (
+                "" if rank is None else f" of rank {rank}"
+            )
             self._post(
                 "runs/set-tag",
-                {"run_id": self._mlflow_run, "key": f"everstep.failure.{event.submission}-{event.n}", "value": words},
+                {
+                    "run_id": self._mlflow_run,
+                    "key": f"everstep.failure.{event.submission}-{event.n}",
+                    "value": words,
+                },
             )
         elif event.kind is EventKind.SUBMISSION_STARTED:
             self._post("runs/update", {"run_id": self._mlflow_run, "status": "RUNNING"})
         elif event.kind is EventKind.FINISHED:
             status = _STATUSES.get(str(event.data.get("outcome")), "KILLED")
-            self._post("runs/update", {"run_id": self._mlflow_run, "status": status, "end_time": int(event.at * 1000)})
+            self._post(
+                "runs/update",
+                {"run_id": self._mlflow_run, "status": status, "end_time": int(event.at * 1000)},
+            )
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._http.post(path, json=body).raise_for_status().json()
@@ -131,7 +163,12 @@ def _points(event: JournalEvent) -> Iterator[dict[str, Any]]:
     """Metrics of an event as MLflow takes them; what was not finite is left out."""
     for step, at, values in measured(event):
         for name, value in values.items():
-            yield {"key": _NAME.sub("_", name), "value": value, "timestamp": int(at * 1000), "step": step}
+            yield {
+                "key": _NAME.sub("_", name),
+                "value": value,
+                "timestamp": int(at * 1000),
+                "step": step,
+            }
 
 
 def _params(value: Any, path: str = "") -> Iterator[dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Profiles in the driver: an order from the run directory is passed on to the ranks, each one once."""
+"""Profiles in the driver: an order from the run directory is passed on to the ranks, each one
+once."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ class ProfileOrders:
         self._submission = submission
         self._journal = journal
         self._passed_on: str | None = None
-        """Id of the newest order; each submission has a file of its own, so that an older driver's are never seen."""
+        """Id of the newest order; each submission has a file of its own, so that an older driver's
+        are never seen."""
 
     def tick(self) -> None:
-        """Pass the newest order on. Raises StorageError where it could not be read: the next tick tries again."""
+        """Pass the newest order on. Raises StorageError where it could not be read: the next tick
+        tries again."""
         order = self._run_dir.profile_ordered(self._submission)
         if order is None or order.id == self._passed_on:
             return

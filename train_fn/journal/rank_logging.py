@@ -1,4 +1,5 @@
-"""A rank's output in the run's directory: what it and its loader processes print and log, kept after its node is gone."""
+"""A rank's output in the run's directory: what it and its loader processes print and log, kept
+after its node is gone."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ MAX_LINES = 100_000
 MAX_LINE_CHARS = 8_000
 FLUSH_S = 0.5
 MOST_FLUSH_S = 1.0
-"""Longest that a line waits here, also where each write is an object of its own: it is to be durable within two seconds."""
+"""Longest that a line waits here, also where each write is an object of its own: it is to be
+durable within two seconds."""
 RATE_CHARS_PER_S = 1_000_000
 """How much a process may log for long,"""
 BURST_CHARS = 8_000_000
-"""and at once. What is more is counted, and left out: neither storage nor the step is to pay for it."""
+"""and at once. What is more is counted, and left out: neither storage nor the step is to pay for
+it."""
 
 
 class LogBudget:
-    """A bucket that fills at RATE_CHARS_PER_S, and what found it empty. Any thread may take from it."""
+    """A bucket that fills at RATE_CHARS_PER_S, and what found it empty. Any thread may take from
+    it."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -72,12 +76,14 @@ class LogBudget:
         if not chars:
             return None
         return (
-            f"{lines} lines ({chars / 1e6:.1f} MB) are left out here: this process logs more than {RATE_CHARS_PER_S / 1e6:g} MB/s"
+            f"{lines} lines ({chars / 1e6:.1f} MB) are left out here: this process logs more than "
+            f"{RATE_CHARS_PER_S / 1e6:g} MB/s"
         )
 
 
 class RankLog:
-    """Gathers lines from any thread and writes them from a background thread, so that no step waits for storage."""
+    """Gathers lines from any thread and writes them from a background thread, so that no step waits
+    for storage."""
 
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
         self._where = (run_dir, submission, attempt, rank)
@@ -126,13 +132,16 @@ class RankLog:
                     self._forked.send(each, text)
             return
         if len(message) > MAX_LINE_CHARS:
-            message = f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
+            message = (
+                f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
+            )
         if len(self._lines) == MAX_LINES:
             self.budget.leave_out(1, len(self._lines[0].message))
         self._lines.append(LogRecord(at=head_clock.now(), level=level, message=message))
 
     def go_on_in_child(self) -> None:
-        """In a process that was just forked: let go of locks that other threads held, and of a line that the rank began."""
+        """In a process that was just forked: let go of locks that other threads held, and of a line
+        that the rank began."""
         self.budget = LogBudget()
         for name in ("stdout", "stderr"):
             tee = getattr(sys, name)
@@ -140,7 +149,8 @@ class RankLog:
                 tee.go_on_in_child()
 
     def mark_child(self, mark: str) -> None:
-        """In a forked process: begin its lines with ``mark``, and send the last one, if it has no end, when the process ends."""
+        """In a forked process: begin its lines with ``mark``, and send the last one, if it has no
+        end, when the process ends."""
         if self._forked is None or os.getpid() == self._pid:
             return
         self._forked.mark(mark)
@@ -153,7 +163,8 @@ class RankLog:
             self.add(level, line)
 
     def flush(self) -> bool:
-        """Write what was gathered; False when storage did not take it, which is tried again later."""
+        """Write what was gathered; False when storage did not take it, which is tried again
+        later."""
         with self._write_lock:
             batch = []
             while self._lines:
@@ -255,8 +266,13 @@ class _Tee:
             return len(text)
         with self._lock:
             *lines, partial = (self._partial + text).split("\n")
-            # A line without end must not grow, nor be copied whole with every piece: of a progress bar the last state is enough.
-            self._partial = partial if len(partial) <= MAX_LINE_CHARS else partial.rsplit("\r", 1)[-1][: MAX_LINE_CHARS + 1]
+            # A line without end must not grow, nor be copied whole with every piece: of a progress
+            # bar the last state is enough.
+            self._partial = (
+                partial
+                if len(partial) <= MAX_LINE_CHARS
+                else partial.rsplit("\r", 1)[-1][: MAX_LINE_CHARS + 1]
+            )
         for line in lines:
             # A progress bar rewrites its line with carriage returns; only its last state is a line.
             self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
@@ -300,7 +316,8 @@ class CollectedLog(logging.Handler):
                 self._loop.call_soon_threadsafe(self._some.set)
 
     async def take(self, patience_s: float) -> list[tuple[int, str]]:
-        """Level and text of each line since the last call; where there is none, of the next, if it comes within so long.
+        """Level and text of each line since the last call; where there is none, of the next, if it
+        comes within so long.
 
         In one event loop only.
         """

@@ -1,7 +1,9 @@
-"""The run's journal as an actor beside the driver, and the clients through which driver, controller and ranks reach it.
+"""The run's journal as an actor beside the driver, and the clients through which driver, controller
+and ranks reach it.
 
-Events travel at least once and are written exactly once: a client numbers its events when it seals a batch and sends the batch
-until it is acknowledged; the journal drops what its source has sent before, also after its writer was killed and came back.
+Events travel at least once and are written exactly once: a client numbers its events when it seals
+a batch and sends the batch until it is acknowledged; the journal drops what its source has sent
+before, also after its writer was killed and came back.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from train_fn.recovery.progress import Progress, ProgressTracker
 NAMESPACE = "everstep"
 READ_BATCH = 5000
 MAX_POINTS = 20_000
-"""Metric points that a client holds while the journal is away; beyond it every second one is let go."""
+"""Metric points that a client holds while the journal is away; beyond it every second one is let
+go."""
 LONELY_S = 10.0
-"""A journal whose driver is dead ends when nobody has called it for so long: the controller and rank 0 do so twice a second."""
+"""A journal whose driver is dead ends when nobody has called it for so long: the controller and
+rank 0 do so twice a second."""
 LEASE_S = 2.5
-"""For so long an answer counts that no newer attempt has begun: less than it takes until a silent node is given up, which is 3 s on
-the embedded cluster. Rank 0 asks twice a second."""
+"""For so long an answer counts that no newer attempt has begun: less than it takes until a silent
+node is given up, which is 3 s on the embedded cluster. Rank 0 asks twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
 _METRICS = EventKind.METRICS  # asked of the class, a member is found by Python's own code
@@ -46,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceEvent:
-    """One event as its source numbered it; ``at`` in unix seconds by the head's clock, as far as the source knows it."""
+    """One event as its source numbered it; ``at`` in unix seconds by the head's clock, as far as
+    the source knows it."""
 
     source_n: int
     at: float
@@ -70,11 +75,13 @@ class Reply:
 
 
 Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
-"""Hands a source's events, and what the user asked for, to the journal; raises when it is not known to have arrived."""
+"""Hands a source's events, and what the user asked for, to the journal; raises when it is not known
+to have arrived."""
 
 
 class JournalActor:
-    """Single writer of one submission's journal. Its method is called by one client at a time, in any interleaving."""
+    """Single writer of one submission's journal. Its method is called by one client at a time, in
+    any interleaving."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
         self._run_dir, self._submission = run_dir, submission
@@ -84,7 +91,8 @@ class JournalActor:
         self._progress = ProgressTracker()
         try:
             self._open()
-        except StorageError as exc:  # an actor that does not come up is never started again; the next call tries once more
+        except StorageError as exc:
+            # an actor that does not come up is never started again; the next call tries once more
             logger.warning("the journal cannot be opened now: %s", exc)
 
     def _open(self) -> JournalWriter:
@@ -101,23 +109,31 @@ class JournalActor:
             self._writer = writer
         return self._writer
 
-    def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
-        """Write those of ``events`` that are new; durable on return. Raises StorageError: sending them again is then right.
+    def deliver(
+        self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None
+    ) -> Reply:
+        """Write those of ``events`` that are new; durable on return. Raises StorageError: sending
+        them again is then right.
 
-        Of a rank whose attempt was replaced nothing is written; it hears so by the reply's ``progress``.
+        Of a rank whose attempt was replaced nothing is written; it hears so by the reply's
+        ``progress``.
         """
         self._stop = stop or self._stop
         writer = self._open()
         if events:
             for line in writer.append([self._line(source, event) for event in events]):
                 self._note(line)
-        return Reply(writer.last_source_n(source), self._stop, self._progress.progress(), self._profile)
+        return Reply(
+            writer.last_source_n(source), self._stop, self._progress.progress(), self._profile
+        )
 
     def _read_back(self, run_dir: RunDir) -> None:
         """After this actor was killed: what its replies tell is learnt again from the journal."""
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, self._submission, cursor, READ_BATCH, past_damage=True)
+            events, cursor = read_journal(
+                run_dir, self._submission, cursor, READ_BATCH, past_damage=True
+            )
             for event in events:
                 self._note(event)
             if not events:
@@ -137,7 +153,9 @@ class JournalActor:
     def _note(self, event: JournalEvent) -> None:
         self._progress.note(event.kind, event.attempt, event.data, event.at)
         if event.kind is EventKind.PROFILE_ORDERED:
-            self._profile = ProfileOrder(event.data["id"], event.data["rank"], event.data["steps"], event.attempt)
+            self._profile = ProfileOrder(
+                event.data["id"], event.data["rank"], event.data["steps"], event.attempt
+            )
 
 
 class LastingJournalActor(JournalActor):
@@ -149,7 +167,9 @@ class LastingJournalActor(JournalActor):
         self._called_at = time.monotonic()
         threading.Thread(target=self._end_when_lonely, name="lonely", daemon=True).start()
 
-    def deliver(self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None) -> Reply:
+    def deliver(
+        self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None
+    ) -> Reply:
         self._called_at = time.monotonic()
         return super().deliver(source, events, stop)
 
@@ -163,12 +183,15 @@ class LastingJournalActor(JournalActor):
 
 
 def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_id: str) -> Any:
-    """Handle of the submission's journal actor on ``node_id``; killed, it comes back and goes on where it was.
+    """Handle of the submission's journal actor on ``node_id``; killed, it comes back and goes on
+    where it was.
 
     It does not end with its driver: who is done with it kills it.
     """
     # Several calls a second, each of which Ray would tell its dashboard of.
-    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, enable_task_events=False)(LastingJournalActor)
+    actor_class = ray.remote(
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, enable_task_events=False
+    )(LastingJournalActor)
     return actor_class.options(
         name=f"journal-{run_dir.run_id}-s{submission:03d}",
         namespace=NAMESPACE,
@@ -188,7 +211,8 @@ def deliver_to(actor: Any, timeout_s: float = 10.0) -> Deliver:
 
 
 class ActorJournalClient:
-    """Hands events to the journal from a background thread, and learns from its replies. Nothing here blocks its caller."""
+    """Hands events to the journal from a background thread, and learns from its replies. Nothing
+    here blocks its caller."""
 
     def __init__(
         self,
@@ -200,11 +224,12 @@ class ActorJournalClient:
         beat_s: float = 0.5,
         on_superseded: Callable[[], None] | None = None,
     ) -> None:
-        """``interval_s`` is the longest that an event waits here; without events the client asks every ``beat_s``.
+        """``interval_s`` is the longest that an event waits here; without events the client asks
+        every ``beat_s``.
 
-        ``source`` says who tells; a random part is added, since numbering begins at 1, and what a journal has of a source that was
-        there before would be taken for these. ``on_superseded`` is called once, on the background thread, when a newer attempt than
-        this client's has started.
+        ``source`` says who tells; a random part is added, since numbering begins at 1, and what a
+        journal has of a source that was there before would be taken for these. ``on_superseded`` is
+        called once, on the background thread, when a newer attempt than this client's has started.
         """
         self.attempt = attempt
         self._call = deliver
@@ -241,7 +266,8 @@ class ActorJournalClient:
         self._thread.start()
 
     def emit(self, kind: EventKind, data: dict[str, Any], *, attempt: int | None = None) -> None:
-        """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics travel as one."""
+        """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics
+        travel as one."""
         number = self.attempt if attempt is None else attempt
         with self._mutex:  # as self._lock, which is Python's own code, would take it
             if kind is _METRICS:
@@ -264,12 +290,14 @@ class ActorJournalClient:
         return self._reply.progress.last_step if self._reply else None
 
     def moved_at(self, attempt: int) -> float | None:
-        """When that attempt was last seen to move, as of the journal's last reply, in unix seconds; None where it is not told."""
+        """When that attempt was last seen to move, as of the journal's last reply, in unix seconds;
+        None where it is not told."""
         progress = self._reply.progress if self._reply else None
         return progress.moved_at if progress is not None and progress.attempt == attempt else None
 
     def take_progress(self) -> Progress | None:
-        """How far the newest attempt is, once for each reply of the journal; None until the next one."""
+        """How far the newest attempt is, once for each reply of the journal; None until the next
+        one."""
         with self._lock:
             if self._reply is None or self._num_replies == self._num_replies_taken:
                 return None
@@ -284,24 +312,31 @@ class ActorJournalClient:
             self._asked = True
             self._hurry.set()
             if not self._lock.wait_for(lambda: self._num_replies > before, timeout_s):
-                logger.warning("the journal did not answer within %g s; going on with what it said before", timeout_s)
+                logger.warning(
+                    "the journal did not answer within %g s; going on with what it said before",
+                    timeout_s,
+                )
 
     def hears(self, timeout_s: float) -> bool:
-        """Whether the journal has answered a question that is not older than ``LEASE_S``; where not, it is asked for so long.
+        """Whether the journal has answered a question that is not older than ``LEASE_S``; where
+        not, it is asked for so long.
 
-        The question's time counts, by this process's own monotonic clock: what the answer says may have changed since then.
+        The question's time counts, by this process's own monotonic clock: what the answer says may
+        have changed since then.
         """
         if time.monotonic() - self._asked_at > LEASE_S and timeout_s > 0:
             self.ask(timeout_s)
         return time.monotonic() - self._asked_at <= LEASE_S
 
     def announce_stop(self, stop: Stop) -> None:
-        """Tell the journal, and through its replies every client, what the user asked for; sent again with every delivery."""
+        """Tell the journal, and through its replies every client, what the user asked for; sent
+        again with every delivery."""
         self._announced = stop
         self._hurry.set()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything handed over so far is durable; False when that took longer than ``timeout_s``."""
+        """Wait until everything handed over so far is durable; False when that took longer than
+        ``timeout_s``."""
         with self._lock:
             target = self._handed_over
             self._hurry.set()
@@ -320,7 +355,9 @@ class ActorJournalClient:
         points = self._pending[-1][3]["points"]
         if len(points) < 3:
             return
-        logger.warning("the journal does not answer; every second metric point of %d is let go", len(points))
+        logger.warning(
+            "the journal does not answer; every second metric point of %d is let go", len(points)
+        )
         kept = points[:-1:2] + points[-1:]
         self._num_points -= len(points) - len(kept)
         self._pending[-1][3]["points"] = kept
@@ -336,7 +373,12 @@ class ActorJournalClient:
             self._seal()
             busy = bool(self._sealed)
             asked, self._asked = self._asked, False
-            if not asked and not busy and self._announced is None and time.monotonic() - last_call < self._beat_s:
+            if (
+                not asked
+                and not busy
+                and self._announced is None
+                and time.monotonic() - last_call < self._beat_s
+            ):
                 self._count_delivered()
                 continue
             last_call = time.monotonic()
@@ -346,17 +388,27 @@ class ActorJournalClient:
             except Exception as exc:
                 failures += 1
                 if failures in (1, 10):
-                    logger.warning("the journal did not take %d events, sending them again: %s", len(self._sealed), exc)
+                    logger.warning(
+                        "the journal did not take %d events, sending them again: %s",
+                        len(self._sealed),
+                        exc,
+                    )
 
     def _pause_s(self, last_call: float, failures: int, busy: bool) -> float:
-        """How long nothing is to be sent: while events come, or nobody answers, for an interval; else until the beat."""
+        """How long nothing is to be sent: while events come, or nobody answers, for an interval;
+        else until the beat."""
         with self._lock:
             self._is_idle = not (failures or busy or self._sealed or self._pending)
             beat_in_s = last_call + self._beat_s - time.monotonic()
-            return max(self._interval_s, beat_in_s) if self._is_idle else self._interval_s * min(2**failures, 16)
+            return (
+                max(self._interval_s, beat_in_s)
+                if self._is_idle
+                else self._interval_s * min(2**failures, 16)
+            )
 
     def _seal(self) -> None:
-        """Number the next batch. From here on it is fixed, since the journal may have it although no reply came."""
+        """Number the next batch. From here on it is fixed, since the journal may have it although
+        no reply came."""
         with self._lock:
             while self._pending and len(self._sealed) < MAX_BATCH:
                 at, kind, attempt, data = self._pending.popleft()
@@ -374,7 +426,8 @@ class ActorJournalClient:
         self.stop_requested, self.profile_ordered = reply.stop, reply.profile
         self._num_replies += 1
         self._count_delivered()
-        if len(batch) == MAX_BATCH:  # there may be more; what came meanwhile waits for its turn, or every step would be a call
+        # there may be more; what came meanwhile waits for its turn, or every step would be a call
+        if len(batch) == MAX_BATCH:
             self._hurry.set()
         if reply.progress.attempt > self.attempt and self._on_superseded is not None:
             superseded, self._on_superseded = self._on_superseded, None

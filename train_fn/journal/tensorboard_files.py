@@ -1,7 +1,9 @@
-"""The run's TensorBoard files, made from its journals by the driver: nothing of it is on the way of a step.
+"""The run's TensorBoard files, made from its journals by the driver: nothing of it is on the way of
+a step.
 
-Each submission has a file. Its bytes follow from the journals alone, so that the driver of a later submission completes what an
-earlier one left undone, and a step that is done again after a failure is not written again.
+Each submission has a file. Its bytes follow from the journals alone, so that the driver of a later
+submission completes what an earlier one left undone, and a step that is done again after a failure
+is not written again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _MASK32 = 0xFFFFFFFF
 
 
 class TensorBoardFiles(JournalFollower):
-    """Writes what the journals up to this submission's tell; by itself from ``start`` to ``close``."""
+    """Writes what the journals up to this submission's tell; by itself from ``start`` to
+    ``close``."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
         super().__init__(run_dir, submission, "tensorboard")
@@ -40,7 +43,9 @@ class TensorBoardFiles(JournalFollower):
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
         if events and self._file is None:
             name = f"events.out.tfevents.{int(events[0].at):010d}.everstep.s{submission:03d}"
-            header = _framed(_event(events[0].at, 0, file_version="brain.Event:2").SerializeToString())
+            header = _framed(
+                _event(events[0].at, 0, file_version="brain.Event:2").SerializeToString()
+            )
             self._file = open_event_file(self._run_dir, name, header)
         for event in events:
             for record in self._points.of(event):
@@ -75,9 +80,14 @@ class Points:
             case EventKind.FINISHED if data.get("outcome") == "failed":
                 reason = data.get("reason") or {}
                 failed = f"{_failed(self._failure)}\n\n" if self._failure is not None else ""
-                yield self._text(event.at, f"{failed}The run failed: {reason.get('message') or reason.get('code')}")
+                yield self._text(
+                    event.at,
+                    f"{failed}The run failed: {reason.get('message') or reason.get('code')}",
+                )
 
-    def _scalars(self, kind: EventKind, step: int, at: float, values: dict[str, float]) -> Iterator[Event]:
+    def _scalars(
+        self, kind: EventKind, step: int, at: float, values: dict[str, float]
+    ) -> Iterator[Event]:
         if step <= self._furthest[kind] or not values:
             return
         self._furthest[kind] = step
@@ -87,7 +97,8 @@ class Points:
         yield event
 
     def _text(self, at: float, text: str) -> Event:
-        """Markdown at the step that the run had reached; two texts never share a step, since TensorBoard would show one of them."""
+        """Markdown at the step that the run had reached; two texts never share a step, since
+        TensorBoard would show one of them."""
         self._last_text_step = max(self._furthest[EventKind.METRICS], self._last_text_step + 1)
         event = _event(at, self._last_text_step)
         value = event.summary.value.add(tag=RESTARTS_TAG)
@@ -100,14 +111,22 @@ class Points:
 
 def _failed(event: JournalEvent) -> str:
     data = event.data
-    who = "" if data.get("first_rank") is None else f" of rank {data['first_rank']} on node {data.get('node_id')}"
+    who = (
+        ""
+        if data.get("first_rank") is None
+        else f" of rank {data['first_rank']} on node {data.get('node_id')}"
+    )
     what = f": {data['exception']}" if data.get("exception") else ""
-    return f"**Attempt {event.attempt} failed at step {data.get('step')}**: {data.get('verdict')}{who}{what}"
+    return (
+        f"**Attempt {event.attempt} failed at step {data.get('step')}**: "
+        f"{data.get('verdict')}{who}{what}"
+    )
 
 
 def _recovered(data: dict[str, Any]) -> str:
     return (
-        f"Training again after {data.get('recovery_s')} s with {data.get('world_size_after')} ranks "
+        f"Training again after {data.get('recovery_s')} s with {data.get('world_size_after')} "
+        "ranks "
         f"(before: {data.get('world_size_before')}), {data.get('steps_lost')} steps lost."
     )
 

@@ -16,8 +16,21 @@ from train_fn.checkpoints.safetensors_file import require_safetensors
 from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, NonFiniteLoss, StepFailed, StepNotWhole, TrainError, forget_frames
-from train_fn.loop.boundary import close_boundary, evaluation_is_due, renew_best, require_best_metric, tell_epoch_ended
+from train_fn.errors import (
+    BadTask,
+    NonFiniteLoss,
+    StepFailed,
+    StepNotWhole,
+    TrainError,
+    forget_frames,
+)
+from train_fn.loop.boundary import (
+    close_boundary,
+    evaluation_is_due,
+    renew_best,
+    require_best_metric,
+    tell_epoch_ended,
+)
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
@@ -44,9 +57,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(ctx: WorkerContext) -> Stop | None:
-    """Train this rank's share of every global batch. None when all steps are done, else the stop that all ranks agreed on.
+    """Train this rank's share of every global batch. None when all steps are done, else the stop
+    that all ranks agreed on.
 
-    Raises StepFailed, whatever happened: by then the rank left its state on its node, and let its peers go.
+    Raises StepFailed, whatever happened: by then the rank left its state on its node, and let its
+    peers go.
     """
     failed = None
     attempt = Attempt(ctx)
@@ -55,7 +70,9 @@ def train(ctx: WorkerContext) -> Stop | None:
         return attempt.run()
     except BaseException as exc:
         failed = attempt.leave(exc)
-    raise failed  # outside of the handler: a context would keep the broken attempt's frames, and the process group, alive
+    # outside of the handler: a context would keep the broken attempt's frames, and the process
+    # group, alive
+    raise failed
 
 
 class Attempt:
@@ -97,7 +114,8 @@ class Attempt:
         self._saver, self._publisher = Saver(ctx, state, copies), Publisher(ctx, state, copies)
         if restored.source == "checkpoint":
             state.parent = restored.checkpoint
-        # From the first save on a fork needs nothing of its origin. One that is about to be evaluated has it thereafter.
+        # From the first save on a fork needs nothing of its origin. One that is about to be
+        # evaluated has it thereafter.
         self._is_unsaved_fork = restored.origin is not None
         if self._is_unsaved_fork and not evaluation_is_due(ctx, replica):
             self._saver.offer(due=True, is_best=True)
@@ -121,7 +139,8 @@ class Attempt:
             ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx, replica))
 
     def run(self) -> Stop | None:
-        """All steps up to the last, or to the one after which the ranks agreed to stop; then the final checkpoint."""
+        """All steps up to the last, or to the one after which the ranks agreed to stop; then the
+        final checkpoint."""
         replica, reporter, saver, stop = self._replica, self._reporter, self._saver, None
         assert replica is not None and reporter is not None and saver is not None
         is_best = self._close_boundary()
@@ -135,9 +154,20 @@ class Attempt:
         return stop
 
     def _take_step(self, replica: Replica) -> tuple[bool, Stop | None]:
-        """One global batch, and what belongs between it and the next: whether its state is the best so far, and an agreed stop."""
-        saver, publisher, reporter, profiler = self._saver, self._publisher, self._reporter, self._profiler
-        assert saver is not None and publisher is not None and reporter is not None and profiler is not None
+        """One global batch, and what belongs between it and the next: whether its state is the best
+        so far, and an agreed stop."""
+        saver, publisher, reporter, profiler = (
+            self._saver,
+            self._publisher,
+            self._reporter,
+            self._profiler,
+        )
+        assert (
+            saver is not None
+            and publisher is not None
+            and reporter is not None
+            and profiler is not None
+        )
         state, self.phase = replica.state, "step"
         profiler.boundary(state.step)
         totals = self._forward_backward(replica)  # collective: returns on every rank or on none
@@ -155,11 +185,13 @@ class Attempt:
         return is_best, stop
 
     def _forward_backward(self, replica: Replica) -> StepTotals:
-        """Gradients of the global batch's mean loss on every rank, and the totals that all ranks now know."""
+        """Gradients of the global batch's mean loss on every rank, and the totals that all ranks
+        now know."""
         ctx, state = self.ctx, replica.state
         assert self._loader is not None and self._saver is not None and self._clock is not None
         num_samples, share, hashes, expected = replica.plans.of(state.step)
-        scale = ctx.world_size / (num_samples * replica.weight_per_sample)  # DDP divides by world_size
+        # DDP divides by world_size
+        scale = ctx.world_size / (num_samples * replica.weight_per_sample)
         replica.carrier.begin(state.step, expected)
         num_passes = replica.num_passes(len(share))
         volatile = replica.volatile
@@ -172,7 +204,13 @@ class Attempt:
                 batch = loaded.batch
                 if batch is None:
                     replica.note_empty()
-                differs = difference(state.epoch, state.step, share[position].indices, loaded.indices, hashes[position])
+                differs = difference(
+                    state.epoch,
+                    state.step,
+                    share[position].indices,
+                    loaded.indices,
+                    hashes[position],
+                )
                 if state.bookmarks is not None:
                     state.bookmarks.note(loaded)
                 number, own_samples = share[position].number, len(share[position].indices)
@@ -190,7 +228,14 @@ class Attempt:
                     stop, committed, save = self._saver.words(self._reported_checkpoint)
                     volatile.start()
                     stop = ctx.journal.stop_requested or stop
-                    replica.carrier.backward(loss, stop, committed, save=save, has_news=volatile.has_news, own_s=self._own_s)
+                    replica.carrier.backward(
+                        loss,
+                        stop,
+                        committed,
+                        save=save,
+                        has_news=volatile.has_news,
+                        own_s=self._own_s,
+                    )
                     replica.finish_exchange()
                 else:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -212,7 +257,8 @@ class Attempt:
         return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None
 
     def _commit(self, replica: Replica, totals: StepTotals) -> dict[str, float | None]:
-        """Take the step: every rank the same, from the same gradients. Returns the step's metrics."""
+        """Take the step: every rank the same, from the same gradients. Returns the step's
+        metrics."""
         spec, state = self.ctx.spec, replica.state
         fault = totals.fault(state.step, replica.plans.of(state.step).num_samples)
         if fault is not None:
@@ -220,25 +266,38 @@ class Attempt:
         if totals.facts.num_nonfinite:
             weights = not_finite(dict(state.model.named_parameters()))
             source = told(replica.task, "loss")
-            raise NonFiniteLoss(state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights)
+            raise NonFiniteLoss(
+                state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights
+            )
         if not 0 < totals.weight < math.inf:
             raise BadTask(
-                f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to {totals.weight}; "
+                f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to "
+                f"{totals.weight}; "
                 "a weight is how many samples or tokens loss_sum is a sum over"
             )
         expected = totals.facts.num_samples * replica.weight_per_sample
-        if totals.weight != expected:  # sequences of several lengths, say: what the loss is a sum over is known only now
-            gradients = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
+        # sequences of several lengths, say: what the loss is a sum over is known only now
+        if totals.weight != expected:
+            gradients = [
+                parameter.grad for parameter in replica.parameters if parameter.grad is not None
+            ]
             torch._foreach_mul_(gradients, expected / totals.weight)
         state.scaler.unscale_(state.optimizer)
         grad_norm = None
         if self._grad_clip_norm is not None:
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, self._grad_clip_norm))
-            if not math.isfinite(grad_norm) and not state.scaler.is_enabled():  # a scaler leaves such a step out
-                raise NonFiniteLoss(state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm")
+            grad_norm = float(
+                torch.nn.utils.clip_grad_norm_(replica.parameters, self._grad_clip_norm)
+            )
+            # a scaler leaves such a step out
+            if not math.isfinite(grad_norm) and not state.scaler.is_enabled():
+                raise NonFiniteLoss(
+                    state.step, None, grad_norm, told(replica.task, "loss"), what="gradient norm"
+                )
         of_task = replica.task_state.capture()
         replica.learning_rates.check()
-        lr = replica.learning_rates.set(lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch))
+        lr = replica.learning_rates.set(
+            lr_factor(spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)
+        )
         values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": lr}
         with state.committing():
             state.task = of_task
@@ -250,7 +309,9 @@ class Attempt:
         replica.learning_rates.check()
         if skipped:
             is_last = state.step == replica.total_steps
-            state.skipped.check(state.step, state.scaler, state.model.named_parameters(), last=is_last)
+            state.skipped.check(
+                state.step, state.scaler, state.model.named_parameters(), last=is_last
+            )
         if state.scaler.is_enabled():
             values["skipped_steps"] = state.skipped.total
         drop_gradients(state.optimizer, replica.idle_parameters)
@@ -266,7 +327,8 @@ class Attempt:
         return scaler.is_enabled() and state.skipped.note(scaler, scale)
 
     def _close_boundary(self, keep: Callable[[], None] = lambda: None) -> bool:
-        """At the end of an epoch: report it, evaluate where due. Whether this is the best state so far.
+        """At the end of an epoch: report it, evaluate where due. Whether this is the best state so
+        far.
 
         ``keep`` publishes the state before that; a state that was just restored is kept already.
         """
@@ -276,7 +338,8 @@ class Attempt:
         before = state.closed_epochs, state.evaluated_step
         is_best = close_boundary(self.ctx, self._replica, self._reporter, keep)
         rested = state.evaluated_step == state.step
-        # An evaluation that an attempt begins with was interrupted in the one before it, which had closed the epoch.
+        # An evaluation that an attempt begins with was interrupted in the one before it, which had
+        # closed the epoch.
         if state.closed_epochs > before[0] or (state.evaluated_step > before[1] and state.k == 0):
             rested = tell_epoch_ended(self._replica, self._reporter) or rested
             self._replica.volatile.renew()
@@ -286,13 +349,17 @@ class Attempt:
         return is_best
 
     def _renew_task_state(self, replica: Replica) -> None:
-        """``on_epoch_end`` may have changed the task's state; at an epoch's end ranks also compare theirs. A collective."""
+        """``on_epoch_end`` may have changed the task's state; at an epoch's end ranks also compare
+        theirs. A collective."""
         if not replica.task_state:
             return
         replica.state.task = replica.task_state.capture()
         digests = replica.peers.gather(tree_digest(replica.state.task))
         if len(set(digests)) > 1:
-            logger.warning("state_dict() of the task differs between ranks; a restart gives all of them that of one rank")
+            logger.warning(
+                "state_dict() of the task differs between ranks; a restart gives all of them that "
+                "of one rank"
+            )
 
     def _report_checkpoint(self, step: int) -> None:
         """Tell Ray Train of a checkpoint that was committed since; all ranks at the same step."""
@@ -304,14 +371,28 @@ class Attempt:
         self.ctx.report_checkpoint(state.parent, dict(state.metrics))
 
     def _finish(self, is_best: bool, stop: Stop | None) -> None:
-        """Commit and report the final checkpoint; the run's end leaves nothing on the node but a state that could not be saved."""
-        replica, saver, publisher, reporter = self._replica, self._saver, self._publisher, self._reporter
-        assert replica is not None and saver is not None and publisher is not None and reporter is not None
+        """Commit and report the final checkpoint; the run's end leaves nothing on the node but a
+        state that could not be saved."""
+        replica, saver, publisher, reporter = (
+            self._replica,
+            self._saver,
+            self._publisher,
+            self._reporter,
+        )
+        assert (
+            replica is not None
+            and saver is not None
+            and publisher is not None
+            and reporter is not None
+        )
         assert self._loader is not None and self._profiler is not None
         self._profiler.close()
         reporter.hand_over()
-        publisher.close()  # before the ranks meet below: the first to leave removes the node's snapshots
-        saving = saver.begin_last(is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S)
+        # before the ranks meet below: the first to leave removes the node's snapshots
+        publisher.close()
+        saving = saver.begin_last(
+            is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
+        )
         while not replica.peers.share(saver.has_ended(saving, MEET_S), 0):
             pass  # met again and again: a storage may be slower than a collective may take
         error = saving.exception()
@@ -326,13 +407,16 @@ class Attempt:
         saver.close()
         self._loader.close()
         if is_unsaved:
-            logger.warning("stopped without a last checkpoint; its state stays on this node: %s", error)
+            logger.warning(
+                "stopped without a last checkpoint; its state stays on this node: %s", error
+            )
             leave_snapshot(self.ctx, copy_to_cpu(replica.state.state_dict()))
         else:
             snapshot_store(self.ctx).remove_all()
 
     def save_last(self) -> None:
-        """Commit the state of the last committed step, after an error of a rank that is alone. Raises nothing."""
+        """Commit the state of the last committed step, after an error of a rank that is alone.
+        Raises nothing."""
         if self._saver is None or self._replica is None or not self._replica.state.complete:
             return
         self._replica.volatile.put_back()
@@ -343,10 +427,11 @@ class Attempt:
             logger.warning("step %d could not be kept: %s", self._replica.state.step, exc)
 
     def leave(self, cause: BaseException) -> StepFailed:
-        """Let the peers go, leave the state of the last committed step on this node, and describe what happened.
+        """Let the peers go, leave the state of the last committed step on this node, and describe
+        what happened.
 
-        Peers first: only a dead rank's neighbours notice by themselves, each frees the next by leaving, and nobody should
-        have to wait until others have written their state.
+        Peers first: only a dead rank's neighbours notice by themselves, each frees the next by
+        leaving, and nobody should have to wait until others have written their state.
         """
         text = "".join(traceback.format_exception(cause))
         memory = memory_summary(cause, self.ctx.device)
@@ -369,7 +454,10 @@ class Attempt:
             problem = "the rank was between two states"
             torn = replica.volatile.put_back() if state.complete else []
             if torn:
-                problem = f"the failed step changed {', '.join(torn)}, and no copy was kept of what was there before"
+                problem = (
+                    f"the failed step changed {', '.join(torn)}, and no copy was kept of what was "
+                    "there before"
+                )
             elif state.complete:
                 try:
                     left = copy_to_cpu(state.state_dict())
@@ -406,7 +494,9 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
         "micro_batch_size": replica.sampler.micro_batch_size,
         "rests": evaluation_is_due(ctx, replica),  # before the attempt's first step
-        "guarantee": replica.train_set.guarantee() if replica.state.step == 0 or ctx.attempt == 1 else None,
+        "guarantee": replica.train_set.guarantee()
+        if replica.state.step == 0 or ctx.attempt == 1
+        else None,
         "snapshots": snapshots_of(ctx),
         "warnings": list(replica.warnings),
         "device": str(ctx.device),

@@ -1,4 +1,5 @@
-"""Evaluation: whole micro-batches shared out over ranks, averaged exactly, the same at any world size."""
+"""Evaluation: whole micro-batches shared out over ranks, averaged exactly, the same at any world
+size."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from torch.utils.data import DataLoader
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica
-from train_fn.samples.loader import KeyedDataset, Loaded, Loader, collate_of, loader_options, num_loader_workers, to_device
+from train_fn.samples.loader import (
+    KeyedDataset,
+    Loaded,
+    Loader,
+    collate_of,
+    loader_options,
+    num_loader_workers,
+    to_device,
+)
 from train_fn.samples.randomness import generators_kept, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, share_of
 from train_fn.samples.stream_set import WholePass
@@ -36,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
-    """Metrics over the validation set: ``val_loss``, ``val_accuracy`` and whatever the task measures; ``ema_val_…`` of the average.
+    """Metrics over the validation set: ``val_loss``, ``val_accuracy`` and whatever the task
+    measures; ``ema_val_…`` of the average.
 
     A collective. Every rank returns the same numbers; an empty dict where nothing is held out.
     """
@@ -51,19 +61,24 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
 
 
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
-    """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were shared out does not show."""
+    """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were
+    shared out does not show."""
     own = build_own_metrics(replica.task)
     with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
     shares = replica.peers.gather((mine, own.states()))
-    return averages_of([entry for share, _ in shares for entry in share]) | own.computed([states for _, states in shares])
+    return averages_of([entry for share, _ in shares for entry in share]) | own.computed(
+        [states for _, states in shares]
+    )
 
 
 def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
-    """Return each metric's sum over its weight, by the micro-batches that have it, in the order in which names first occur.
+    """Return each metric's sum over its weight, by the micro-batches that have it, in the order in
+    which names first occur.
 
     Args:
-        measured: by the numbers of micro-batches, in any order; which rank measured one does not show.
+        measured: by the numbers of micro-batches, in any order; which rank measured one does not
+            show.
     """
     in_order = [sums for _, sums in sorted(measured, key=itemgetter(0))]
     averages = {}
@@ -75,10 +90,11 @@ def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
 
 
 def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
-    """Measure one validation micro-batch on each rank and forget it: its errors are to show now, not at the end of an epoch.
+    """Measure one validation micro-batch on each rank and forget it: its errors are to show now,
+    not at the end of an epoch.
 
-    It leaves the model's buffers and modes, what the task keeps and the global random generators as they were. An iterable data
-    set is read in a loader process, or from a copy.
+    It leaves the model's buffers and modes, what the task keeps and the global random generators as
+    they were. An iterable data set is read in a loader process, or from a copy.
     """
     val_set = replica.val_set
     if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
@@ -86,11 +102,20 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     if is_iterable(val_set) and _num_workers(ctx, val_set) == 0:
         try:
             val_set = copy.deepcopy(val_set)
-        except Exception as exc:  # open files, say: to read on from there would take samples from the first evaluation
-            logger.info("no validation batch is tried before the first step, since the data set cannot be copied: %s", exc)
+        except Exception as exc:
+            # open files, say: to read on from there would take samples from the first evaluation
+            logger.info(
+                "no validation batch is tried before the first step, since the data set cannot be "
+                "copied: %s",
+                exc,
+            )
             return
     model, own = replica.state.model, build_own_metrics(replica.task)
-    first = _first_chunk(ctx, replica, val_set) if is_iterable(val_set) else _by_index(ctx, replica, most=1)
+    first = (
+        _first_chunk(ctx, replica, val_set)
+        if is_iterable(val_set)
+        else _by_index(ctx, replica, most=1)
+    )
     untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     try:
         with generators_kept(ctx.device), evaluating(model):
@@ -102,7 +127,12 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
 
 def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:
     """This rank's micro-batches; what belongs to the task's own metrics is entered there."""
-    return _measure_all(ctx, replica, own, _whole_pass(ctx, replica) if is_iterable(replica.val_set) else _by_index(ctx, replica))
+    return _measure_all(
+        ctx,
+        replica,
+        own,
+        _whole_pass(ctx, replica) if is_iterable(replica.val_set) else _by_index(ctx, replica),
+    )
 
 
 @torch.no_grad()
@@ -122,8 +152,14 @@ def _measure_all(
             with autocast(spec.train.precision, device):
                 measured.append((number, own.update(_measure(task, replica.state.model, batch))))
     if num_empty:
-        logger.warning("collate returned None for %d batches of the validation set; they are left out", num_empty)
-    return [(number, {name: _pair(task, name, value) for name, value in sums.items()}) for number, sums in measured]
+        logger.warning(
+            "collate returned None for %d batches of the validation set; they are left out",
+            num_empty,
+        )
+    return [
+        (number, {name: _pair(task, name, value) for name, value in sums.items()})
+        for number, sums in measured
+    ]
 
 
 def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
@@ -133,23 +169,36 @@ def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
         return float(total), float(weight)
     except (TypeError, ValueError, RuntimeError) as exc:
         raise BadTask(
-            f"{told(task, 'metrics')} returned {value!r:.100} for {name!r}; it must be (sum, weight), two numbers: the sum over "
+            f"{told(task, 'metrics')} returned {value!r:.100} for {name!r}; it must be (sum, "
+            "weight), two numbers: the sum over "
             f"the batch, and how many it is a sum of ({exc})"
         ) from exc
 
 
-def _by_index(ctx: WorkerContext, replica: Replica, most: int | None = None) -> Generator[tuple[int, Any]]:
-    """This rank's contiguous share of the micro-batches, with their numbers; the first ``most`` of them, in one loader process."""
+def _by_index(
+    ctx: WorkerContext, replica: Replica, most: int | None = None
+) -> Generator[tuple[int, Any]]:
+    """This rank's contiguous share of the micro-batches, with their numbers; the first ``most`` of
+    them, in one loader process."""
     spec, size = ctx.spec, _size(ctx)
     num_samples = len(replica.val_set)  # type: ignore[arg-type]
     numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
     if most is not None:
-        workers = spec.train.loader.model_copy(update={"num_workers": _num_workers(ctx, replica.val_set)})
+        workers = spec.train.loader.model_copy(
+            update={"num_workers": _num_workers(ctx, replica.val_set)}
+        )
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": workers})})
     keys = [
-        MicroBatch(0, number, np.arange(number * size, min((number + 1) * size, num_samples), dtype=np.int64)) for number in numbers
+        MicroBatch(
+            0,
+            number,
+            np.arange(number * size, min((number + 1) * size, num_samples), dtype=np.int64),
+        )
+        for number in numbers
     ]
-    dataset = KeyedDataset(replica.val_set, spec.train.seed, collate_of(replica.task), training=False)
+    dataset = KeyedDataset(
+        replica.val_set, spec.train.seed, collate_of(replica.task), training=False
+    )
     loader = Loader(dataset, keys, spec, ctx.local_world_size, ctx.device)
     try:
         for number, loaded in zip(numbers, loader, strict=True):
@@ -162,19 +211,26 @@ def _whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, An
     """Of an iterable set every rank reads all, and measures every so many-th micro-batch."""
     spec, peers = ctx.spec, replica.peers
     collate = collate_of(replica.task)
-    whole = WholePass(replica.val_set, _size(ctx), peers.rank, peers.world_size, spec.train.seed, collate)
+    whole = WholePass(
+        replica.val_set, _size(ctx), peers.rank, peers.world_size, spec.train.seed, collate
+    )
     yield from _read(ctx, whole, _num_workers(ctx, replica.val_set))
 
 
 def _first_chunk(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator[tuple[int, Any]]:
-    """The first micro-batch of an iterable set, the same on every rank: nothing beyond it is read."""
-    first = WholePass(val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1)
+    """The first micro-batch of an iterable set, the same on every rank: nothing beyond it is
+    read."""
+    first = WholePass(
+        val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
+    )
     yield from _read(ctx, first, _num_workers(ctx, val_set))
 
 
 def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Generator[tuple[int, Any]]:
     loaded: Loaded
-    for loaded in DataLoader(whole, batch_size=None, **loader_options(ctx.spec, num_workers, ctx.device)):
+    for loaded in DataLoader(
+        whole, batch_size=None, **loader_options(ctx.spec, num_workers, ctx.device)
+    ):
         yield int(loaded.indices[0]), to_device(loaded.batch, ctx.device)
 
 
@@ -189,8 +245,13 @@ def _size(ctx: WorkerContext) -> int:
 
 def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
     """What the task measures of one micro-batch, its loss at least."""
-    sums: dict[str, tuple[Any, Any]] = task.metrics(model, batch) if hasattr(task, "metrics") else {}
+    sums: dict[str, tuple[Any, Any]] = (
+        task.metrics(model, batch) if hasattr(task, "metrics") else {}
+    )
     if not isinstance(sums, dict):
-        raise BadTask(f"{told(task, 'metrics')} must return a dict of (sum, weight) by name, not {sums!r:.200}")
+        raise BadTask(
+            f"{told(task, 'metrics')} must return a dict of (sum, weight) by name, not "
+            f"{sums!r:.200}"
+        )
     sums = {name: value for name, value in sums.items() if value is not None}
     return sums if "loss" in sums else {"loss": task.loss(model, batch), **sums}

@@ -1,4 +1,5 @@
-"""One rank's replica of what is trained: task, model, data, optimizer and state, and the wrapper that ties it to its peers."""
+"""One rank's replica of what is trained: task, model, data, optimizer and state, and the wrapper
+that ties it to its peers."""
 
 from __future__ import annotations
 
@@ -76,14 +77,20 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         self.numbers = numbers
-        # In a tuple, because torch would register a module, and every parameter would have two names.
+        # In a tuple, because torch would register a module, and every parameter would have two
+        # names.
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
-        """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that depends on every parameter."""
+        """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that
+        depends on every parameter."""
         if batch is None:
-            used = [parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]
+            used = [
+                parameter.sum() * 0.0
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+            ]
             return torch.stack(used).sum(), 0.0
         with autocast(self._precision, self._device):
             answer = self._task.loss(self._called[0], batch)
@@ -92,7 +99,8 @@ class StepModule(nn.Module):
 
 @dataclass
 class Replica:
-    """Everything that a rank trains with. ``wrapped`` is None until the replica joined its peers."""
+    """Everything that a rank trains with. ``wrapped`` is None until the replica joined its
+    peers."""
 
     peers: Peers
     task: Task
@@ -107,33 +115,52 @@ class Replica:
     """Steps of the whole run."""
     wrapped: DistributedDataParallel | StepModule | None = None
     weight_per_sample: float = 1.0
-    """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are divided by it before a backward,
-    and gradients by what it was wrong by afterwards, which is nothing where all samples weigh the same."""
+    """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are
+    divided by it before a backward, and gradients by what it was wrong by afterwards, which is
+    nothing where all samples weigh the same."""
     warnings: list[str] = field(default_factory=list)
     """What the run's user should know of the task."""
     draws_from_torch_alone: bool = False
-    """Whether forward passes are known to draw from no generator but torch's, and all do if one does: Everstep's own models."""
+    """Whether forward passes are known to draw from no generator but torch's, and all do if one
+    does: Everstep's own models."""
 
     def __post_init__(self) -> None:
-        # What normalises over all ranks exchanges in every forward pass, so that all ranks must make the same number of them.
-        # A module of the user's that does so says it by an attribute ``exchanges_in_forward = True``.
+        # What normalises over all ranks exchanges in every forward pass, so that all ranks must
+        # make the same number of them. A module of the user's that does so says it by an attribute
+        # ``exchanges_in_forward = True``.
         self.exchanges_in_forward = any(
             isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
             for module in self.state.model.modules()
         )
-        held = {id(parameter) for group in self.state.optimizer.param_groups for parameter in group["params"]}
-        trained = [parameter for parameter in self.state.model.parameters() if parameter.requires_grad]
+        held = {
+            id(parameter)
+            for group in self.state.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        trained = [
+            parameter for parameter in self.state.model.parameters() if parameter.requires_grad
+        ]
         self.parameters = [parameter for parameter in trained if id(parameter) in held]
         """Those that a step moves."""
         self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
         """Those that get gradients which a user's optimizer has no use for."""
-        embeddings = [module for module in self.state.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        embeddings = [
+            module
+            for module in self.state.model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        ]
         sparse = {id(module.weight) for module in embeddings if module.sparse}
         self._dense = [parameter for parameter in self.parameters if id(parameter) not in sparse]
-        self._exchanged = [parameter for parameter in self.step_module.parameters() if parameter.requires_grad]
+        self._exchanged = [
+            parameter for parameter in self.step_module.parameters() if parameter.requires_grad
+        ]
         """In the order in which DDP numbers them."""
         self.trained = TrainedParameters(self.state.model, self.state.optimizer)
-        source = told(self.task, "build_optimizer") if hasattr(self.task, "build_optimizer") else "the spec's optimizer"
+        source = (
+            told(self.task, "build_optimizer")
+            if hasattr(self.task, "build_optimizer")
+            else "the spec's optimizer"
+        )
         self.learning_rates = LearningRates(self.state.optimizer, source)
         self._nothing: Any = None
         self.num_empty = 0
@@ -146,8 +173,9 @@ class Replica:
     def join(self, *, is_fresh: bool = False) -> None:
         """Tie the replica to its peers, and run one backward whose gradients are dropped.
 
-        DDP orders its buckets by the first backward that it sees, and with them the summation. Doing this before the state is
-        loaded, in every attempt, makes the first real step of a resumed run add up in the same order as the run it resumes.
+        DDP orders its buckets by the first backward that it sees, and with them the summation.
+        Doing this before the state is loaded, in every attempt, makes the first real step of a
+        resumed run add up in the same order as the run it resumes.
 
         Args:
             is_fresh: whether no state is loaded afterwards.
@@ -160,7 +188,8 @@ class Replica:
         batch = self.load(MicroBatch(0, 0, first)).batch
         if batch is None and self.exchanges_in_forward:
             raise BadTask(
-                f"{told(self.task, 'collate')} returned None for the first micro-batch; a model that exchanges in its forward pass "
+                f"{told(self.task, 'collate')} returned None for the first micro-batch; a model "
+                "that exchanges in its forward pass "
                 "needs to see one. Return a batch of no samples in place of None"
             )
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
@@ -187,21 +216,29 @@ class Replica:
         later = warm_up.look()[0] - moving
         if later and not self.peers.alone:
             names = ", ".join(places[number].name for number in sorted(later))
-            self.warn(f"backward changes {names}, which ranks do not agree on; change it in forward or on_epoch_end")
+            self.warn(
+                f"backward changes {names}, which ranks do not agree on; change it in forward or "
+                "on_epoch_end"
+            )
         warm_up.put_back()
         if changed := attributes.changed():
             self.warn(
-                f"the first pass changes {few(changed)}, which no checkpoint holds: a restart begins with the first values. "
-                "Register tensors as buffers of the model, and let state_dict() and load_state_dict() of the task keep the rest"
+                f"the first pass changes {few(changed)}, which no checkpoint holds: a restart "
+                "begins with the first values. "
+                "Register tensors as buffers of the model, and let state_dict() and "
+                "load_state_dict() of the task keep the rest"
             )
         attributes.put_back()
         self.task_state.load(self.state.task)
         found = self.peers.gather((moving, ignored))
         moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-        self.volatile = VolatileBuffers(places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again)
+        self.volatile = VolatileBuffers(
+            places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again
+        )
 
     def _owners(self) -> dict[str, object]:
-        """Whose plain attributes a forward pass may change: modules, and a task that keeps no state of its own."""
+        """Whose plain attributes a forward pass may change: modules, and a task that keeps no state
+        of its own."""
         modules: dict[str, object] = dict(self.state.model.named_modules())
         return modules if self.task_state else {**modules, type(self.task).__name__: self.task}
 
@@ -211,9 +248,14 @@ class Replica:
         self.warnings.append(text)
 
     def _try_smallest(self) -> None:
-        """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what trying it changed."""
+        """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what
+        trying it changed."""
         model = self.state.model
-        micro = smallest_micro_batch(self.sampler, self.total_steps) if trains_batch_norm(model) else None
+        micro = (
+            smallest_micro_batch(self.sampler, self.total_steps)
+            if trains_batch_norm(model)
+            else None
+        )
         if micro is None:
             return
         before = WarmUp(model, untrained_places(model, self.parameters), is_fresh=False)
@@ -225,13 +267,18 @@ class Replica:
         self.task_state.load(self.state.task)
 
     def note_empty(self) -> None:
-        """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever more seldom."""
+        """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever
+        more seldom."""
         self.num_empty += 1
         if self.num_empty & (self.num_empty - 1) == 0:
-            logger.warning("collate returned None for %d micro-batches so far on this rank; they are left out", self.num_empty)
+            logger.warning(
+                "collate returned None for %d micro-batches so far on this rank; they are left out",
+                self.num_empty,
+            )
 
     def num_passes(self, own: int) -> int:
-        """Forward passes for the present global batch, of which this rank has ``own`` micro-batches.
+        """Forward passes for the present global batch, of which this rank has ``own``
+        micro-batches.
 
         At least one, to take part in the backward.
         """
@@ -251,9 +298,16 @@ class Replica:
         return loaded._replace(batch=to_device(loaded.batch, self.peers.device))
 
     def seed(self, step: int, number: int) -> None:
-        """Make what the next forward pass draws a function of the step and the canonical number of its micro-batch."""
+        """Make what the next forward pass draws a function of the step and the canonical number of
+        its micro-batch."""
         if self._draws:
-            seed_micro_batch(self.sampler.seed, step, number, self.peers.device, torch_alone=self.draws_from_torch_alone)
+            seed_micro_batch(
+                self.sampler.seed,
+                step,
+                number,
+                self.peers.device,
+                torch_alone=self.draws_from_torch_alone,
+            )
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are added up over ranks by the last micro-batch of a share only."""
@@ -262,7 +316,8 @@ class Replica:
         return self.wrapped.no_sync()
 
     def finish_exchange(self) -> None:
-        """Make the step's gradients whole: also of parameters that its last micro-batch, or none, used. After the last backward.
+        """Make the step's gradients whole: also of parameters that its last micro-batch, or none,
+        used. After the last backward.
 
         Raises BadTask where the task changed what is trained.
         """
@@ -273,7 +328,8 @@ class Replica:
             fill_gradients(self._dense)
 
     def bucket_sizes(self) -> list[int]:
-        """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without peers."""
+        """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without
+        peers."""
         if not isinstance(self.wrapped, DistributedDataParallel):
             return []
         known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -286,20 +342,27 @@ _CPU_BUCKET_MIB = 25
 
 
 def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when a step commits.
+    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when
+    a step commits.
 
-    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the cores that would do so are
-    those that compute: one more bucket only makes ranks give way to their own exchange. By the device alone, since buckets are part
-    of the order in which gradients add up: a run has the same ones wherever its ranks are.
+    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the
+    cores that would do so are those that compute: one more bucket only makes ranks give way to
+    their own exchange. By the device alone, since buckets are part of the order in which gradients
+    add up: a run has the same ones wherever its ranks are.
     """
     bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
     return DistributedDataParallel(
-        module, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=bucket_mib
+        module,
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        bucket_cap_mb=bucket_mib,
     )
 
 
 def empty_like(batch: Any) -> Any:
-    """A batch of no samples that looks like ``batch``: every tensor has length 0 along its first dimension."""
+    """A batch of no samples that looks like ``batch``: every tensor has length 0 along its first
+    dimension."""
     if isinstance(batch, torch.Tensor):
         return batch[:0] if batch.ndim else batch
     if isinstance(batch, dict):
@@ -326,12 +389,21 @@ def build_replica(ctx: WorkerContext) -> Replica:
     seed_building(train.seed, _MODEL)
     model = checked_model(task, task.build_model()).to(ctx.device)
     in_eval = set_modes_for_training(model)
-    if ctx.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise BadTask("torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world size agrees on, or batch")
+    if ctx.device.type == "cpu" and any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    ):
+        raise BadTask(
+            "torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world "
+            "size agrees on, or batch"
+        )
     train_set, sampler = _training_data(ctx, task, datasets["train"])
     build_own = getattr(task, "build_optimizer", None)
     seed_building(train.seed, _OPTIMIZER)
-    optimizer = checked_optimizer(task, model, build_own(model)) if build_own else build_optimizer(spec.optimizer, model)
+    optimizer = (
+        checked_optimizer(task, model, build_own(model))
+        if build_own
+        else build_optimizer(spec.optimizer, model)
+    )
     if build_own:
         check_no_scheduler(optimizer, told(task, "build_optimizer"))
     state = TrainState(
@@ -356,13 +428,18 @@ def build_replica(ctx: WorkerContext) -> Replica:
         sampler=sampler,
         train_set=train_set,
         val_set=datasets.get("val"),
-        step_module=StepModule(task, model, train.precision, ctx.device, carrier.numbers, compiled=train.compile),
+        step_module=StepModule(
+            task, model, train.precision, ctx.device, carrier.numbers, compiled=train.compile
+        ),
         carrier=carrier,
         total_steps=min(all_steps, train.max_steps or all_steps),
         draws_from_torch_alone=spec.code is None,
     )
     if in_eval:
-        replica.warn(f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() there if that is not meant")
+        replica.warn(
+            f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "
+            "there if that is not meant"
+        )
     return replica
 
 
@@ -374,13 +451,20 @@ def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Traini
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
     source = told(task, "build_datasets")
     streams = StreamSampler(
-        epoch_length(source, dataset, train), train.global_batch_size, spec.micro_batch_size, train.seed, num_streams_of(spec)
+        epoch_length(source, dataset, train),
+        train.global_batch_size,
+        spec.micro_batch_size,
+        train.seed,
+        num_streams_of(spec),
     )
-    return StreamSet(dataset, streams, spec, ctx.local_world_size, collate_of(task), source), streams
+    return StreamSet(
+        dataset, streams, spec, ctx.local_world_size, collate_of(task), source
+    ), streams
 
 
 def _make_deterministic(ctx: WorkerContext) -> None:
-    """Deterministic kernels where asked for; ``auto`` is on for CPU, and lets pass what has no deterministic kernel."""
+    """Deterministic kernels where asked for; ``auto`` is on for CPU, and lets pass what has no
+    deterministic kernel."""
     wanted = ctx.spec.train.deterministic
     deterministic = ctx.device.type == "cpu" if wanted == "auto" else wanted
     if deterministic and ctx.device.type == "cuda":

@@ -1,4 +1,5 @@
-"""What the ranks report of their progress: rank 0 hands it to the journal, all keep the end of it with their state."""
+"""What the ranks report of their progress: rank 0 hands it to the journal, all keep the end of it
+with their state."""
 
 from __future__ import annotations
 
@@ -15,17 +16,21 @@ from train_fn.state.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 TAIL_S = 10.0
-"""How far back points are reported again after a recovery. Reports are durable within a fraction of this."""
+"""How far back points are reported again after a recovery. Reports are durable within a fraction of
+this."""
 OTHERS_S = 60.0
-"""The same for what is not told of every step: a storage that took nothing for a while may have held it up."""
+"""The same for what is not told of every step: a storage that took nothing for a while may have
+held it up."""
 HAND_OVER_S = 0.1
-"""How long points are gathered before the journal is handed them, while steps are shorter: each time costs a step 0.02 ms."""
+"""How long points are gathered before the journal is handed them, while steps are shorter: each
+time costs a step 0.02 ms."""
 _METRICS = EventKind.METRICS
 _METRICS_KIND = _METRICS.value
 
 
 class Reporter:
-    """Called with the same facts on every rank. After a recovery, what a dead rank 0 may have taken along is reported again.
+    """Called with the same facts on every rank. After a recovery, what a dead rank 0 may have taken
+    along is reported again.
 
     Readers fold events by step and epoch, so that hearing of one twice changes nothing.
     """
@@ -60,7 +65,8 @@ class Reporter:
         return step_s
 
     def limited(self, metrics: dict[str, float], best_metric: str | None) -> dict[str, float]:
-        """Return an evaluation's metrics without those that are beyond the run's limit of names. Never without the best metric."""
+        """Return an evaluation's metrics without those that are beyond the run's limit of names.
+        Never without the best metric."""
         always = () if best_metric is None else (best_metric, validation_name(best_metric))
         kept = dict(metrics)
         self._leave_out(kept, self._names.refused(metrics, always=always))
@@ -72,13 +78,15 @@ class Reporter:
         if names and not self._told_of_limit:
             self._told_of_limit = True
             logger.warning(
-                "a run has at most %d names of metrics, %d of them of steps: %d more are left out from here on, such as %r; "
+                "a run has at most %d names of metrics, %d of them of steps: %d more are left out "
+                "from here on, such as %r; "
                 "report fewer, or sum them up",
                 *(MAX_NAMES, MAX_STEP_NAMES, len(names), names[0][:100]),
             )
 
     def hand_over(self) -> None:
-        """Give the journal all points that were gathered. To be called before anything that may take long."""
+        """Give the journal all points that were gathered. To be called before anything that may
+        take long."""
         if self._journal is None or not self._points:
             return
         self._journal.emit(_METRICS, {"points": self._points})
@@ -87,7 +95,8 @@ class Reporter:
         self._hand_over_at = time.perf_counter() + HAND_OVER_S
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        """Report something that happens between steps; the clock of the next step starts after it."""
+        """Report something that happens between steps; the clock of the next step starts after
+        it."""
         self.hand_over()
         self._state.tail.others.append({"kind": kind.value, "at": head_clock.now(), "data": data})
         if self._journal is not None:
@@ -99,12 +108,15 @@ class Reporter:
             self._journal.emit(kind, data)
 
     def report_again(self) -> None:
-        """After a restore: what was reported just before the state was left may never have arrived."""
+        """After a restore: what was reported just before the state was left may never have
+        arrived."""
         tail = self._state.tail
         if self._journal is None or not (entries := list(tail)):
             return
         newest_at = entries[-1]["at"]
-        self._late_points = [entry["data"] for entry in tail.points if entry["at"] >= newest_at - TAIL_S]
+        self._late_points = [
+            entry["data"] for entry in tail.points if entry["at"] >= newest_at - TAIL_S
+        ]
         for entry in tail.others:
             if entry["at"] >= newest_at - OTHERS_S:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])

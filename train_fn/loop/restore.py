@@ -29,7 +29,8 @@ from train_fn.step.peers import Peers
 from train_fn.tasks.checks import told
 
 CHUNK_BYTES = 32 << 20
-"""Tensors travel in pieces of about this size, so that a receiver needs little more memory than the state itself."""
+"""Tensors travel in pieces of about this size, so that a receiver needs little more memory than the
+state itself."""
 
 CLAIM_S = 30.0
 """Longest wait for the word of an attempt's beginning to become durable."""
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """Where an attempt begins. ``checkpoint`` names what the state was read from; ``RUN_ID/NAME`` where it is another run's."""
+    """Where an attempt begins. ``checkpoint`` names what the state was read from; ``RUN_ID/NAME``
+    where it is another run's."""
 
     source: str
     """``fresh``, ``checkpoint``, ``snapshot``, or ``fork``: from another run's checkpoint."""
@@ -58,11 +60,13 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
         BadTask: the model is not the same on all ranks.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
-        StorageError: the storage could not be asked for checkpoints, or has lost all that the run had.
+        StorageError: the storage could not be asked for checkpoints, or has lost all that the run
+            had.
     """
     _check_data(replica)
     if ctx.world_rank == 0:
-        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))  # before it looks at what older ones leave
+        # before it looks at what older ones leave
+        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
     restored, state = _find(ctx, replica)
     _check_weights(replica, fresh=restored.source == "fresh")
     replica.join(is_fresh=restored.source == "fresh")
@@ -71,7 +75,9 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     replica.task_state.load(replica.state.task)
     replica.volatile.renew()
     snapshot_store(ctx).remove_after(replica.state.step)
-    logger.info("starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source)
+    logger.info(
+        "starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source
+    )
     if ctx.world_rank == 0:
         ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
         ctx.journal.flush(0.0)  # it travels while the loader starts
@@ -79,21 +85,29 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
 
 
 def claim(ctx: WorkerContext) -> None:
-    """Make sure, before the first step, that this attempt's beginning is durable, and then that no newer submission has begun.
+    """Make sure, before the first step, that this attempt's beginning is durable, and then that no
+    newer submission has begun.
 
-    A submission writes its journal before it looks at those of older ones, and an attempt its claim. So it either sees where this
-    attempt began, and what that makes void, or this attempt sees its journal or claim here, and leaves no state behind. Called by
-    rank 0: without it no rank can take a step.
+    A submission writes its journal before it looks at those of older ones, and an attempt its
+    claim. So it either sees where this attempt began, and what that makes void, or this attempt
+    sees its journal or claim here, and leaves no state behind. Called by rank 0: without it no rank
+    can take a step.
 
     Raises:
         StorageUnavailable: the beginning did not become durable.
         Replaced: a newer submission, or attempt, has begun.
     """
     if not ctx.journal.flush(CLAIM_S):
-        raise StorageUnavailable(f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the storage writable?")
+        raise StorageUnavailable(
+            f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the "
+            "storage writable?"
+        )
     newest = max(ctx.run_dir.submissions(), default=0)
     if newest > ctx.submission:
-        raise Replaced(f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission {ctx.submission}")
+        raise Replaced(
+            f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission "
+            f"{ctx.submission}"
+        )
     why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
     if why is not None:
         raise Replaced(why)
@@ -102,12 +116,17 @@ def claim(ctx: WorkerContext) -> None:
 def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to go on from; its holder also returns it.
 
-    Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A snapshot that turns out to be
-    unreadable is struck off, and the rest vote again. One that is older than the last attempt stands only where no attempt since
-    began at less; that takes reading the journals, which is done for such a snapshot alone.
+    Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A
+    snapshot that turns out to be unreadable is struck off, and the rest vote again. One that is
+    older than the last attempt stands only where no attempt since began at less; that takes reading
+    the journals, which is done for such a snapshot alone.
     """
     peers, store = replica.peers, snapshot_store(ctx)
-    offers = [Offer(rank, label) for rank, labels in enumerate(peers.gather(_earlier(ctx, store.labels()))) for label in labels]
+    offers = [
+        Offer(rank, label)
+        for rank, labels in enumerate(peers.gather(_earlier(ctx, store.labels())))
+        for label in labels
+    ]
     newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
     struck: tuple[Rejection, ...] = ()
     checked = False
@@ -119,13 +138,16 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
             newest_durable = _step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
                 return restored, state
-            # The newest checkpoints were rejected, and the snapshot is newer than the one that is sound.
+            # The newest checkpoints were rejected, and the snapshot is newer than the one that is
+            # sound.
             struck = restored.rejected
             continue
         if offer.label.origin < (ctx.submission, ctx.attempt - 1) and not checked:
             starts = peers.share(attempt_starts(ctx.run_dir) if peers.rank == 0 else None, 0)
             own = (ctx.submission, ctx.attempt)
-            offers, void = in_lineage(offers, {origin: point for origin, point in starts.items() if origin < own})
+            offers, void = in_lineage(
+                offers, {origin: point for origin, point in starts.items() if origin < own}
+            )
             struck, checked = struck + void, True
             continue
         state, problem = None, None
@@ -145,16 +167,18 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
 
 
 def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
-    """Those that attempts before this one left. Others are of a run of this name and place that was begun anew since."""
+    """Those that attempts before this one left. Others are of a run of this name and place that was
+    begun anew since."""
     return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
 
 
 def _find_durable(
     ctx: WorkerContext, replica: Replica, elected: Elected, struck: tuple[Rejection, ...]
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """The newest checkpoint that verifies, read by rank 0. Where there is none the run begins: afresh, or as its spec asks from
-    another run's checkpoint. The journals are asked too, so that a storage that has lost a checkpoint, or lists none for a moment,
-    is not taken for that of a run that never had one."""
+    """The newest checkpoint that verifies, read by rank 0. Where there is none the run begins:
+    afresh, or as its spec asks from another run's checkpoint. The journals are asked too, so that a
+    storage that has lost a checkpoint, or lists none for a moment, is not taken for that of a run
+    that never had one."""
     found: Restored | Exception | None = None
     state = None
     if replica.peers.rank == 0:
@@ -162,7 +186,11 @@ def _find_durable(
             known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
             read = partial(_load_sound, ctx, replica)
             manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=known)
-            bad = (*struck, *elected.rejected, *(Rejection(entry.name, entry.problem) for entry in rejected))
+            bad = (
+                *struck,
+                *elected.rejected,
+                *(Rejection(entry.name, entry.problem) for entry in rejected),
+            )
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)
             elif ctx.spec.resume_from is not None:
@@ -180,12 +208,15 @@ def _find_durable(
 
 
 def _load_sound(ctx: WorkerContext, replica: Replica, manifest: Manifest) -> dict[str, Any]:
-    """Read a checkpoint. Raises CorruptCheckpoint also where what it holds must not be gone on from."""
+    """Read a checkpoint. Raises CorruptCheckpoint also where what it holds must not be gone on
+    from."""
     state = load_checkpoint(ctx.run_dir, manifest)
     try:
         replica.state.require_sound(state)
     except (StateNotWhole, NonFiniteWeights) as exc:
-        raise CorruptCheckpoint(manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)) from exc
+        raise CorruptCheckpoint(
+            manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)
+        ) from exc
     return state
 
 
@@ -196,12 +227,14 @@ def _step_of(restored: Restored) -> int:
 
 
 def _newest_step(ctx: WorkerContext) -> int:
-    """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for none."""
+    """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for
+    none."""
     return max((manifest.step for manifest in ctx.run_dir.checkpoints.list()), default=-1)
 
 
 def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
-    """``state`` of rank ``holder`` on every rank: first its structure, then its tensors, in pieces of one dtype."""
+    """``state`` of rank ``holder`` on every rank: first its structure, then its tensors, in pieces
+    of one dtype."""
     tensors: list[torch.Tensor] = []
     skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)
     if peers.rank != holder:
@@ -213,7 +246,9 @@ def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[
         if work is not None:
             work.wait()
         if peers.rank != holder:
-            for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in group]), group, strict=True):
+            for part, tensor in zip(
+                torch.split(flat, [tensor.numel() for tensor in group]), group, strict=True
+            ):
                 tensor.copy_(part.view(tensor.shape))
     received: dict[str, Any] = put_together(skeleton, tensors)
     return received
@@ -237,8 +272,12 @@ def _check_data(replica: Replica) -> None:
     peers, state = replica.peers, replica.state
     fingerprints = peers.gather(state.fingerprint)
     if len(set(fingerprints)) > 1:
-        each = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints))
-        raise DataChanged(f"{state.data_name} differs between nodes ({each}); make it the same on all")
+        each = ", ".join(
+            f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints)
+        )
+        raise DataChanged(
+            f"{state.data_name} differs between nodes ({each}); make it the same on all"
+        )
     if peers.alone or state.contents is None:
         return
     contents = state.contents
@@ -253,25 +292,33 @@ def _check_data(replica: Replica) -> None:
     for rank, names in enumerate(differing):
         if names:
             raise DataChanged(
-                f"{state.data_name} differs between ranks: rank {rank} has another {few(names)} than rank 0. In build_datasets "
+                f"{state.data_name} differs between ranks: rank {rank} has another {few(names)} "
+                "than rank 0. In build_datasets "
                 f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
             )
 
 
 def _check_weights(replica: Replica, *, fresh: bool) -> None:
-    """Every rank must have built the same model. Of what a state brings, what was built does not matter."""
+    """Every rank must have built the same model. Of what a state brings, what was built does not
+    matter."""
     peers = replica.peers
     if peers.alone:
         return
     mine = sketch_weights(replica.state.model, all_of_it=fresh)
     theirs = peers.share(mine, 0)
-    names = [name for name in {**theirs, **mine} if name not in mine or name not in theirs or not alike(mine[name], theirs[name])]
+    names = [
+        name
+        for name in {**theirs, **mine}
+        if name not in mine or name not in theirs or not alike(mine[name], theirs[name])
+    ]
     set_orders = peers.gather((few([f"`{name}`" for name in names]), hash("everstep")))
     for rank, (named, set_order) in enumerate(set_orders):
         if named:
             raise BadTask(
-                f"{told(replica.task, 'build_model')} built another model on rank {rank} than on rank 0: {named} "
-                f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model {DRAW_ALIKE}, and let all nodes "
+                f"{told(replica.task, 'build_model')} built another model on rank {rank} than on "
+                f"rank 0: {named} "
+                f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model "
+                f"{DRAW_ALIKE}, and let all nodes "
                 f"read the same files{_set_order(set_order != set_orders[0][1])}"
             )
 
@@ -281,7 +328,8 @@ def _set_order(differs: bool) -> str:
     if not differs:
         return ""
     return (
-        ". Sets are listed in another order on that rank than on rank 0: have the operator set PYTHONHASHSEED=0 where nodes are "
+        ". Sets are listed in another order on that rank than on rank 0: have the operator set "
+        "PYTHONHASHSEED=0 where nodes are "
         "started, or sort them"
     )
 

@@ -1,4 +1,5 @@
-"""Micro-batches of one sample, which BatchNorm cannot train on: found before the first step, and not at the end of an epoch."""
+"""Micro-batches of one sample, which BatchNorm cannot train on: found before the first step, and
+not at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ def smallest_micro_batch(sampler: Sampler, total_steps: int) -> MicroBatch | Non
     return next((micro for micro in micros if len(micro.indices) == 1), None)
 
 
-def check_small_batch(task: Task, sampler: Sampler, micro: MicroBatch, step_module: nn.Module, batch: Any) -> None:
-    """Run a forward pass over ``batch``, which is the run's smallest; what it changes is put back by the caller.
+def check_small_batch(
+    task: Task, sampler: Sampler, micro: MicroBatch, step_module: nn.Module, batch: Any
+) -> None:
+    """Run a forward pass over ``batch``, which is the run's smallest; what it changes is put back
+    by the caller.
 
-    Raises BadTask where a BatchNorm of the model needs more samples. What else such a pass raises, the step itself will say.
+    Raises BadTask where a BatchNorm of the model needs more samples. What else such a pass raises,
+    the step itself will say.
     """
     try:
         with torch.no_grad():
@@ -36,10 +41,16 @@ def check_small_batch(task: Task, sampler: Sampler, micro: MicroBatch, step_modu
         if _NEEDS_SEVERAL not in str(exc):
             return
         size, micro_size = sampler.global_batch_size, sampler.micro_batch_size
-        last = f"the last micro-batch of global batch {micro.k + 1} of an epoch" if micro_size > 1 else "a micro-batch"
+        last = (
+            f"the last micro-batch of global batch {micro.k + 1} of an epoch"
+            if micro_size > 1
+            else "a micro-batch"
+        )
         raise BadTask(
-            f"{told(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} has one: {sampler.num_samples} "
-            f"samples in global batches of {size} and micro-batches of {micro_size}. {_remedy(sampler)}, or use GroupNorm or "
+            f"{told(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} "
+            f"has one: {sampler.num_samples} "
+            f"samples in global batches of {size} and micro-batches of {micro_size}. "
+            f"{_remedy(sampler)}, or use GroupNorm or "
             "LayerNorm, which normalise each sample by itself"
         ) from exc
     except Exception:
@@ -54,11 +65,17 @@ def _remedy(sampler: Sampler) -> str:
     """Settings under which no micro-batch of this data has a single sample."""
     size, micro, length = sampler.global_batch_size, sampler.micro_batch_size, sampler.num_samples
     micros = [
-        near for near in sorted(range(2, size + 1), key=lambda near: abs(near - micro)) if not _has_single(length, size, near)
+        near
+        for near in sorted(range(2, size + 1), key=lambda near: abs(near - micro))
+        if not _has_single(length, size, near)
     ]
     if micros:
         return f"Set train.micro_batch_size to {micros[0]}"
-    sizes = [near for near in range(size + 1, 2 * size + 2) if not _has_single(length, near, min(max(micro, 2), near))]
+    sizes = [
+        near
+        for near in range(size + 1, 2 * size + 2)
+        if not _has_single(length, near, min(max(micro, 2), near))
+    ]
     shorter = f"Leave {length % size} of the samples out (torch.utils.data.Subset)"
     return f"Set train.global_batch_size to {sizes[0]}" if sizes and micro > 1 else shorter
 

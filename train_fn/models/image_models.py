@@ -16,15 +16,19 @@ _AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")
 TORCHVISION_CHANNELS = 3
 
 
-def build_image_model(spec: ImageModelSpec, *, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    """The model on CPU, with weights from torch's global generator. ``image_size`` in pixels, of the smaller side."""
+def build_image_model(
+    spec: ImageModelSpec, *, in_channels: int, num_classes: int, image_size: int
+) -> nn.Module:
+    """The model on CPU, with weights from torch's global generator. ``image_size`` in pixels, of
+    the smaller side."""
     if isinstance(spec, MiniResNetSpec):
         return MiniResNet(spec.args, in_channels, num_classes, image_size)
     return _torchvision_model(spec.name, spec.args, num_classes)
 
 
 def _torchvision_model(name: str, args: TorchvisionModelArgs, num_classes: int) -> nn.Module:
-    """A classifier of torchvision without its auxiliary heads, so that its answer is one tensor of logits in training too."""
+    """A classifier of torchvision without its auxiliary heads, so that its answer is one tensor of
+    logits in training too."""
     options: dict[str, object] = {"num_classes": num_classes}
     if name in _WITH_AUXILIARY_HEADS:
         options |= {"aux_logits": False, "init_weights": True}
@@ -32,5 +36,10 @@ def _torchvision_model(name: str, args: TorchvisionModelArgs, num_classes: int) 
         options["image_size"] = args.image_size
     model: nn.Module = torchvision_models().get_model(name, weights=None, **options)
     if args.weights_path is not None:
-        load_weights(model, Path(args.weights_path).expanduser(), num_classes=num_classes, ignored=_AUXILIARY_HEADS)
+        load_weights(
+            model,
+            Path(args.weights_path).expanduser(),
+            num_classes=num_classes,
+            ignored=_AUXILIARY_HEADS,
+        )
     return model

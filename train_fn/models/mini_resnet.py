@@ -1,4 +1,5 @@
-"""MiniResNet: a small residual network (He et al., "Deep residual learning", 2015) for images of any size."""
+"""MiniResNet: a small residual network (He et al., "Deep residual learning", 2015) for images of
+any size."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _GROUP_CHANNELS = 16
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where shapes change. [n, in, h, w] -> [n, out, h/s, w/s]."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where shapes change. [n, in,
+    h, w] -> [n, out, h/s, w/s]."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -32,14 +34,19 @@ class Block(nn.Module):
 
 
 class MiniResNet(nn.Module):
-    """Stem, stages of residual blocks with doubling channels, global average, linear classifier. [n, c, h, w] -> [n, classes]."""
+    """Stem, stages of residual blocks with doubling channels, global average, linear classifier.
+    [n, c, h, w] -> [n, classes]."""
 
-    def __init__(self, args: MiniResNetArgs, in_channels: int, num_classes: int, image_size: int) -> None:
+    def __init__(
+        self, args: MiniResNetArgs, in_channels: int, num_classes: int, image_size: int
+    ) -> None:
         super().__init__()
         width = args.width
         stem_stride = 2 if image_size > STRIDED_STEM_PIXELS else 1
         self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False), build_norm(args.norm, width), nn.ReLU()
+            nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False),
+            build_norm(args.norm, width),
+            nn.ReLU(),
         )
         blocks: list[nn.Module] = []
         channels = width
@@ -59,7 +66,8 @@ class MiniResNet(nn.Module):
 
 
 def build_norm(norm: str, channels: int) -> nn.Module:
-    """``group`` normalises each sample by itself, so that shares of a batch do not matter; the others look at the micro-batch."""
+    """``group`` normalises each sample by itself, so that shares of a batch do not matter; the
+    others look at the micro-batch."""
     match norm:
         case "group":
             groups = channels // _GROUP_CHANNELS if channels % _GROUP_CHANNELS == 0 else 1

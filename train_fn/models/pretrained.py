@@ -23,14 +23,17 @@ _SHOWN = 5
 logger = logging.getLogger(__name__)
 
 
-def load_weights(model: nn.Module, path: Path, *, num_classes: int, ignored: tuple[str, ...] = ()) -> list[str]:
+def load_weights(
+    model: nn.Module, path: Path, *, num_classes: int, ignored: tuple[str, ...] = ()
+) -> list[str]:
     """Start ``model`` from a file of ``torch.save``; the names of what stays random.
 
-    A layer whose first dimension is ``num_classes`` in the model and another number in the file is a classifier of other classes,
-    and stays random. Everything else has to fit, by name and shape.
+    A layer whose first dimension is ``num_classes`` in the model and another number in the file is
+    a classifier of other classes, and stays random. Everything else has to fit, by name and shape.
 
     Args:
-        ignored: beginnings of names in the file that the model does without, such as auxiliary heads.
+        ignored: beginnings of names in the file that the model does without, such as auxiliary
+            heads.
 
     Raises:
         DataMissing: there is no such file on this node, or it cannot be read.
@@ -39,12 +42,22 @@ def load_weights(model: nn.Module, path: Path, *, num_classes: int, ignored: tup
     found = _read(path)
     wanted = model.state_dict()
     unknown = [name for name in found if name not in wanted and not name.startswith(ignored)]
-    missing = [name for name in wanted if name not in found and not name.endswith("num_batches_tracked")]
+    missing = [
+        name for name in wanted if name not in found and not name.endswith("num_batches_tracked")
+    ]
     other = [name for name in wanted if name in found and found[name].shape != wanted[name].shape]
-    random = [name for name in other if wanted[name].ndim > 0 and wanted[name].shape[0] == num_classes]
+    random = [
+        name for name in other if wanted[name].ndim > 0 and wanted[name].shape[0] == num_classes
+    ]
     if unknown or missing or len(random) < len(other):
-        problems = {"unknown": unknown, "missing": missing, "of another shape": [name for name in other if name not in random]}
-        said = "; ".join(f"{len(names)} {what} ({_list(names)})" for what, names in problems.items() if names)
+        problems = {
+            "unknown": unknown,
+            "missing": missing,
+            "of another shape": [name for name in other if name not in random],
+        }
+        said = "; ".join(
+            f"{len(names)} {what} ({_list(names)})" for what, names in problems.items() if names
+        )
         raise BadTask(f"task.model.args.weights_path: {path} does not fit the model: {said}")
     taken = {name: value for name, value in found.items() if name in wanted and name not in random}
     model.load_state_dict(taken, strict=False)
@@ -55,18 +68,28 @@ def load_weights(model: nn.Module, path: Path, *, num_classes: int, ignored: tup
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise DataMissing(f"task.model.args.weights_path: there is no file {path} on this node; put it on every node")
+        raise DataMissing(
+            f"task.model.args.weights_path: there is no file {path} on this node; put it on every "
+            "node"
+        )
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:
         raise DataMissing(
-            f"task.model.args.weights_path: {path} cannot be read as weights ({type(exc).__name__}: {str(exc)[:200]}); "
+            f"task.model.args.weights_path: {path} cannot be read as weights "
+            f"({type(exc).__name__}: {str(exc)[:200]}); "
             "save the model's state_dict() by torch.save"
         ) from exc
     if isinstance(content, dict):
-        content = next((content[name] for name in _INSIDE if isinstance(content.get(name), dict)), content)
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise BadTask(f"task.model.args.weights_path: {path} holds no state_dict of tensors by name")
+        content = next(
+            (content[name] for name in _INSIDE if isinstance(content.get(name), dict)), content
+        )
+    if not isinstance(content, dict) or not all(
+        isinstance(value, torch.Tensor) for value in content.values()
+    ):
+        raise BadTask(
+            f"task.model.args.weights_path: {path} holds no state_dict of tensors by name"
+        )
     weights = {_OLD_DENSENET.sub(r"\1", str(name)): value for name, value in content.items()}
     for prefix in _PREFIXES:
         if weights and all(name.startswith(prefix) for name in weights):

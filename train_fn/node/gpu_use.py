@@ -30,7 +30,8 @@ class Look:
     """One look at a GPU."""
 
     busy: float | None
-    """Share of the last moment in which a kernel ran, 0 to 1; None where NVML does not tell (no nvidia-ml-py, or MIG)."""
+    """Share of the last moment in which a kernel ran, 0 to 1; None where NVML does not tell (no
+    nvidia-ml-py, or MIG)."""
     used_bytes: int
     total_bytes: int
     allocated_bytes: int
@@ -48,7 +49,8 @@ def look_at(device: torch.device) -> Look:
 
 
 class GpuWatch:
-    """Tells of a rank's GPU while its attempt trains, from a thread of its own; of a rank on CPUs nothing, and without a thread."""
+    """Tells of a rank's GPU while its attempt trains, from a thread of its own; of a rank on CPUs
+    nothing, and without a thread."""
 
     def __init__(
         self,
@@ -62,7 +64,13 @@ class GpuWatch:
         first_s: float = FIRST_TOLD_S,
         every_s: float = TELL_EVERY_S,
     ) -> None:
-        self._emit, self._rank, self._node_id, self._device, self._look = emit, rank, node_id, device, look
+        self._emit, self._rank, self._node_id, self._device, self._look = (
+            emit,
+            rank,
+            node_id,
+            device,
+            look,
+        )
         self._look_s, self._next_s, self._every_s = look_s, first_s, every_s
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -73,7 +81,12 @@ class GpuWatch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(1.0)
@@ -97,7 +110,9 @@ class GpuWatch:
         return {
             "rank": self._rank,
             "node_id": self._node_id,
-            "name": torch.cuda.get_device_name(self._device) if torch.cuda.is_available() else str(self._device),
+            "name": torch.cuda.get_device_name(self._device)
+            if torch.cuda.is_available()
+            else str(self._device),
             "busy": round(statistics.mean(busy), 3) if busy else None,
             "used_bytes": max(look.used_bytes for look in looks),
             "total_bytes": looks[-1].total_bytes,

@@ -1,6 +1,8 @@
-"""How long a block of bytes takes from one node to another: one end takes it in, the other sends it and waits for an answer.
+"""How long a block of bytes takes from one node to another: one end takes it in, the other sends it
+and waits for an answer.
 
-Plain sockets, so that it can be asked before there is a process group, and bounded in time where a network swallows what is sent.
+Plain sockets, so that it can be asked before there is a process group, and bounded in time where a
+network swallows what is sent.
 """
 
 from __future__ import annotations
@@ -16,19 +18,23 @@ _CHUNK_BYTES = 1 << 16
 
 
 def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
-    """Take in the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of silence; the address to send to.
+    """Take in the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
+    silence; the address to send to.
 
     Raises OSError where ``ip`` is not this node's.
     """
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     listener = socket.create_server((ip, 0), family=family)
     listener.settimeout(timeout_s)
-    threading.Thread(target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True).start()
+    threading.Thread(
+        target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True
+    ).start()
     return ip, int(listener.getsockname()[1])
 
 
 def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
-    """Seconds in which a block of ``LINK_BYTES`` came to ``address``, the best of several; None where one did not in time."""
+    """Seconds in which a block of ``LINK_BYTES`` came to ``address``, the best of several; None
+    where one did not in time."""
     try:
         with socket.create_connection(address, timeout_s) as connection:
             return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))

@@ -1,4 +1,5 @@
-"""The network interface that collectives are told to use, looked at before they wait for peers that cannot come that way."""
+"""The network interface that collectives are told to use, looked at before they wait for peers that
+cannot come that way."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from everstep.doctor.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_
 from train_fn.node.silent_peers import interface_of
 
 
-def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None) -> str | None:
-    """Why collectives could not talk through the interface that ``env`` names; None where they could, or none is named.
+def interface_problem(
+    env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None
+) -> str | None:
+    """Why collectives could not talk through the interface that ``env`` names; None where they
+    could, or none is named.
 
     Args:
         nccl: whether NCCL is to be used, else gloo; each reads a variable of its own.
-        up: names of this machine's interfaces that are up and have an address; looked up where it is not given.
+        up: names of this machine's interfaces that are up and have an address; looked up where it
+            is not given.
     """
     variable = NCCL_VARIABLE if nccl else GLOO_VARIABLE
     value = env.get(variable, "").strip()
@@ -27,13 +32,16 @@ def interface_problem(env: Mapping[str, str], *, nccl: bool, up: Collection[str]
     if lets_through(variable, value, known):
         return None
     return (
-        f"{variable}={value} names no network interface of node {os.uname().nodename} that is up and has an address; it has "
-        f"{', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every node has, or leave it out"
+        f"{variable}={value} names no network interface of node {os.uname().nodename} that is up "
+        "and has an address; it has "
+        f"{', '.join(sorted(known)) or 'none'}. Set env.{variable} in the spec to one that every "
+        "node has, or leave it out"
     )
 
 
 def meet_on_the_clusters_network(ip: str) -> None:
-    """Let gloo listen where Ray does, at this node's address ``ip``, not where the host's name happens to lead.
+    """Let gloo listen where Ray does, at this node's address ``ip``, not where the host's name
+    happens to lead.
 
     What the environment says already holds.
     """
@@ -45,4 +53,8 @@ def meet_on_the_clusters_network(ip: str) -> None:
 def _interfaces_up() -> set[str]:
     internet = (socket.AF_INET, socket.AF_INET6)
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return {name for name, found in psutil.net_if_addrs().items() if name in up and any(one.family in internet for one in found)}
+    return {
+        name
+        for name, found in psutil.net_if_addrs().items()
+        if name in up and any(one.family in internet for one in found)
+    }

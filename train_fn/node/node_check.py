@@ -1,4 +1,5 @@
-"""One node's part in a check of the deployment: what it has, what it sees, and a sum with the others."""
+"""One node's part in a check of the deployment: what it has, what it sees, and a sum with the
+others."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ class NodeProbe:
             "source": source_digest(),
             "interface": interface_of(self._ip),
             "interfaces": tuple(sorted(psutil.net_if_addrs())),
-            "interface_variables": {name: os.environ[name] for name in (NCCL_VARIABLE, GLOO_VARIABLE) if os.environ.get(name)},
+            "interface_variables": {
+                name: os.environ[name]
+                for name in (NCCL_VARIABLE, GLOO_VARIABLE)
+                if os.environ.get(name)
+            },
             "shared_memory_bytes": memory and memory.total,
             "shared_memory_free_bytes": memory and memory.free,
             "temporary_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
@@ -66,7 +71,8 @@ class NodeProbe:
         return time.time()
 
     def listen(self) -> int:
-        """A port of this node's address that takes connections until this process ends; the kernel does, by its backlog."""
+        """A port of this node's address that takes connections until this process ends; the kernel
+        does, by its backlog."""
         family = socket.AF_INET6 if ":" in self._ip else socket.AF_INET
         self._listener = socket.create_server((self._ip, 0), family=family, backlog=1024)
         return int(self._listener.getsockname()[1])
@@ -83,7 +89,9 @@ class NodeProbe:
             deployment_checks.write_probe(open_storage(uri), check_id, self._node_id, data)
         except StorageError as exc:
             return StorageFacts(problem=str(exc))
-        return StorageFacts(write_mb_per_s=round(len(data) / 1e6 / max(time.monotonic() - began, 1e-6), 1))
+        return StorageFacts(
+            write_mb_per_s=round(len(data) / 1e6 / max(time.monotonic() - began, 1e-6), 1)
+        )
 
     def read_storage(self, uri: str, check_id: str, writers: Sequence[str]) -> StorageFacts:
         """Read every node's file, once all are written."""
@@ -91,7 +99,9 @@ class NodeProbe:
         deadline = time.monotonic() + APPEAR_S
         for writer in writers:
             try:
-                data = appeared(partial(deployment_checks.read_probe, storage, check_id, writer), deadline)
+                data = appeared(
+                    partial(deployment_checks.read_probe, storage, check_id, writer), deadline
+                )
             except StorageError as exc:
                 return StorageFacts(problem=str(exc))
             if data is None:
@@ -102,26 +112,36 @@ class NodeProbe:
 
     def host_store(self) -> int:
         """Make this node the one where the others meet for the sum; the port."""
-        self._store = TCPStore(self._ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S))
+        self._store = TCPStore(
+            self._ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
+        )
         return int(self._store.port)
 
-    def all_reduce(self, backend: str, rank: int, meeting: tuple[str, int], world_size: int, seconds: float) -> tuple[int, float]:
-        """Add up ``ALL_REDUCE_BYTES`` over all nodes for so long: the number of sums, and seconds a sum.
+    def all_reduce(
+        self, backend: str, rank: int, meeting: tuple[str, int], world_size: int, seconds: float
+    ) -> tuple[int, float]:
+        """Add up ``ALL_REDUCE_BYTES`` over all nodes for so long: the number of sums, and seconds a
+        sum.
 
         Raises RuntimeError where nodes do not find each other, one is too slow, or a sum is wrong.
         """
         meet_on_the_clusters_network(self._ip)  # as ranks do
         wait = timedelta(seconds=JOIN_S)
         store = self._store if rank == 0 else TCPStore(*meeting, is_master=False, timeout=wait)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait
+        )
         try:
-            return _sums(torch.device("cuda" if backend == "nccl" else "cpu"), rank, world_size, seconds)
+            return _sums(
+                torch.device("cuda" if backend == "nccl" else "cpu"), rank, world_size, seconds
+            )
         finally:
             dist.destroy_process_group()
 
 
 def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> tuple[int, float]:
-    """Rank 0 tells the others within a sum that it is the last one, so that nobody waits for a sum that others do not make."""
+    """Rank 0 tells the others within a sum that it is the last one, so that nobody waits for a sum
+    that others do not make."""
     values = torch.empty(ALL_REDUCE_BYTES // 4, device=device)
     expected = world_size * (world_size + 1) / 2
     began, rounds = time.monotonic(), 0
@@ -132,13 +152,20 @@ def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> t
         rounds += 1
         last = values[0].item() > 0
         if not bool((values[1:] == expected).all()):
-            raise RuntimeError(f"the sum over {world_size} nodes is wrong: {values[1:4].tolist()}, not {expected:g}")
+            raise RuntimeError(
+                f"the sum over {world_size} nodes is wrong: {values[1:4].tolist()}, not "
+                f"{expected:g}"
+            )
         if last:
             return rounds, (time.monotonic() - began) / rounds
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda, "nccl": None}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "nccl": None,
+    }
     for name in ("everstep", "ray", "torch", "torchvision"):
         versions[name] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,5 @@
-"""Directories of this user on this node: shared memory for snapshots, temporary files for decoded data."""
+"""Directories of this user on this node: shared memory for snapshots, temporary files for decoded
+data."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _COMPILED = "__pycache__"
 
 
 def shared_memory_root() -> Path:
-    """This user's directory in the node's shared memory; on a system without one, in its temporary directory."""
+    """This user's directory in the node's shared memory; on a system without one, in its temporary
+    directory."""
     return _own_dir(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
@@ -42,10 +44,12 @@ def own_temporary_dir() -> Path:
 
 
 def _own_dir(parent: Path) -> Path:
-    """Return ``parent/everstep-UID``, a directory that nobody else can read, and make it where it is missing.
+    """Return ``parent/everstep-UID``, a directory that nobody else can read, and make it where it
+    is missing.
 
-    Anybody may make something of that name first. Then it is the first of this user's ``everstep-UID-*``, names that nobody can
-    foresee. Raises PermissionError, which names what to do, where there can be no such directory.
+    Anybody may make something of that name first. Then it is the first of this user's
+    ``everstep-UID-*``, names that nobody can foresee. Raises PermissionError, which names what to
+    do, where there can be no such directory.
     """
     path = parent / f"everstep-{os.getuid()}"
     try:
@@ -54,20 +58,26 @@ def _own_dir(parent: Path) -> Path:
         if _is_own(path):
             return path
         if not (others := _own_dirs(path)):
-            logger.warning("%s is another user's; this user's directory gets another name beside it", path)
+            logger.warning(
+                "%s is another user's; this user's directory gets another name beside it", path
+            )
             tempfile.mkdtemp(prefix=f"{path.name}-", dir=parent)
             others = _own_dirs(path)
     except OSError as exc:
         if exc.filename is None:
             raise
         problem = exc.strerror or type(exc).__name__
-        way_out = f"let user {os.getuid()} write there, or set TMPDIR to a directory in which user {os.getuid()} may write"
+        way_out = (
+            f"let user {os.getuid()} write there, or set TMPDIR to a directory in which user "
+            f"{os.getuid()} may write"
+        )
         raise PermissionError(f"{exc.filename}: {problem}; {way_out}") from exc
     return others[0]
 
 
 def _own_dirs(path: Path) -> list[Path]:
-    """This user's directories whose names begin as ``path`` does, by name: all processes choose the same one."""
+    """This user's directories whose names begin as ``path`` does, by name: all processes choose the
+    same one."""
     found = []
     for each in path.parent.glob(f"{path.name}-*"):
         with suppress(FileNotFoundError):  # another user took its own away
@@ -77,20 +87,23 @@ def _own_dirs(path: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a directory, not a link, is this user's. Raises PermissionError where it is, but cannot be trusted."""
+    """Whether a directory, not a link, is this user's. Raises PermissionError where it is, but
+    cannot be trusted."""
     found = path.lstat()
     if found.st_uid != os.getuid():
         return False
     if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise PermissionError(
-            f"{path} is not a directory that only user {os.getuid()} can read (mode {found.st_mode:o}); remove it"
+            f"{path} is not a directory that only user {os.getuid()} can read (mode "
+            f"{found.st_mode:o}); remove it"
         )
     return True
 
 
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
-    """Only one process of this node is inside for the same ``path``; the lock goes with its holder's process."""
+    """Only one process of this node is inside for the same ``path``; the lock goes with its
+    holder's process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -100,7 +113,8 @@ def node_lock(path: Path) -> Iterator[None]:
 def once_a_node(directory: Path, fill: Callable[[Path], object]) -> None:
     """Make ``directory`` where it is not whole, in the first process of this node that asks.
 
-    What ``fill`` puts into it is published at once, by a rename; what a process that died left behind is removed.
+    What ``fill`` puts into it is published at once, by a rename; what a process that died left
+    behind is removed.
     """
     if _is_whole(directory):
         return
@@ -112,7 +126,9 @@ def once_a_node(directory: Path, fill: Callable[[Path], object]) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
-        files = [path for path in temporary.rglob("*") if path.is_file() and _COMPILED not in path.parts]
+        files = [
+            path for path in temporary.rglob("*") if path.is_file() and _COMPILED not in path.parts
+        ]
         sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
         (temporary / _LISTING).write_text(json.dumps(sizes))
         temporary.rename(directory)
@@ -127,6 +143,8 @@ def files_of(directory: Path) -> dict[str, int]:
 def _is_whole(directory: Path) -> bool:
     """Whether every file is there: what sweeps temporary directories takes single files."""
     try:
-        return all((directory / path).stat().st_size == size for path, size in files_of(directory).items())
+        return all(
+            (directory / path).stat().st_size == size for path, size in files_of(directory).items()
+        )
     except (OSError, ValueError):
         return False

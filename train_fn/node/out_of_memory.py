@@ -1,4 +1,5 @@
-"""Whether the kernel killed a process of this machine for want of memory: asked afterwards, since the dead cannot tell."""
+"""Whether the kernel killed a process of this machine for want of memory: asked afterwards, since
+the dead cannot tell."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _RECORD_BYTES = 8192
 
 
 def oom_kills() -> int | None:
-    """Processes that were killed so far in this process's memory cgroup; None where the kernel does not say."""
+    """Processes that were killed so far in this process's memory cgroup; None where the kernel does
+    not say."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -20,9 +22,15 @@ def oom_kills() -> int | None:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            files = [Path(f"/sys/fs/cgroup{path}/memory.events"), Path("/sys/fs/cgroup/memory.events")]
+            files = [
+                Path(f"/sys/fs/cgroup{path}/memory.events"),
+                Path("/sys/fs/cgroup/memory.events"),
+            ]
         elif "memory" in controllers.split(","):
-            files = [Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
+            files = [
+                Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"),
+                Path("/sys/fs/cgroup/memory/memory.oom_control"),
+            ]
         else:
             continue
         for file in files:
@@ -41,7 +49,8 @@ def _count_in(file: Path) -> int | None:
 
 
 def oom_line(pid: int, kernel_log: Path = _KMSG) -> str | None:
-    """The kernel's own line about its killing of process ``pid``; None where there is none, or where it may not be read."""
+    """The kernel's own line about its killing of process ``pid``; None where there is none, or
+    where it may not be read."""
     try:
         fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -69,7 +78,8 @@ def _next_record(fd: int) -> bytes:
 
 
 def look_for_oom(pid: int, kills_before: int | None) -> dict[str, Any] | None:
-    """What says that process ``pid`` of this machine was killed for want of memory; None where nothing does.
+    """What says that process ``pid`` of this machine was killed for want of memory; None where
+    nothing does.
 
     Args:
         pid: A process that is gone.
@@ -79,4 +89,9 @@ def look_for_oom(pid: int, kills_before: int | None) -> dict[str, Any] | None:
     more = kills is not None and kills_before is not None and kills > kills_before
     if line is None and not more:
         return None
-    return {"oom_line": line, "oom_kills": kills - kills_before if kills is not None and kills_before is not None else None}
+    return {
+        "oom_line": line,
+        "oom_kills": kills - kills_before
+        if kills is not None and kills_before is not None
+        else None,
+    }

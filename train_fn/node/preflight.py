@@ -1,9 +1,11 @@
-"""A look at nodes before runs are put on them: what each computes, holds and writes, and how fast it talks to its neighbours.
+"""A look at nodes before runs are put on them: what each computes, holds and writes, and how fast
+it talks to its neighbours.
 
     torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m train_fn.node.preflight
 
-One rank a node, a few seconds. Rank 0 prints a line for each rank, and why a node is unfit: it fails at something, lacks room, or
-is far slower than the others. Exit codes: 0 when all are fit, 1 when one is not, 2 for a wrong request.
+One rank a node, a few seconds. Rank 0 prints a line for each rank, and why a node is unfit: it
+fails at something, lacks room, or is far slower than the others. Exit codes: 0 when all are fit, 1
+when one is not, 2 for a wrong request.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ LINK_BYTES = 4 << 20
 SUM_BYTES = (4 << 10, 1 << 20, 16 << 20)
 """What all ranks add up together, one size after the other."""
 REPEATS = 3
-"""The best of so many counts: a node is to be judged by what it can do, not by what else it did just then."""
+"""The best of so many counts: a node is to be judged by what it can do, not by what else it did
+just then."""
 KEPT_FREE_BYTES = 1 << 30
-"""Less room than this on the temporary disk or in shared memory, or less memory, is too little to train with."""
+"""Less room than this on the temporary disk or in shared memory, or less memory, is too little to
+train with."""
 FAR_SLOWER = 5.0
 """So many times slower than the median of the other nodes is a fault."""
 NOTICEABLE_S = 0.1
@@ -59,9 +63,19 @@ def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figur
     figures = Figures(rank, os.uname().nodename)
     size = MATMUL_SIZE[device.type]
     matrix = torch.ones(size, size, device=device)
-    _enter(figures, "matmul", lambda: _check(float((matrix @ matrix)[-1, -1]) == size, "a product of matrices is wrong"))
+    _enter(
+        figures,
+        "matmul",
+        lambda: _check(float((matrix @ matrix)[-1, -1]) == size, "a product of matrices is wrong"),
+    )
     block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)
-    _enter(figures, "memory", lambda: _check(int(block.fill_(3).sum()) == 3 * block.numel(), "memory gives back other bytes"))
+    _enter(
+        figures,
+        "memory",
+        lambda: _check(
+            int(block.fill_(3).sum()) == 3 * block.numel(), "memory gives back other bytes"
+        ),
+    )
     _enter(figures, "disk", lambda: _write_through(directory))
     return figures
 
@@ -91,24 +105,38 @@ def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -
             other = pair[1] if figures.rank == pair[0] else pair[0]
             links.append(best_time(lambda peer=other: _exchange(block, peer, figures.rank)))  # type: ignore[misc]
     if links:
-        figures.seconds["link"] = min(links)  # a node whose better link is slow is slow itself; else its neighbour is
+        # a node whose better link is slow is slow itself; else its neighbour is
+        figures.seconds["link"] = min(links)
     for size_bytes in SUM_BYTES:
         numbers = torch.ones(size_bytes // 4, device=device)
-        figures.seconds[f"sum_{size_bytes >> 10}k"] = best_time(lambda tensor=numbers: _add_up(tensor, world_size))  # type: ignore[misc]
+        seconds = best_time(lambda tensor=numbers: _add_up(tensor, world_size))  # type: ignore[misc]
+        figures.seconds[f"sum_{size_bytes >> 10}k"] = seconds
 
 
 def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int, list[str]]:
-    """What is wrong with nodes, by rank: what failed there, and what is far slower there than on the others.
+    """What is wrong with nodes, by rank: what failed there, and what is far slower there than on
+    the others.
 
     A sum over all ranks is as slow as the slowest, and blames nobody.
     """
     problems = {figures.rank: list(figures.problems) for figures in found if figures.problems}
-    for name in sorted({name for figures in found for name in figures.seconds if not name.startswith("sum_")}):
-        measured = {figures.rank: figures.seconds[name] for figures in found if name in figures.seconds}
+    for name in sorted(
+        {name for figures in found for name in figures.seconds if not name.startswith("sum_")}
+    ):
+        measured = {
+            figures.rank: figures.seconds[name] for figures in found if name in figures.seconds
+        }
         for rank, seconds in measured.items():
             others = [other for peer, other in measured.items() if peer != rank]
-            if others and seconds > NOTICEABLE_S and seconds > far_slower * statistics.median(others):
-                told = f"{name} takes {seconds:.3f} s, {seconds / statistics.median(others):.0f} times what the others need"
+            if (
+                others
+                and seconds > NOTICEABLE_S
+                and seconds > far_slower * statistics.median(others)
+            ):
+                told = (
+                    f"{name} takes {seconds:.3f} s, {seconds / statistics.median(others):.0f} "
+                    "times what the others need"
+                )
                 problems.setdefault(rank, []).append(told)
     return problems
 
@@ -121,7 +149,8 @@ def _enter(figures: Figures, name: str, action: Callable[[], None]) -> None:
 
 
 def best_time(action: Callable[[], None], enough_s: float = 0.0) -> float:
-    """Seconds of the fastest of several runs, or of the first that took less than ``enough_s``; actions end when the device has."""
+    """Seconds of the fastest of several runs, or of the first that took less than ``enough_s``;
+    actions end when the device has."""
     times: list[float] = []
     while len(times) < REPEATS and min(times, default=math.inf) >= enough_s:
         began = time.perf_counter()
@@ -162,7 +191,9 @@ def report(found: Sequence[Figures], problems: dict[int, list[str]]) -> str:
     """A line for each rank, and below it what is wrong there."""
     lines = []
     for figures in found:
-        times = ", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in figures.seconds.items())
+        times = ", ".join(
+            f"{name} {seconds * 1000:.1f} ms" for name, seconds in figures.seconds.items()
+        )
         lines.append(f"rank {figures.rank} on {figures.host}: {times}")
         lines += [f"  UNFIT: {problem}" for problem in problems.get(figures.rank, [])]
     return "\n".join(lines)
@@ -171,11 +202,22 @@ def report(found: Sequence[Figures], problems: dict[int, list[str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank's part; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="torchrun … -m train_fn.node.preflight", description="Look at nodes before runs are put on them."
+        prog="torchrun … -m train_fn.node.preflight",
+        description="Look at nodes before runs are put on them.",
     )
-    parser.add_argument("--timeout-s", type=float, default=30.0, metavar="S", help="longest wait for another node")
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to")
-    parser.add_argument("--far-slower", type=float, default=FAR_SLOWER, metavar="N", help="times slower than the others' median")
+    parser.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="S", help="longest wait for another node"
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to"
+    )
+    parser.add_argument(
+        "--far-slower",
+        type=float,
+        default=FAR_SLOWER,
+        metavar="N",
+        help="times slower than the others' median",
+    )
     options = parser.parse_args(argv)
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
     if missing:
@@ -186,16 +228,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     figures = look_at_this_node(rank, device, options.directory)
     look_for_room(figures, options.directory)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout_s))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=options.timeout_s),
+        )
         look_at_the_links(figures, world_size, device)
         found: list[Figures] = [figures] * world_size
         dist.all_gather_object(found, figures)
     except (RuntimeError, ValueError) as exc:
-        print(f"error: rank {rank} on {figures.host} lost its peers: {exc}; {'; '.join(figures.problems)}", file=sys.stderr)
+        print(
+            f"error: rank {rank} on {figures.host} lost its peers: {exc}; "
+            f"{'; '.join(figures.problems)}",
+            file=sys.stderr,
+        )
         os._exit(1)  # the group cannot be ended in order any more
     problems = unfit(found, options.far_slower)
     if rank == 0:

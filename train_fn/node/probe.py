@@ -1,4 +1,5 @@
-"""Whether hosts accept a connection, asked of many at once: the fastest sign of a dead raylet there is."""
+"""Whether hosts accept a connection, asked of many at once: the fastest sign of a dead raylet there
+is."""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -
 
 
 def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | None]:
-    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard within ``timeout_s``.
+    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard
+    within ``timeout_s``.
 
-    All are asked in parallel. A dead process on a live host refuses at once; a dead or cut-off host answers nothing. Hosts must be
-    IP addresses, since looking up a name would block.
+    All are asked in parallel. A dead process on a live host refuses at once; a dead or cut-off host
+    answers nothing. Hosts must be IP addresses, since looking up a name would block.
     """
     accepted: list[bool | None] = [None] * len(addresses)
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as waiting:
         for index, (host, port) in enumerate(addresses):
             try:
-                connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+                connection = socket.socket(
+                    socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+                )
                 connection.setblocking(False)
                 connection.connect_ex((host, port))
                 waiting.register(connection, selectors.EVENT_WRITE, index)
@@ -37,7 +41,9 @@ def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | N
                 break
             for key, _ in ready:
                 connection = key.fileobj  # type: ignore[assignment]
-                accepted[key.data] = _meaning_of(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                accepted[key.data] = _meaning_of(
+                    connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                )
                 waiting.unregister(connection)
                 connection.close()
         for key in list(waiting.get_map().values()):
@@ -47,5 +53,6 @@ def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | N
 
 
 def _meaning_of(error: int) -> bool | None:
-    """True for a connection, False where the host itself refuses it; a network that says it cannot is no word of the host's."""
+    """True for a connection, False where the host itself refuses it; a network that says it cannot
+    is no word of the host's."""
     return True if error == 0 else (False if error == errno.ECONNREFUSED else None)

@@ -1,4 +1,5 @@
-"""Secrets: files that the operator put on the nodes, read by each rank there. Their values travel nowhere."""
+"""Secrets: files that the operator put on the nodes, read by each rank there. Their values travel
+nowhere."""
 
 from __future__ import annotations
 
@@ -15,24 +16,28 @@ DIRECTORY_VARIABLE: Final = "EVERSTEP_SECRETS_DIR"
 DEFAULT_DIRECTORY: Final = "/etc/everstep/secrets"
 MAX_BYTES: Final = 64 * 1024
 SHORTEST_REDACTED: Final = 6
-"""Shorter values are left in texts: taking every ``42`` out of a log would hide more than it protects."""
+"""Shorter values are left in texts: taking every ``42`` out of a log would hide more than it
+protects."""
 MASK: Final = "[secret]"
 
 
 def read_secrets(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables with the values of the spec's secrets, from this node's files.
 
-    A project's own file, ``DIRECTORY/PROJECT/NAME``, comes before one for everybody, ``DIRECTORY/NAME``. A line break at the end
-    is no part of the value.
+    A project's own file, ``DIRECTORY/PROJECT/NAME``, comes before one for everybody,
+    ``DIRECTORY/NAME``. A line break at the end is no part of the value.
 
     Args:
         spec: Names which secrets it needs.
-        environ: The process's environment; ``EVERSTEP_SECRETS_DIR`` in it is the node's, and names the directory.
+        environ: The process's environment; ``EVERSTEP_SECRETS_DIR`` in it is the node's, and names
+            the directory.
 
     Raises SecretMissing, which names the secret and where it was looked for, never a value.
     """
     directory = Path(environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
-    return {variable: _read(directory, spec.project, name) for variable, name in spec.secrets.items()}
+    return {
+        variable: _read(directory, spec.project, name) for variable, name in spec.secrets.items()
+    }
 
 
 def _read(directory: Path, project: str, name: str) -> str:
@@ -64,8 +69,14 @@ class Redactor:
         self._values: tuple[str, ...] = ()
 
     def learn(self, values: Iterable[str]) -> None:
-        """Values to take out from now on; of those with several lines, every line: logs are kept by lines."""
-        parts = {part for value in values for part in (value, *value.splitlines()) if len(part.strip()) >= SHORTEST_REDACTED}
+        """Values to take out from now on; of those with several lines, every line: logs are kept by
+        lines."""
+        parts = {
+            part
+            for value in values
+            for part in (value, *value.splitlines())
+            if len(part.strip()) >= SHORTEST_REDACTED
+        }
         # The longest first: one value may hold another.
         self._values = tuple(sorted(parts, key=len, reverse=True))
 
@@ -77,4 +88,6 @@ class Redactor:
 
     def error(self, error: RankError) -> RankError:
         """The same error without values in its texts."""
-        return dataclasses.replace(error, message=self(error.message), traceback=self(error.traceback))
+        return dataclasses.replace(
+            error, message=self(error.message), traceback=self(error.traceback)
+        )

@@ -1,10 +1,13 @@
-"""Ends TCP connections whose other side has fallen silent, so that a collective fails in seconds where a host is cut off.
+"""Ends TCP connections whose other side has fallen silent, so that a collective fails in seconds
+where a host is cut off.
 
-A process that dies closes its connections, and its peers notice at once. A host that loses its power or its cable closes nothing:
-the kernel sends again for a quarter of an hour, and neither gloo nor NCCL over TCP asks earlier. This watch asks the kernel: a
-connection with bytes on their way that were not acknowledged for ``limit_s``, and on which nothing was heard either, is shut down;
-on one that is idle the kernel's own keep-alive finds out in about the same time. Whoever waits on such a connection gets an error,
-leaves its step and keeps its state. A peer that is merely slow, stopped or in another step acknowledges, whatever its process does.
+A process that dies closes its connections, and its peers notice at once. A host that loses its
+power or its cable closes nothing: the kernel sends again for a quarter of an hour, and neither gloo
+nor NCCL over TCP asks earlier. This watch asks the kernel: a connection with bytes on their way
+that were not acknowledged for ``limit_s``, and on which nothing was heard either, is shut down; on
+one that is idle the kernel's own keep-alive finds out in about the same time. Whoever waits on such
+a connection gets an error, leaves its step and keeps its state. A peer that is merely slow, stopped
+or in another step acknowledges, whatever its process does.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Traffic:
 
 
 class SilentPeers:
-    """Watches every TCP connection of this process that leads to another host, from a thread that ends with the process."""
+    """Watches every TCP connection of this process that leads to another host, from a thread that
+    ends with the process."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -60,7 +64,8 @@ class SilentPeers:
                 logger.exception("connections could not be looked at; trying again")
 
     def look(self, now: float) -> list[str]:
-        """Look once; the other sides, as ``address:port``, of the connections that were ended. ``now`` is monotonic."""
+        """Look once; the other sides, as ``address:port``, of the connections that were ended.
+        ``now`` is monotonic."""
         ended, seen = [], set()
         for inode, connection in _connections():
             with connection:
@@ -79,7 +84,11 @@ class SilentPeers:
             del self._waiting_since[inode]
         self._known &= seen
         if ended:
-            logger.warning("nothing was heard from %s for %g s; these connections are ended", ", ".join(ended), self._limit_s)
+            logger.warning(
+                "nothing was heard from %s for %g s; these connections are ended",
+                ", ".join(ended),
+                self._limit_s,
+            )
         return ended
 
     def _is_silent(self, inode: int, traffic: Traffic, now: float) -> bool:
@@ -91,7 +100,8 @@ class SilentPeers:
 
 
 def watch_peers(ip: str, limit_s: float) -> None:
-    """Watch this process's connections, unless ``limit_s`` is 0 or the cluster's address here, ``ip``, is on loopback."""
+    """Watch this process's connections, unless ``limit_s`` is 0 or the cluster's address here,
+    ``ip``, is on loopback."""
     if limit_s > 0 and not ipaddress.ip_address(ip).is_loopback:
         SilentPeers(limit_s).start()
 
@@ -99,7 +109,9 @@ def watch_peers(ip: str, limit_s: float) -> None:
 def interface_of(ip: str) -> str | None:
     """The network interface that has the address ``ip`` on this host; None where none has."""
     addresses = psutil.net_if_addrs().items()
-    return next((name for name, entries in addresses if any(entry.address == ip for entry in entries)), None)
+    return next(
+        (name for name, entries in addresses if any(entry.address == ip for entry in entries)), None
+    )
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
@@ -110,7 +122,10 @@ def _connections() -> Iterator[tuple[int, socket.socket]]:
             if not stat.S_ISSOCK(status.st_mode):
                 continue
             duplicate = socket.socket(fileno=os.dup(int(name)))
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+            if (
+                duplicate.family in (socket.AF_INET, socket.AF_INET6)
+                and duplicate.type == socket.SOCK_STREAM
+            ):
                 yield status.st_ino, duplicate
             else:
                 duplicate.close()
@@ -129,5 +144,7 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
 
 
 def _traffic(connection: socket.socket) -> Traffic:
-    info = _TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    info = _TCP_INFO.unpack(
+        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    )
     return Traffic(info[_UNACKED], min(info[_LAST_DATA_RECEIVED], info[_LAST_ACK_RECEIVED]) / 1000)

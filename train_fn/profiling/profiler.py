@@ -1,4 +1,5 @@
-"""Traces of a few steps of this rank, recorded when somebody asks for one, by torch's own profiler."""
+"""Traces of a few steps of this rank, recorded when somebody asks for one, by torch's own
+profiler."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Called between two steps. While nobody asks, that is a look at what the journal's last reply said; nothing is exchanged with
-    the other ranks, who need not know. Recording changes no result."""
+    """Called between two steps. While nobody asks, that is a look at what the journal's last reply
+    said; nothing is exchanged with the other ranks, who need not know. Recording changes no
+    result."""
 
     def __init__(self, ctx: WorkerContext, bucket_sizes: Callable[[], Sequence[int]]) -> None:
-        """``bucket_sizes`` gives the bytes of DDP's gradient buckets, in the order in which backward fills them."""
+        """``bucket_sizes`` gives the bytes of DDP's gradient buckets, in the order in which
+        backward fills them."""
         self._ctx = ctx
         self._bucket_sizes = bucket_sizes
         self._taken: str | None = None
@@ -79,7 +82,10 @@ class StepProfiler:
         self._failed(self._order, "the attempt failed while the steps were recorded")
 
     def _begin(self, order: ProfileOrder, step: int) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._ctx.device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self._ctx.device.type == "cuda" else []),
+        ]
         recorded = profile(activities=activities, record_shapes=True)
         try:
             recorded.start()
@@ -87,7 +93,9 @@ class StepProfiler:
             self._failed(order, f"torch's profiler did not start: {type(exc).__name__}: {exc}")
             return
         self._order, self._profile, self._steps_left = order, recorded, order.steps
-        self._ctx.journal.emit(EventKind.PROFILE_STARTED, {"id": order.id, "rank": order.rank, "step": step})
+        self._ctx.journal.emit(
+            EventKind.PROFILE_STARTED, {"id": order.id, "rank": order.rank, "step": step}
+        )
         self._begin_step(step)
 
     def _begin_step(self, step: int) -> None:
@@ -109,7 +117,9 @@ class StepProfiler:
             torch.cuda.synchronize()  # kernels of the last step, that it is in the trace
         recorded.stop()
         sizes = [int(size) for size in self._bucket_sizes()]
-        self._writing = threading.Thread(target=self._write, args=(order, recorded, sizes), name="profile", daemon=True)
+        self._writing = threading.Thread(
+            target=self._write, args=(order, recorded, sizes), name="profile", daemon=True
+        )
         self._writing.start()
 
     def _write(self, order: ProfileOrder, recorded: profile, sizes: Sequence[int]) -> None:
@@ -124,7 +134,10 @@ class StepProfiler:
             logger.exception("the profile %s could not be kept", order.id)
             self._failed(order, f"{type(exc).__name__}: {exc}")
             return
-        self._ctx.journal.emit(EventKind.PROFILE_DONE, {"id": order.id, "rank": order.rank, "size_bytes": size_bytes, **told})
+        self._ctx.journal.emit(
+            EventKind.PROFILE_DONE,
+            {"id": order.id, "rank": order.rank, "size_bytes": size_bytes, **told},
+        )
 
     def _upload(self, order: ProfileOrder, ready: Path) -> None:
         stream = self._ctx.run_dir.files.create(self._ctx.run_dir.trace_path(order.id))
@@ -135,14 +148,19 @@ class StepProfiler:
 
     def _failed(self, order: ProfileOrder, problem: str) -> None:
         self._order = None
-        self._ctx.journal.emit(EventKind.PROFILE_FAILED, {"id": order.id, "rank": order.rank, "problem": problem})
+        self._ctx.journal.emit(
+            EventKind.PROFILE_FAILED, {"id": order.id, "rank": order.rank, "problem": problem}
+        )
 
 
 def _prepared(raw: Path, ready: Path, sizes: Sequence[int]) -> dict[str, Any]:
-    """The trace named, packed and summed up by a process of its own: reading megabytes of JSON here would hold training up."""
+    """The trace named, packed and summed up by a process of its own: reading megabytes of JSON here
+    would hold training up."""
     command = [sys.executable, "-I", trace_file.__file__, str(raw), str(ready), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PREPARE_S, check=False)
     if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["the trace could not be prepared"])[-1])
+        raise RuntimeError(
+            (done.stderr.strip().splitlines() or ["the trace could not be prepared"])[-1]
+        )
     told: dict[str, Any] = json.loads(done.stdout)
     return told

@@ -1,7 +1,8 @@
 """A profiler's trace made ready to be kept: all-reduces named by bucket, packed, and summed up.
 
-Run as a file, ``python -I trace_file.py RAW READY [BUCKET_BYTES …]``, with nothing but the standard library: it is started beside
-a rank that trains, and writes the summary as JSON to its standard output.
+Run as a file, ``python -I trace_file.py RAW READY [BUCKET_BYTES …]``, with nothing but the standard
+library: it is started beside a rank that trains, and writes the summary as JSON to its standard
+output.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def prepare(raw: Path, ready: Path, bucket_sizes: Sequence[int]) -> dict[str, An
     Args:
         raw: A trace in Chrome's format.
         ready: What to write.
-        bucket_sizes: Bytes of DDP's buckets, in the order in which backward fills them; none where nothing is exchanged.
+        bucket_sizes: Bytes of DDP's buckets, in the order in which backward fills them; none where
+            nothing is exchanged.
 
     Returns:
         What is told of it: ``steps``, ``step_s`` (their mean) and ``all_reduces``.
@@ -45,7 +47,10 @@ def prepare(raw: Path, ready: Path, bucket_sizes: Sequence[int]) -> dict[str, An
         ValueError: The trace is too large.
     """
     if raw.stat().st_size > MOST_BYTES:
-        raise ValueError(f"the trace has {raw.stat().st_size / 1e6:.0f} MB, which is too much to be looked at; ask for fewer steps")
+        raise ValueError(
+            f"the trace has {raw.stat().st_size / 1e6:.0f} MB, which is too much to be looked at; "
+            "ask for fewer steps"
+        )
     trace = json.loads(raw.read_bytes())
     events: list[Event] = trace["traceEvents"]
     found = sorted(_all_reduces(events), key=lambda event: float(event["ts"]))
@@ -53,7 +58,11 @@ def prepare(raw: Path, ready: Path, bucket_sizes: Sequence[int]) -> dict[str, An
     with gzip.open(ready, "wt", compresslevel=6, encoding="utf-8") as stream:
         json.dump(trace, stream, separators=(",", ":"))
     # On a GPU a step's span is there twice, also on the device's own track.
-    spans = [event for event in events if str(event.get("name", "")).startswith(STEP) and event.get("cat") == "user_annotation"]
+    spans = [
+        event
+        for event in events
+        if str(event.get("name", "")).startswith(STEP) and event.get("cat") == "user_annotation"
+    ]
     step_s = statistics.mean(event["dur"] for event in spans) / 1e6 if spans else None
     return {"steps": len(spans), "step_s": step_s, "all_reduces": told}
 
@@ -64,7 +73,10 @@ def _all_reduces(events: Sequence[Event]) -> Iterator[Event]:
         if event.get("ph") != "X":
             continue
         arguments = event.get("args") or {}
-        is_kernel = event.get("cat") == "kernel" and "allreduce" in str(arguments.get("Collective name", "")).lower()
+        is_kernel = (
+            event.get("cat") == "kernel"
+            and "allreduce" in str(arguments.get("Collective name", "")).lower()
+        )
         if is_kernel or event.get("name") == _GLOO:
             yield event
 
@@ -72,14 +84,16 @@ def _all_reduces(events: Sequence[Event]) -> Iterator[Event]:
 def _size_bytes(event: Event) -> int:
     arguments = event["args"]
     if "In msg nelems" in arguments:
-        return int(arguments["In msg nelems"]) * _ITEM_BYTES.get(str(arguments.get("dtype", "float")).lower(), 4)
+        return int(arguments["In msg nelems"]) * _ITEM_BYTES.get(
+            str(arguments.get("dtype", "float")).lower(), 4
+        )
     kinds, shapes = arguments.get("Input type") or ["float"], arguments.get("Input Dims") or [[]]
     return int(math.prod(shapes[0])) * _ITEM_BYTES.get(str(kinds[0]).lower(), 4)
 
 
 def _by_bucket(events: Sequence[Event], bucket_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """What each bucket's all-reduces took; their events are named by it. Buckets are exchanged in order, once a step, and told from
-    all else by their size."""
+    """What each bucket's all-reduces took; their events are named by it. Buckets are exchanged in
+    order, once a step, and told from all else by their size."""
     seconds: dict[int | None, list[float]] = {}
     largest: dict[int | None, int] = {}
     waited_for = list(enumerate(bucket_sizes))
@@ -87,7 +101,9 @@ def _by_bucket(events: Sequence[Event], bucket_sizes: Sequence[int]) -> list[dic
         size = _size_bytes(event)
         bucket = next((number for number, expected in waited_for if expected == size), None)
         if bucket is not None:
-            waited_for = [each for each in waited_for if each[0] != bucket] or list(enumerate(bucket_sizes))
+            waited_for = [each for each in waited_for if each[0] != bucket] or list(
+                enumerate(bucket_sizes)
+            )
             event["name"] = f"all-reduce of bucket {bucket} ({size / 1e6:.2f} MB)"
         seconds.setdefault(bucket, []).append(float(event["dur"]) / 1e6)
         largest[bucket] = max(largest.get(bucket, 0), size)
@@ -105,4 +121,8 @@ def _by_bucket(events: Sequence[Event], bucket_sizes: Sequence[int]) -> list[dic
 
 if __name__ == "__main__":
     os.nice(10)
-    print(json.dumps(prepare(Path(sys.argv[1]), Path(sys.argv[2]), [int(size) for size in sys.argv[3:]])))
+    print(
+        json.dumps(
+            prepare(Path(sys.argv[1]), Path(sys.argv[2]), [int(size) for size in sys.argv[3:]])
+        )
+    )

@@ -1,4 +1,5 @@
-"""What the controller tells of a run's attempts: their begins, failures and ends, and what the next one needs to know of them."""
+"""What the controller tells of a run's attempts: their begins, failures and ends, and what the next
+one needs to know of them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.ray_train.ray_internals import Worker
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
-from train_fn.recovery.verdict import Decision, Evidence, Judgement, PastFailure, RankReport, failure_data
+from train_fn.recovery.verdict import (
+    Decision,
+    Evidence,
+    Judgement,
+    PastFailure,
+    RankReport,
+    failure_data,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +30,8 @@ _ASK_S = 1.0
 
 
 class Chronicle:
-    """The attempts of one submission, told to its journal as they come and go. Used by one thread; evidence may come by another."""
+    """The attempts of one submission, told to its journal as they come and go. Used by one thread;
+    evidence may come by another."""
 
     def __init__(self, engine: Engine) -> None:
         self.attempt = engine.history.last_attempt
@@ -60,7 +69,9 @@ class Chronicle:
             }
             for worker in workers
         ]
-        self.journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places})
+        self.journal.emit(
+            EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places}
+        )
         self.journal.flush(_ASK_S)  # what its ranks tell is to come after it
 
     def ended(self, cause: str, last_step: int | None = None) -> None:
@@ -74,22 +85,38 @@ class Chronicle:
     def failed(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
         """The attempt failed, and so has ended where it had begun."""
         detect_s = self._detect_s(evidence, judgement)
-        data = failure_data(evidence, judgement, decision, detect_s=detect_s, world_size=self.world_size)
+        data = failure_data(
+            evidence, judgement, decision, detect_s=detect_s, world_size=self.world_size
+        )
         self.failures.append(past_failure(data))
         self.journal.emit(EventKind.FAILURE, data)
         if self.is_open:
             self.ended(judgement.verdict.value, evidence.last_step)
-        self.recovery = RecoveryNote(evidence.noticed_at, detect_s, evidence.last_step, self.world_size, time.time())
-        logger.warning("attempt %d failed: %s, %s; %s", self.attempt, judgement.verdict, judgement.exception, decision.action)
+        self.recovery = RecoveryNote(
+            evidence.noticed_at, detect_s, evidence.last_step, self.world_size, time.time()
+        )
+        logger.warning(
+            "attempt %d failed: %s, %s; %s",
+            self.attempt,
+            judgement.verdict,
+            judgement.exception,
+            decision.action,
+        )
 
     def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:
-        """Seconds without progress until the failure was noticed; None where ranks left as they were asked to.
+        """Seconds without progress until the failure was noticed; None where ranks left as they
+        were asked to.
 
-        They count from the last committed step: a rank that is stopped raises nothing, and its peers do only once it is killed.
-        Between two reports of a user's function nothing is known; there they count from the first error.
+        They count from the last committed step: a rank that is stopped raises nothing, and its
+        peers do only once it is killed. Between two reports of a user's function nothing is known;
+        there they count from the first error.
         """
         errors = [report.error.at for report in evidence.ranks if report.error is not None]
-        if judgement.verdict is Verdict.PREEMPTION and not errors and not any(report.died for report in evidence.ranks):
+        if (
+            judgement.verdict is Verdict.PREEMPTION
+            and not errors
+            and not any(report.died for report in evidence.ranks)
+        ):
             return None
         moved_at = None if self._own_function else self.journal.moved_at(evidence.attempt)
         since = moved_at if moved_at is not None else min(errors, default=None)
@@ -100,8 +127,11 @@ class Chronicle:
         self.journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
 
     def last_step(self, reports: Sequence[RankReport]) -> int:
-        """The newest step that anybody knows of: the ranks, the journal, the failure before, or older journals; 0 of a new run."""
+        """The newest step that anybody knows of: the ranks, the journal, the failure before, or
+        older journals; 0 of a new run."""
         self.journal.ask(_ASK_S)
         known = [report.error.step for report in reports if report.error is not None]
         known += [self.journal.last_step, self.recovery.last_step if self.recovery else None]
-        return max((step for step in known if step is not None), default=self._last_step_before or 0)
+        return max(
+            (step for step in known if step is not None), default=self._last_step_before or 0
+        )

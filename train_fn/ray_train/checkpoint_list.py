@@ -1,5 +1,5 @@
-"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to start on one that is wrong, and
-kept short, since Ray writes all of it with every report.
+"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to
+start on one that is wrong, and kept short, since Ray writes all of it with every report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from train_fn.ray_train.ray_internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 from train_fn.ray_train.user_checkpoints import ALL, PARTS_METRIC, what_is_missing, write_manifest
 
 STEP_METRIC = "everstep_step"
-"""Name under which a report's number travels with its metrics, which Ray keeps with the checkpoint."""
+"""Name under which a report's number travels with its metrics, which Ray keeps with the
+checkpoint."""
 
 _COPY = "checkpoint_list_copy.json"
 _SHORT = 16
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
-    """Runs in the controller of a user's Ray Train function, after Ray's own: names all ranks' parts of the checkpoint, and keeps a
-    copy of the list, which Ray overwrites in place. A crash in the middle of that would otherwise send the function back to its
-    beginning."""
+    """Runs in the controller of a user's Ray Train function, after Ray's own: names all ranks'
+    parts of the checkpoint, and keeps a copy of the list, which Ray overwrites in place. A crash in
+    the middle of that would otherwise send the function back to its beginning."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -42,17 +43,27 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
         try:
             directory = f"{root}/{PurePosixPath(training_report.checkpoint.path).name}"
             step = int(training_report.metrics.get(STEP_METRIC, 0))
-            write_manifest(self._run_dir, directory, step, [of_rank.get(PARTS_METRIC, {}) for of_rank in metrics])
-            files.write(f"{root}/{_COPY}", files.read(f"{root}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
+            write_manifest(
+                self._run_dir,
+                directory,
+                step,
+                [of_rank.get(PARTS_METRIC, {}) for of_rank in metrics],
+            )
+            files.write(
+                f"{root}/{_COPY}", files.read(f"{root}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+            )
         except StorageError as exc:
-            logger.warning("a reported checkpoint could not be entered; the next report tries again: %s", exc)
+            logger.warning(
+                "a reported checkpoint could not be entered; the next report tries again: %s", exc
+            )
 
 
 class ShortList:
-    """Frees Ray's list of checkpoints of Everstep's own that retention has deleted, of which Ray does not know.
+    """Frees Ray's list of checkpoints of Everstep's own that retention has deleted, of which Ray
+    does not know.
 
-    Whenever it is twice as long as what was left of it, so that a listing of the storage comes seldom. What a user's function
-    reports Ray deletes by itself.
+    Whenever it is twice as long as what was left of it, so that a listing of the storage comes
+    seldom. What a user's function reports Ray deletes by itself.
     """
 
     def __init__(self, run_dir: RunDir, manager: Any) -> None:
@@ -66,11 +77,15 @@ class ShortList:
         results = manager._checkpoint_results
         if len(results) < max(_SHORT, self._long):
             return
-        names = [CheckpointName.parse(PurePosixPath(result.checkpoint.path).name) for result in results]
+        names = [
+            CheckpointName.parse(PurePosixPath(result.checkpoint.path).name) for result in results
+        ]
         try:
             gone = set(self._run_dir.checkpoints.missing(filter(None, names)))
         except StorageError as exc:
-            logger.warning("Ray Train's checkpoint list could not be shortened; trying again later: %s", exc)
+            logger.warning(
+                "Ray Train's checkpoint list could not be shortened; trying again later: %s", exc
+            )
             gone = set()
         kept = [
             result
@@ -85,13 +100,18 @@ class ShortList:
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Put the last good copy in the file's place where Ray could not load it: gone, torn JSON, another Ray's, or naming a
-    checkpoint that is gone, or lacks a part. Of such checkpoints it is then freed; without one that is whole it is removed.
+    """Put the last good copy in the file's place where Ray could not load it: gone, torn JSON,
+    another Ray's, or naming a checkpoint that is gone, or lacks a part. Of such checkpoints it is
+    then freed; without one that is whole it is removed.
 
-    Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's own loop nothing is lost by
-    removing it: its ranks restore from manifests, never from Ray's list.
+    Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's
+    own loop nothing is lost by removing it: its ranks restore from manifests, never from Ray's
+    list.
     """
-    path, copy = f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{_root(run_dir)}/{_COPY}"
+    path, copy = (
+        f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}",
+        f"{_root(run_dir)}/{_COPY}",
+    )
     data, kept = _content(run_dir, path), _content(run_dir, copy)
     if data is None and kept is None:
         return
@@ -117,12 +137,15 @@ def _content(run_dir: RunDir, path: str) -> bytes | None:
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
-    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None) where there is none.
+    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None)
+    where there is none.
 
     Ray's own numbering also counts the reports that a restart took back.
     """
     try:
-        state: dict[str, Any] = json.loads(run_dir.files.read(f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}"))
+        state: dict[str, Any] = json.loads(
+            run_dir.files.read(f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+        )
     except StorageNotFound:
         return 0, None
     latest = state.get("latest_checkpoint_result")
@@ -132,18 +155,26 @@ def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
 
 
 def rejected_reports(run_dir: RunDir) -> dict[str, str]:
-    """Checkpoints that a user's function has reported and is not to go on from, newest first, with what each lacks: those that are
-    in the copy of Ray's list and no more in the list.
+    """Checkpoints that a user's function has reported and is not to go on from, newest first, with
+    what each lacks: those that are in the copy of Ray's list and no more in the list.
 
-    Raises StorageUnavailable where nothing of any reported checkpoint is there: the storage is not what it was, and a function must
-    not begin again for that.
+    Raises StorageUnavailable where nothing of any reported checkpoint is there: the storage is not
+    what it was, and a function must not begin again for that.
     """
     root = _root(run_dir)
-    listed, copied = (_names(_content(run_dir, f"{root}/{each}")) for each in (CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, _COPY))
-    rejected = {name: missing for name in copied[::-1] if name not in listed and (missing := _missing(run_dir, name)) is not None}
+    listed, copied = (
+        _names(_content(run_dir, f"{root}/{each}"))
+        for each in (CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, _COPY)
+    )
+    rejected = {
+        name: missing
+        for name in copied[::-1]
+        if name not in listed and (missing := _missing(run_dir, name)) is not None
+    }
     if rejected and not listed and set(rejected.values()) == {ALL}:
         raise StorageUnavailable(
-            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} holds nothing of it, nor of any other checkpoint; "
+            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} holds nothing of "
+            "it, nor of any other checkpoint; "
             "mount or put back what is missing there. To begin again, submit the spec as a new run"
         )
     return {name: f"it lacks {missing}" for name, missing in rejected.items()}
@@ -152,7 +183,10 @@ def rejected_reports(run_dir: RunDir) -> dict[str, str]:
 def _names(data: bytes | None) -> list[str]:
     """Checkpoints in a list of Ray's; none where it cannot be read."""
     try:
-        return [result["checkpoint_dir_name"] for result in json.loads(data or b"{}").get("checkpoint_results", ())]
+        return [
+            result["checkpoint_dir_name"]
+            for result in json.loads(data or b"{}").get("checkpoint_results", ())
+        ]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
 
@@ -173,7 +207,8 @@ def _problem(run_dir: RunDir, data: bytes) -> str | None:
 
 
 def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
-    """The list without the checkpoints that lack something; None where it cannot be read, or none is left."""
+    """The list without the checkpoints that lack something; None where it cannot be read, or none
+    is left."""
     if _problem(run_dir, data) is None:
         return data
     try:
@@ -181,7 +216,11 @@ def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
         if state["ray_version"] != ray.__version__:
             return None
         numbered = zip(state["checkpoint_results"], state["checkpoint_report_indices"], strict=True)
-        whole = [(result, index) for result, index in numbered if _missing(run_dir, result["checkpoint_dir_name"]) is None]
+        whole = [
+            (result, index)
+            for result, index in numbered
+            if _missing(run_dir, result["checkpoint_dir_name"]) is None
+        ]
     except (ValueError, KeyError, TypeError):
         return None
     if not whole:
@@ -197,7 +236,8 @@ def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
 
 
 def _missing(run_dir: RunDir, name: str) -> str | None:
-    """Everstep's own checkpoints exist once their manifest does; what a user's function reported is a directory of files."""
+    """Everstep's own checkpoints exist once their manifest does; what a user's function reported is
+    a directory of files."""
     path = f"{_root(run_dir)}/{name}"
     if name.startswith("checkpoints/"):
         return None if run_dir.files.exists(f"{path}/manifest.json") else "its manifest"
@@ -205,5 +245,6 @@ def _missing(run_dir: RunDir, name: str) -> str | None:
 
 
 def _root(run_dir: RunDir) -> str:
-    """The run's directory, which is Ray Train's experiment directory, as ``run_dir.files`` names it."""
+    """The run's directory, which is Ray Train's experiment directory, as ``run_dir.files`` names
+    it."""
     return run_dir.checkpoints_path().rsplit("/", 1)[0]

@@ -1,8 +1,8 @@
 """Telling Ray Train of committed checkpoints beside training.
 
-``ray.train.report`` waits until the controller has taken the report before, which may take seconds. So a thread of each rank
-reports. All ranks hand over the same checkpoints in the same order, so that they need not meet for it
-(``RankLaunch.meets_to_report``).
+``ray.train.report`` waits until the controller has taken the report before, which may take seconds.
+So a thread of each rank reports. All ranks hand over the same checkpoints in the same order, so
+that they need not meet for it (``RankLaunch.meets_to_report``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _Report:
 
 
 class CheckpointReports:
-    """One rank's reports, in order. A report that fails costs Ray Train's knowledge of a checkpoint, and nothing else.
+    """One rank's reports, in order. A report that fails costs Ray Train's knowledge of a
+    checkpoint, and nothing else.
 
     Args:
         run_dir: Where the checkpoints lie: where Ray Train expects them, so that nothing is copied.
@@ -44,7 +45,8 @@ class CheckpointReports:
         self._thread.start()
 
     def add(self, name: str, metrics: dict[str, float]) -> None:
-        """Report a checkpoint by its directory's name, soon. All ranks call this with the same in the same order."""
+        """Report a checkpoint by its directory's name, soon. All ranks call this with the same in
+        the same order."""
         self._queue.put(_Report(name, metrics))
 
     def close(self, timeout_s: float) -> bool:
@@ -58,16 +60,25 @@ class CheckpointReports:
             try:
                 self._report(report)
                 self._on_report()
-            except Exception as exc:  # the group is ending, or Ray has trouble: whoever trains will find out by itself
-                logger.warning("Ray Train was not told of checkpoint %s: %s: %s", report.name, type(exc).__name__, exc)
+            except Exception as exc:
+                # the group is ending, or Ray has trouble: whoever trains will find out by itself
+                logger.warning(
+                    "Ray Train was not told of checkpoint %s: %s: %s",
+                    report.name,
+                    type(exc).__name__,
+                    exc,
+                )
 
     def _report(self, report: _Report) -> None:
         context = ray.train.get_context()
         storage = context.get_storage()
-        path = "/".join(self._run_dir.checkpoints_path(report.name).rsplit("/", 2)[-2:])  # from the experiment's directory on
+        # from the experiment's directory on
+        path = "/".join(self._run_dir.checkpoints_path(report.name).rsplit("/", 2)[-2:])
         checkpoint = None
         if context.get_world_rank() == 0:
-            checkpoint = ray.train.Checkpoint(storage.build_checkpoint_path_from_name(path), storage.storage_filesystem)
+            checkpoint = ray.train.Checkpoint(
+                storage.build_checkpoint_path_from_name(path), storage.storage_filesystem
+            )
         ray.train.report(
             metrics=report.metrics,
             checkpoint=checkpoint,

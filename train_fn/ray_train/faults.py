@@ -26,7 +26,8 @@ NodeCall = tuple[str, Callable[..., str | None], tuple[Any, ...]]
 
 
 class RayFaults:
-    """As ``train_fn.drills.orders.Faults`` says, in the cluster that this driver is connected to."""
+    """As ``train_fn.drills.orders.Faults`` says, in the cluster that this driver is connected
+    to."""
 
     def head_node_ids(self) -> Collection[str]:
         try:
@@ -35,10 +36,20 @@ class RayFaults:
             raise DrillRefused(f"the cluster's nodes could not be seen: {exc}") from exc
 
     def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
-        _on_nodes([(node_id, signal_ranks, (node_id, pids, int(signal_number))) for node_id, pids in _by_node(ranks).items()])
+        _on_nodes(
+            [
+                (node_id, signal_ranks, (node_id, pids, int(signal_number)))
+                for node_id, pids in _by_node(ranks).items()
+            ]
+        )
 
     def kill_without_trace(self, ranks: Sequence[RankPlace], run_id: str) -> None:
-        _on_nodes([(node_id, kill_ranks, (run_id, node_id, pids)) for node_id, pids in _by_node(ranks).items()])
+        _on_nodes(
+            [
+                (node_id, kill_ranks, (run_id, node_id, pids))
+                for node_id, pids in _by_node(ranks).items()
+            ]
+        )
 
     def kill_node(self, node_id: str) -> None:
         _on_nodes([(node_id, kill_raylet, (node_id,))], ends_node=True)
@@ -49,7 +60,9 @@ class RayFaults:
         deadline_ms = int((time.time() + deadline_s) * 1000)
         try:
             client = GcsClient(address=ray.get_runtime_context().gcs_address)
-            accepted, problem = client.drain_node(node_id, reason, "an Everstep drill", deadline_ms, timeout=_ON_NODE_S)
+            accepted, problem = client.drain_node(
+                node_id, reason, "an Everstep drill", deadline_ms, timeout=_ON_NODE_S
+            )
         except (RayError, RuntimeError) as exc:
             raise DrillRefused(f"Ray could not be asked to drain node {node_id}: {exc}") from exc
         if not accepted:
@@ -62,11 +75,15 @@ class RayFaults:
 def _by_node(ranks: Sequence[RankPlace]) -> dict[str, tuple[int, ...]]:
     """Process ids of ranks, by the id of their node."""
     nodes = dict.fromkeys(place.node_id for place in ranks)
-    return {node_id: tuple(place.pid for place in ranks if place.node_id == node_id) for node_id in nodes}
+    return {
+        node_id: tuple(place.pid for place in ranks if place.node_id == node_id)
+        for node_id in nodes
+    }
 
 
 def _on_nodes(calls: Sequence[NodeCall], *, ends_node: bool = False) -> None:
-    """Call functions on nodes, all at once, in processes of their own there. Raises DrillRefused with the first problem.
+    """Call functions on nodes, all at once, in processes of their own there. Raises DrillRefused
+    with the first problem.
 
     ``ends_node`` says that a function takes its own process along, so that no answer comes.
     """

@@ -1,4 +1,5 @@
-"""The end of a group that failed: survivors are let go, and waited for while they leave their step and write their snapshots."""
+"""The end of a group that failed: survivors are let go, and waited for while they leave their step
+and write their snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from train_fn.recovery.verdict import RankReport
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 2.0
-"""Once one survivor has left its step, others have this long, or three times as long as the first took."""
+"""Once one survivor has left its step, others have this long, or three times as long as the first
+took."""
 _WAIT_S = 0.5
 """A rank that is waited for says so often where it stands."""
 
@@ -34,7 +36,9 @@ class Settling:
         errors: by rank, what its last poll said.
     """
 
-    def __init__(self, workers: Sequence[Worker], look: Look, errors: Mapping[int, BaseException | None]) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], look: Look, errors: Mapping[int, BaseException | None]
+    ) -> None:
         self._workers = workers
         self._look = look
         self._reports: dict[int, RankReport] = {}
@@ -51,14 +55,15 @@ class Settling:
                 report = dataclasses.replace(report, died=True, still_running=False)
             self._reports[rank] = report = with_error(report, errors.get(rank))
             if report.unresponsive:
-                ray.kill(worker.actor)  # its peers wait for it inside collectives, and would do so without end
+                # its peers wait for it inside collectives, and would do so without end
+                ray.kill(worker.actor)
             elif report.node_alive and not report.died:
                 worker.actor.let_go.remote()
                 self._wait_for(rank)
 
     def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:
-        """How the ranks ended, waited for that long at most. One that outlasts it stays ``still_running``; a node that does not
-        answer is not waited for."""
+        """How the ranks ended, waited for that long at most. One that outlasts it stays
+        ``still_running``; a node that does not answer is not waited for."""
         deadline = self._began + hold_s
         stacks: dict[int, str | None] = {}
         while self._waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -72,13 +77,20 @@ class Settling:
                 if self._reports[rank].still_running:
                     self._wait_for(rank)
                 elif not self._reports[rank].died:
-                    deadline = min(deadline, time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)))
+                    deadline = min(
+                        deadline,
+                        time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)),
+                    )
             waiting, now = set(self._waiting.values()), time.monotonic()
             silent = find_silent(self._asked_at, stacks, waiting, now)
             if silent:
                 self._kill_silent(silent)
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
-            elif waiting and not self._have_woken and len(silent_ranks(self._asked_at, waiting, now)) == len(waiting):
+            elif (
+                waiting
+                and not self._have_woken
+                and len(silent_ranks(self._asked_at, waiting, now)) == len(waiting)
+            ):
                 self._wake()
         for rank in self._waiting.values():
             held_up = waits_for_others(stacks.get(rank) or "")
@@ -86,7 +98,8 @@ class Settling:
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
     def _answered(self, within_s: float) -> list[Any]:
-        """The calls that have returned, all of them, once one has: what has arrived must not count as silence."""
+        """The calls that have returned, all of them, once one has: what has arrived must not count
+        as silence."""
         if not self._waiting:
             return []
         first, _ = ray.wait(list(self._waiting), num_returns=1, timeout=within_s)
@@ -100,21 +113,30 @@ class Settling:
         self._waiting[self._workers[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
 
     def _wake(self) -> None:
-        """No rank that is left answers, so that none keeps a state for the others: those that are merely stopped shall go on, find
-        their peers gone, and leave theirs."""
+        """No rank that is left answers, so that none keeps a state for the others: those that are
+        merely stopped shall go on, find their peers gone, and leave theirs."""
         self._have_woken = True
         left = [self._reports[rank] for rank in self._waiting.values()]
         woken = wake_stopped((report.node_id, report.pid) for report in left)
         if woken:
-            logger.warning("no rank answered, since processes %s were stopped; they go on", sorted(pid for _, pid in woken))
+            logger.warning(
+                "no rank answered, since processes %s were stopped; they go on",
+                sorted(pid for _, pid in woken),
+            )
 
     def _kill_silent(self, silent: Collection[int]) -> None:
-        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave their states."""
-        logger.warning("ranks %s do not answer, and others wait for them inside collectives; they are killed", sorted(silent))
+        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave
+        their states."""
+        logger.warning(
+            "ranks %s do not answer, and others wait for them inside collectives; they are killed",
+            sorted(silent),
+        )
         for ref, rank in list(self._waiting.items()):
             if rank in silent:
                 del self._waiting[ref]
-                self._reports[rank] = dataclasses.replace(self._reports[rank], unresponsive=True, still_running=False)
+                self._reports[rank] = dataclasses.replace(
+                    self._reports[rank], unresponsive=True, still_running=False
+                )
                 ray.kill(self._workers[rank].actor)
 
     def _drop_lost_nodes(self) -> None:
@@ -122,4 +144,6 @@ class Settling:
         for ref, rank in list(self._waiting.items()):
             if self._reports[rank].node_id not in reachable:
                 del self._waiting[ref]
-                self._reports[rank] = dataclasses.replace(self._reports[rank], node_alive=False, died=True, still_running=False)
+                self._reports[rank] = dataclasses.replace(
+                    self._reports[rank], node_alive=False, died=True, still_running=False
+                )

@@ -1,4 +1,5 @@
-"""What the ranks of a run left on its nodes, once none of them trains any more: the newest state is saved, the rest removed."""
+"""What the ranks of a run left on its nodes, once none of them trains any more: the newest state is
+saved, the rest removed."""
 
 from __future__ import annotations
 
@@ -26,21 +27,34 @@ logger = logging.getLogger(__name__)
 
 
 class LeftStates:
-    """The snapshots of one run on the nodes that are alive. A node that does not answer in time is left out."""
+    """The snapshots of one run on the nodes that are alive. A node that does not answer in time is
+    left out."""
 
     def __init__(self, run_dir: RunDir, submission: int, node_ids: Collection[str]) -> None:
         self._run_dir, self._submission = run_dir, submission
         self._node_ids = sorted(node_ids)
 
     def save_newest(self, spec: RunSpec, world_size: int) -> LastSave | None:
-        """Commit the newest state as a checkpoint, as ``save_last`` has it; the node that holds it writes. Raises nothing."""
+        """Commit the newest state as a checkpoint, as ``save_last`` has it; the node that holds it
+        writes. Raises nothing."""
         held = self._asked(_labels, ASK_S)
         nodes = list(held)
-        offers = [Offer(number, label) for number, node_id in enumerate(nodes) for label in held[node_id]]
+        offers = [
+            Offer(number, label) for number, node_id in enumerate(nodes) for label in held[node_id]
+        ]
 
         def commit(offer: Offer) -> Manifest | Unreadable:
-            arguments = (self._run_dir, spec, nodes[offer.rank], self._submission, offer.label, world_size)
-            found: Manifest | Unreadable = _got(_on_node(_commit, nodes[offer.rank], *arguments), SAVE_S)
+            arguments = (
+                self._run_dir,
+                spec,
+                nodes[offer.rank],
+                self._submission,
+                offer.label,
+                world_size,
+            )
+            found: Manifest | Unreadable = _got(
+                _on_node(_commit, nodes[offer.rank], *arguments), SAVE_S
+            )
             return found
 
         return save_last(self._run_dir, self._submission, offers, commit)
@@ -49,7 +63,9 @@ class LeftStates:
         """Remove what is left of this and older submissions. Raises nothing."""
         self._asked(_remove, patience_s)
 
-    def _asked(self, action: Callable[[RunDir, str, int], Any], patience_s: float) -> dict[str, Any]:
+    def _asked(
+        self, action: Callable[[RunDir, str, int], Any], patience_s: float
+    ) -> dict[str, Any]:
         """What ``action`` returns on each node, by node id."""
         try:
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -58,7 +74,11 @@ class LeftStates:
                 for node_id in self._node_ids
                 if node_id in alive
             }
-            ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=patience_s) if asked else ([], [])
+            ready, late = (
+                ray.wait(list(asked), num_returns=len(asked), timeout=patience_s)
+                if asked
+                else ([], [])
+            )
         except RayError as exc:
             logger.warning("the run's nodes could not be asked for what it left there: %s", exc)
             return {}
@@ -77,7 +97,9 @@ class LeftStates:
 def _on_node(action: Callable[..., Any], node_id: str, *arguments: Any) -> Any:
     """Start ``action`` in a process of that node; the reference to what it returns."""
     task = ray.remote(num_cpus=0, max_retries=0)(action)
-    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*arguments)
+    return task.options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ).remote(*arguments)
 
 
 def _got(ref: Any, patience_s: float) -> Any:
@@ -92,8 +114,12 @@ def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:
     return node_snapshots(run_dir, node_id, submission).labels()
 
 
-def _commit(run_dir: RunDir, spec: RunSpec, node_id: str, submission: int, label: Label, world_size: int) -> Manifest | Unreadable:
-    return commit_snapshot(run_dir, spec, node_snapshots(run_dir, node_id, submission), label, world_size)
+def _commit(
+    run_dir: RunDir, spec: RunSpec, node_id: str, submission: int, label: Label, world_size: int
+) -> Manifest | Unreadable:
+    return commit_snapshot(
+        run_dir, spec, node_snapshots(run_dir, node_id, submission), label, world_size
+    )
 
 
 def _remove(run_dir: RunDir, node_id: str, submission: int) -> None:

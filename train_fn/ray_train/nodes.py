@@ -26,12 +26,18 @@ def node_look(probe_timeout_s: float, storage: Storage) -> Look:
 
 
 def head_node_ids() -> set[str]:
-    """The head's node id; none where the GCS knows of no living head. Raises what Ray raises where the GCS does not answer."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD_RESOURCE in node["Resources"]}
+    """The head's node id; none where the GCS knows of no living head. Raises what Ray raises where
+    the GCS does not answer."""
+    return {
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and _HEAD_RESOURCE in node["Resources"]
+    }
 
 
 def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
-    """Every node that the GCS believes alive, with whether its raylet accepts a connection right now, and how it is marked.
+    """Every node that the GCS believes alive, with whether its raylet accepts a connection right
+    now, and how it is marked.
 
     A node drains by Ray's word or by the service's; a cordon is the service's alone.
 
@@ -55,7 +61,9 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
             reachable=answer is True,
             silent=answer is None,
             draining=node["NodeID"] in draining or marked.get(node["NodeID"]) == "draining",
-            drain_deadline=_earliest(draining.get(node["NodeID"], 0) / 1000, marks.get(node["NodeID"])),
+            drain_deadline=_earliest(
+                draining.get(node["NodeID"], 0) / 1000, marks.get(node["NodeID"])
+            ),
             cordoned=marked.get(node["NodeID"]) == "cordoned",
         )
         for node, answer in zip(nodes, answers, strict=True)
@@ -63,6 +71,7 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
 
 
 def _earliest(ray_deadline: float, mark: NodeMark | None) -> float | None:
-    """When a node is to be taken away, by Ray's word (0 for none) and by the service's; unix seconds."""
+    """When a node is to be taken away, by Ray's word (0 for none) and by the service's; unix
+    seconds."""
     said = [ray_deadline, mark.deadline if mark is not None and mark.state == "draining" else None]
     return min((deadline for deadline in said if deadline), default=None)

@@ -1,7 +1,9 @@
-"""What outlives a driver: its controller, with the ranks, until these have saved and left; and its journal, which they tell of it.
+"""What outlives a driver: its controller, with the ranks, until these have saved and left; and its
+journal, which they tell of it.
 
-Both are detached actors. The driver of the next submission waits for their end before its own journal begins, so that the older
-journal is complete by then, and nothing of the older submission writes any more.
+Both are detached actors. The driver of the next submission waits for their end before its own
+journal begins, so that the older journal is complete by then, and nothing of the older submission
+writes any more.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ def controller_name(run_id: str, submission: int) -> str:
 
 
 def end_older_submissions(run_id: str, submission: int, patience_s: float) -> None:
-    """Let the ranks of older submissions save and leave, for at most ``patience_s``, and end what is left of these.
+    """Let the ranks of older submissions save and leave, for at most ``patience_s``, and end what
+    is left of these.
 
-    Controllers whose driver died do so by themselves; one whose driver lives, and was replaced all the same, is asked.
+    Controllers whose driver died do so by themselves; one whose driver lives, and was replaced all
+    the same, is asked.
     """
 
     def left() -> list[str]:
@@ -43,23 +47,35 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
 
     controllers = [name for name in left() if name.startswith("controller")]
     if controllers:
-        logger.info("waiting for the ranks of an older submission to save and leave (%s)", ", ".join(controllers))
+        logger.info(
+            "waiting for the ranks of an older submission to save and leave (%s)",
+            ", ".join(controllers),
+        )
     for name in controllers:
         with suppress(ValueError):  # it has ended meanwhile
             ray.get_actor(name, namespace=NAMESPACE).leave.remote()
     if not _wait(lambda: not any(name.startswith("controller") for name in left()), patience_s):
-        logger.warning("the ranks of an older submission did not leave within %g s; they are killed", patience_s)
+        logger.warning(
+            "the ranks of an older submission did not leave within %g s; they are killed",
+            patience_s,
+        )
     for name in left():
         with suppress(ValueError, RayError):
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     if not _wait(lambda: not left(), _END_S):
-        logger.warning("actors of an older submission are killed and not gone: %s", ", ".join(left()))
+        logger.warning(
+            "actors of an older submission are killed and not gone: %s", ", ".join(left())
+        )
 
 
 def actors_of_older(names: list[str], run_id: str, submission: int) -> list[str]:
     """Those among the names of actors that belong to a run's submissions before this one."""
     parsed = [match for match in map(_NAME.fullmatch, names) if match is not None]
-    return [match[0] for match in parsed if match["run_id"] == run_id and int(match["submission"]) < submission]
+    return [
+        match[0]
+        for match in parsed
+        if match["run_id"] == run_id and int(match["submission"]) < submission
+    ]
 
 
 def _wait(fact: Callable[[], bool], patience_s: float) -> bool:

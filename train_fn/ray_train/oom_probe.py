@@ -1,4 +1,5 @@
-"""Asks a dead rank's node, beside the recovery, whether the kernel killed the rank for want of memory."""
+"""Asks a dead rank's node, beside the recovery, whether the kernel killed the rank for want of
+memory."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from train_fn.node.out_of_memory import look_for_oom
 
 DELAY_S = 10.0
-"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the process that a new rank needs,
-where ranks are made of idle ones."""
+"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the
+process that a new rank needs, where ranks are made of idle ones."""
 _ANSWER_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ def ask_node(
         time.sleep(delay_s)
         try:
             found = ray.get(_question(find_rank(), node_id, pid, kills_before), timeout=_ANSWER_S)
-        except (RayError, ValueError) as exc:  # also a group that ends while it is asked for its ranks
+        except (RayError, ValueError) as exc:
+            # also a group that ends while it is asked for its ranks
             logger.info("node %s did not say why process %d is gone: %s", node_id, pid, exc)
             return
         if found is not None:

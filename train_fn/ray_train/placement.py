@@ -1,5 +1,5 @@
-"""The bundles that a run holds: they outlive its worker groups, so that a restart need not wait for the cluster to hand back and
-give out again what the run already has."""
+"""The bundles that a run holds: they outlive its worker groups, so that a restart need not wait for
+the cluster to hand back and give out again what the run already has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from operator import attrgetter
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from train_fn.ray_train.ray_internals import PlacementGroupHandle
 from train_fn.ray_train.stale_placement_groups import placement_group_name
@@ -37,8 +42,9 @@ class Bundle:
 class Placement:
     """The bundles of one run, each a placement group of its own that is pinned to its node.
 
-    A placement group of several bundles cannot be kept over the death of a node: the GCS tries to place the lost bundle anew
-    without a pause, at the cost of a whole core, until the group is removed (Ray 2.60).
+    A placement group of several bundles cannot be kept over the death of a node: the GCS tries to
+    place the lost bundle anew without a pause, at the cost of a whole core, until the group is
+    removed (Ray 2.60).
     """
 
     def __init__(self, run_id: str) -> None:
@@ -49,12 +55,16 @@ class Placement:
         """How often in a row a node did not give what was to be free on it."""
 
     def held(self, living: Collection[str]) -> Counter[str]:
-        """Bundles on each node, by node id. Those on nodes that are not among the ``living`` are given up."""
+        """Bundles on each node, by node id. Those on nodes that are not among the ``living`` are
+        given up."""
         self._remove([bundle for bundle in self._bundles if bundle.node_id not in living])
         return Counter(bundle.node_id for bundle in self._bundles)
 
-    def reserve(self, wanted: Mapping[str, int], per_worker: Mapping[str, float], timeout_s: float) -> list[Bundle] | None:
-        """Exactly so many bundles on each node, those that are held first; None when the cluster did not give them in time.
+    def reserve(
+        self, wanted: Mapping[str, int], per_worker: Mapping[str, float], timeout_s: float
+    ) -> list[Bundle] | None:
+        """Exactly so many bundles on each node, those that are held first; None when the cluster
+        did not give them in time.
 
         Those that came are held for the next try.
         """
@@ -68,19 +78,31 @@ class Placement:
         added = [self._create(node_id, per_worker) for node_id in lacking.elements()]
         began = time.monotonic()
         deadline = began + timeout_s + len(added) / _PLACED_PER_S
-        missing = [bundle for bundle in added if not bundle.group.wait(max(0.0, deadline - time.monotonic()))]
+        missing = [
+            bundle
+            for bundle in added
+            if not bundle.group.wait(max(0.0, deadline - time.monotonic()))
+        ]
         late = {bundle.node_id for bundle in missing}
         self._misses = Counter({node_id: self._misses[node_id] + 1 for node_id in late})
         if missing:
-            logger.warning("%d of %d new bundles were not placed, on nodes %s", len(missing), len(added), sorted(late))
+            logger.warning(
+                "%d of %d new bundles were not placed, on nodes %s",
+                len(missing),
+                len(added),
+                sorted(late),
+            )
             self._remove(missing)
             return None
         if added:
-            logger.info("%d new bundles were placed in %.2f s", len(added), time.monotonic() - began)
+            logger.info(
+                "%d new bundles were placed in %.2f s", len(added), time.monotonic() - began
+            )
         return _in_turns(self._bundles)
 
     def unfit(self) -> list[str]:
-        """Nodes that did not give what was to be free there twice in a row, as where whole GPUs are wanted and halves are free."""
+        """Nodes that did not give what was to be free there twice in a row, as where whole GPUs are
+        wanted and halves are free."""
         return [node_id for node_id, misses in self._misses.items() if misses > 1]
 
     def release(self) -> None:
@@ -111,14 +133,21 @@ def _is_placed(bundle: Bundle) -> bool:
 def _in_turns(bundles: list[Bundle]) -> list[Bundle]:
     """The same bundles, each node's first before any node's second."""
     by_node = groupby(sorted(bundles, key=attrgetter("node_id")), key=attrgetter("node_id"))
-    return [bundle for turn in zip_longest(*(list(group) for _, group in by_node)) for bundle in turn if bundle is not None]
+    return [
+        bundle
+        for turn in zip_longest(*(list(group) for _, group in by_node))
+        for bundle in turn
+        if bundle is not None
+    ]
 
 
 class Reservation(PlacementGroupHandle):  # type: ignore[misc]
-    """What Ray takes for a worker group's own placement group: it reserves the group's bundles once Ray waits for it.
+    """What Ray takes for a worker group's own placement group: it reserves the group's bundles once
+    Ray waits for it.
 
     Args:
-        reserve: takes the bundles within that many seconds; False when the cluster did not give them in time.
+        reserve: takes the bundles within that many seconds; False when the cluster did not give
+            them in time.
     """
 
     placement_group = None

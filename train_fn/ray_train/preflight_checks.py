@@ -1,7 +1,9 @@
-"""The look at nodes to which a run's ranks come for the first time: one that fails, or is far slower than the others, gets none.
+"""The look at nodes to which a run's ranks come for the first time: one that fails, or is far
+slower than the others, gets none.
 
-What a node computes, holds and writes is judged by itself; how fast it does so, and how fast its links are, beside the others, and
-only where these are other machines. Each node times one link, to the next node of a ring: a slow node shows on both of its links.
+What a node computes, holds and writes is judged by itself; how fast it does so, and how fast its
+links are, beside the others, and only where these are other machines. Each node times one link, to
+the next node of a ring: a slow node shows on both of its links.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Fitness:
         leave_out: Is told of nodes that are to get no rank for a while.
     """
 
-    def __init__(self, settings: RecoverySettings, known: Iterable[str], leave_out: LeaveOut) -> None:
+    def __init__(
+        self, settings: RecoverySettings, known: Iterable[str], leave_out: LeaveOut
+    ) -> None:
         self._settings = settings
         self._known = set(known)
         self._leave_out = leave_out
@@ -43,7 +47,8 @@ class Fitness:
     def look(self, actors: Sequence[Any], metas: Sequence[Any]) -> tuple[RankReport, ...]:
         """Look at a starting group's nodes; reports on the first rank of each node that is not fit.
 
-        Raises WorkerGroupStartupFailedError where no bytes pass between two nodes, or a process does not answer.
+        Raises WorkerGroupStartupFailedError where no bytes pass between two nodes, or a process
+        does not answer.
         """
         firsts = first_on_nodes(metas)
         if not self._settings.preflight or firsts.keys() <= self._known:
@@ -51,35 +56,60 @@ class Fitness:
         began = time.monotonic()
         node_ids = sorted(firsts)
         chosen = [actors[firsts[node_id]] for node_id in node_ids]
-        found: list[Figures] = prepared([actor.look_at_node.remote(n) for n, actor in enumerate(chosen)], self._settings)
+        found: list[Figures] = prepared(
+            [actor.look_at_node.remote(n) for n, actor in enumerate(chosen)], self._settings
+        )
         ips = [metas[firsts[node_id]].node_ip for node_id in node_ids]
         if len(set(ips)) == len(ips) > 1:
             self._time_links(chosen, dict(zip(node_ids, ips, strict=True)), found)
             problems = unfit(found)
         else:
             problems = {figures.rank: figures.problems for figures in found if figures.problems}
-        logger.info("looked at %d nodes in %.2f s; not fit: %s", len(node_ids), time.monotonic() - began, problems or "none")
+        logger.info(
+            "looked at %d nodes in %.2f s; not fit: %s",
+            len(node_ids),
+            time.monotonic() - began,
+            problems or "none",
+        )
         out = {node_ids[number]: told for number, told in problems.items()}
         self._known |= firsts.keys() - out.keys()
         self._leave_out(list(out))
-        return tuple(_report(firsts[node_id], metas[firsts[node_id]], told) for node_id, told in out.items())
+        return tuple(
+            _report(firsts[node_id], metas[firsts[node_id]], told) for node_id, told in out.items()
+        )
 
-    def _time_links(self, actors: Sequence[Any], ips: Mapping[str, str], found: Sequence[Figures]) -> None:
+    def _time_links(
+        self, actors: Sequence[Any], ips: Mapping[str, str], found: Sequence[Figures]
+    ) -> None:
         """Enter into each node's figures the better of its two links."""
         node_ids, count = list(ips), len(ips)
-        listening = [actor.take_in.remote(ip, LINK_TIMEOUT_S) for actor, ip in zip(actors, ips.values(), strict=True)]
+        listening = [
+            actor.take_in.remote(ip, LINK_TIMEOUT_S)
+            for actor, ip in zip(actors, ips.values(), strict=True)
+        ]
         ends = prepared(listening, self._settings)
-        passing = [actor.pass_time.remote(ends[(number + 1) % count], LINK_TIMEOUT_S) for number, actor in enumerate(actors)]
+        passing = [
+            actor.pass_time.remote(ends[(number + 1) % count], LINK_TIMEOUT_S)
+            for number, actor in enumerate(actors)
+        ]
         times: list[float | None] = prepared(passing, self._settings)
         silent = [number for number, seconds in enumerate(times) if seconds is None]
-        apart = nodes_apart({node_ids[number]: [node_ids[(number + 1) % count]] for number in silent})
+        apart = nodes_apart(
+            {node_ids[number]: [node_ids[(number + 1) % count]] for number in silent}
+        )
         if apart:
             self._leave_out(apart)
-            raise WorkerGroupStartupFailedError(f"no bytes pass to or from nodes {', '.join(apart)}; left out for now")
+            raise WorkerGroupStartupFailedError(
+                f"no bytes pass to or from nodes {', '.join(apart)}; left out for now"
+            )
         for number, figures in enumerate(found):
-            figures.seconds["link"] = min(seconds for seconds in (times[number], times[number - 1]) if seconds is not None)
+            figures.seconds["link"] = min(
+                seconds for seconds in (times[number], times[number - 1]) if seconds is not None
+            )
 
 
 def _report(number: int, meta: Any, problems: Sequence[str]) -> RankReport:
-    error = RankError(number, ErrorKind.NODE, NODE_UNFIT, "; ".join(problems), "", None, "start", time.time())
+    error = RankError(
+        number, ErrorKind.NODE, NODE_UNFIT, "; ".join(problems), "", None, "start", time.time()
+    )
     return RankReport(number, meta.node_id, meta.pid, error=error)

@@ -45,23 +45,28 @@ TRAINING_THREAD = "TrainingThread"
 """How Ray Train names the thread that runs the training function."""
 
 RANK_NICENESS = -10
-"""Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core makes all its peers wait."""
+"""Ranks run before what only keeps the cluster and the run in order: a rank that waits for a core
+makes all its peers wait."""
 
 NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
-"""Numbers of the cores that are this node's own, with commas between: the embedded cluster's nodes have such (its keeper)."""
+"""Numbers of the cores that are this node's own, with commas between: the embedded cluster's nodes
+have such (its keeper)."""
 
 BEAT_S, OTHERS_BEAT_S = 0.5, 2.0
-"""How often a rank without news asks the journal for some. A stop that rank 0 has heard of all hear of with the next step, so that
-the others ask for what is theirs alone: a profile, or that a newer attempt has begun."""
+"""How often a rank without news asks the journal for some. A stop that rank 0 has heard of all hear
+of with the next step, so that the others ask for what is theirs alone: a profile, or that a newer
+attempt has begun."""
 
 ASK_S = 5.0
 """Longest wait for an answer of the journal's."""
 
 FLUSH_S = 10.0
-"""Longest wait for its last events to become durable of a rank that leaves by a failure; the controller's hold is longer."""
+"""Longest wait for its last events to become durable of a rank that leaves by a failure; the
+controller's hold is longer."""
 
 LAST_FLUSH_S = 600.0
-"""The same of a rank that is done or was asked to stop: what it tells is what its run did, and the head may be away for minutes."""
+"""The same of a rank that is done or was asked to stop: what it tells is what its run did, and the
+head may be away for minutes."""
 
 REPORT_S = 30.0
 """Longest wait at a rank's end until Ray Train knows of its last checkpoints."""
@@ -92,8 +97,8 @@ def prepare(launch: RankLaunch) -> None:
 
 
 def take_precedence() -> None:
-    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE), and keep to its node's own cores,
-    where it has such."""
+    """Raise the priority of this process, where the system permits it (root, or CAP_SYS_NICE), and
+    keep to its node's own cores, where it has such."""
     cores = [int(core) for core in os.environ.get(NODE_CORES_VARIABLE, "").split(",") if core]
     threads = Path("/proc/self/task")
     for thread in [int(entry.name) for entry in threads.iterdir()] if threads.exists() else [0]:
@@ -105,7 +110,8 @@ def take_precedence() -> None:
 
 
 def ask_to_yield() -> None:
-    """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank`` knows better."""
+    """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank``
+    knows better."""
     _yield_asked.set()
 
 
@@ -120,8 +126,8 @@ def tell_end_of(training: threading.Thread) -> None:
 
 
 def wait_for_news() -> bool:
-    """Return once Ray Train would find something: False where that is a report, True where the loop has made its last step, or
-    its thread has ended."""
+    """Return once Ray Train would find something: False where that is a report, True where the loop
+    has made its last step, or its thread has ended."""
     _news.wait()
     _news.clear()
     return _trained.is_set()
@@ -164,9 +170,12 @@ def _cuda_versions() -> dict[str, str]:
 
 
 class RankJournal:
-    """The loop's way to the journal: adds what a yield asks for, and completes the story of a recovery with its first step."""
+    """The loop's way to the journal: adds what a yield asks for, and completes the story of a
+    recovery with its first step."""
 
-    def __init__(self, client: ActorJournalClient, launch: RankLaunch, world_rank: int, world_size: int) -> None:
+    def __init__(
+        self, client: ActorJournalClient, launch: RankLaunch, world_rank: int, world_size: int
+    ) -> None:
         self._client = client
         self._launch = launch
         self._world_size = world_size
@@ -203,11 +212,16 @@ class RankJournal:
     def _recovered(self, first_step_at: float) -> dict[str, Any]:
         note = self._launch.recovery
         assert note is not None
-        entered_at, restored_at = head_clock.time_of(self._entered), head_clock.time_of(self._restored)
-        first_step_at = max(first_step_at, restored_at)  # where no step was left, what is told is of one before the failure
+        entered_at, restored_at = (
+            head_clock.time_of(self._entered),
+            head_clock.time_of(self._restored),
+        )
+        # where no step was left, what is told is of one before the failure
+        first_step_at = max(first_step_at, restored_at)
         lost = None
         if self._restored_step is not None:
-            lost = max(0, (note.last_step or 0) - self._restored_step)  # without a last step nobody knows of any
+            # without a last step nobody knows of any
+            lost = max(0, (note.last_step or 0) - self._restored_step)
         return {
             "detect_s": note.detect_s,
             "recovery_s": round(first_step_at - note.noticed_at, 3),
@@ -225,9 +239,11 @@ class RankJournal:
 
 
 def run_rank(config: dict[str, RankJob]) -> str | None:
-    """The training function that Ray Train calls: None when all steps are done, the stop, or ``YIELDED``.
+    """The training function that Ray Train calls: None when all steps are done, the stop, or
+    ``YIELDED``.
 
-    Raises RankFailure, whatever happened: its content survives pickling, also where an exception's class does not.
+    Raises RankFailure, whatever happened: its content survives pickling, also where an exception's
+    class does not.
     """
     job, launch = config["job"], _launch
     assert launch is not None, "a rank runs without its launch"
@@ -250,14 +266,23 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         os.environ.update(secrets)
         stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
         if not client.flush(LAST_FLUSH_S):
-            raise StorageUnavailable(f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s")
+            raise StorageUnavailable(
+                f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s"
+            )
         if stop is None or not _yield_asked.is_set():
             return stop
         client.ask(ASK_S)  # rank 0 may have heard before this one of what the user wants
         return stop if client.stop_requested is not None else YIELDED
     except BaseException as exc:
         error = redactor.error(describe_error(exc, rank))
-        logger.error("rank %d stopped at step %s (%s): %s\n%s", rank, error.step, error.kind, error.summary, error.traceback)
+        logger.error(
+            "rank %d stopped at step %s (%s): %s\n%s",
+            rank,
+            error.step,
+            error.kind,
+            error.summary,
+            error.traceback,
+        )
         raise RankFailure(error) from None
     finally:
         for variable in job.spec.secrets:
@@ -299,12 +324,16 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     )
     prove_storage(context, Peers(context.world_rank, context.world_size, context.device))
     module, _, function = job.train.partition(":")
-    train: Callable[[WorkerContext], Stop | None] = getattr(importlib.import_module(module), function)
-    # What the imports made stays: leaving a broken step collects garbage, and should not look through all of torch for it.
+    train: Callable[[WorkerContext], Stop | None] = getattr(
+        importlib.import_module(module), function
+    )
+    # What the imports made stays: leaving a broken step collects garbage, and should not look
+    # through all of torch for it.
     gc.freeze()
     with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
         stop = train(context)
-    _tell_trained()  # the controller takes one report at a time, whenever it asks: from here on it is waited for
+    # the controller takes one report at a time, whenever it asks: from here on it is waited for
+    _tell_trained()
     if not reports.close(REPORT_S):
         logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
     return stop
@@ -313,8 +342,9 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
 def _device(use_gpu: bool) -> torch.device:
     """The rank's own.
 
-    Ray counts it among those of its node, whose ids it shares between their ranks once these are created. A process that had used
-    CUDA by then, as to look at its node, goes on to see its own alone.
+    Ray counts it among those of its node, whose ids it shares between their ranks once these are
+    created. A process that had used CUDA by then, as to look at its node, goes on to see its own
+    alone.
     """
     if not use_gpu:
         return torch.device("cpu")
@@ -323,6 +353,7 @@ def _device(use_gpu: bool) -> torch.device:
 
 
 def _leave_at_once() -> None:
-    """A newer attempt runs: this process was given up, and must not write one byte more into the run."""
+    """A newer attempt runs: this process was given up, and must not write one byte more into the
+    run."""
     logger.error("a newer attempt has started without this rank; it ends here")
     os._exit(1)

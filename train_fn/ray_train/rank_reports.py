@@ -1,4 +1,5 @@
-"""What is known of each rank of a group, put together from where it ran, what its polls said, and how it ended."""
+"""What is known of each rank of a group, put together from where it ran, what its polls said, and
+how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.ray_internals import Worker, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from train_fn.ray_train.ray_internals import (
+    Worker,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 from train_fn.ray_train.stopped_processes import find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
 from train_fn.recovery.rank_error import RankFailure, describe_error
@@ -21,11 +26,13 @@ from train_fn.recovery.verdict import RankReport
 logger = logging.getLogger(__name__)
 
 _PING_S = 1.0
-"""How long a rank's process may take to say that it lives; one that is busy starting says nothing."""
+"""How long a rank's process may take to say that it lives; one that is busy starting says
+nothing."""
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
-    """What is known of a rank from where it ran; a node that the cluster no longer names is not alive."""
+    """What is known of a rank from where it ran; a node that the cluster no longer names is not
+    alive."""
     node = nodes.get(worker.metadata.node_id)
     return RankReport(
         rank=rank,
@@ -55,16 +62,25 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     if error is None:
         return report
     if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
-        return dataclasses.replace(report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False)
+        return dataclasses.replace(
+            report, unresponsive=report.node_alive, died=not report.node_alive, still_running=False
+        )
     if isinstance(error, RayActorError):
-        return dataclasses.replace(report, died=True, death=str(error), preempted=bool(error.preempted), still_running=False)
+        return dataclasses.replace(
+            report,
+            died=True,
+            death=str(error),
+            preempted=bool(error.preempted),
+            still_running=False,
+        )
     if isinstance(error, RankFailure):
         return dataclasses.replace(report, error=error.error)
     return dataclasses.replace(report, error=describe_error(error, report.rank))
 
 
 def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
-    """Reports on a group that does not get on with its start, for the ranks that are known: which of them are stopped."""
+    """Reports on a group that does not get on with its start, for the ranks that are known: which
+    of them are stopped."""
     try:
         nodes = {node.node_id: node for node in look()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
@@ -80,14 +96,18 @@ def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankRe
 
 
 def reports_after_failed_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
-    """Reports on a group whose start failed, for the ranks that were known: whose node is gone, whose process died."""
+    """Reports on a group whose start failed, for the ranks that were known: whose node is gone,
+    whose process died."""
     if not workers:
         return ()
     pings = [worker.actor.get_metadata.remote() for worker in workers]
     ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
     nodes = {node.node_id: node for node in look()}
     reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
-    return tuple(_with_answer(report, ping) if ping in ready else report for report, ping in zip(reports, pings, strict=True))
+    return tuple(
+        _with_answer(report, ping) if ping in ready else report
+        for report, ping in zip(reports, pings, strict=True)
+    )
 
 
 def _with_answer(report: RankReport, ping: Any) -> RankReport:

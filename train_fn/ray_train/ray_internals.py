@@ -1,6 +1,8 @@
-"""Every name of Ray that is not public, and the proof that it still is what the engine was written against.
+"""Every name of Ray that is not public, and the proof that it still is what the engine was written
+against.
 
-Importing this module on another Ray fails with the name of what changed, instead of a run failing in its first recovery.
+Importing this module on another Ray fails with the name of what changed, instead of a run failing
+in its first recovery.
 """
 
 from __future__ import annotations
@@ -26,12 +28,26 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.callback import ReportCallback
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context
 from ray.train.v2._internal.execution.controller.controller import TrainController
-from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult as LoopResult
-from ray.train.v2._internal.execution.controller.state import FinishedState, ReschedulingState, RunningState, ShuttingDownState
+from ray.train.v2._internal.execution.controller.controller import (
+    TrainControllerLoopIterationResult as LoopResult,
+)
+from ray.train.v2._internal.execution.controller.state import (
+    FinishedState,
+    ReschedulingState,
+    RunningState,
+    ShuttingDownState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+    ScalingPolicy,
+)
 from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    PlacementGroupHandle,
+)
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
@@ -92,7 +108,15 @@ RAY_SERIES = "2.60."
 EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "TrainController.__init__": (
         TrainController.__init__,
-        ("self", "train_fn_ref", "train_run_context", "scaling_policy", "failure_policy", "callbacks", "validation_config"),
+        (
+            "self",
+            "train_fn_ref",
+            "train_run_context",
+            "scaling_policy",
+            "failure_policy",
+            "callbacks",
+            "validation_config",
+        ),
     ),
     "TrainController._step": (TrainController._step, ("self",)),
     "TrainController._start_worker_group": (
@@ -100,10 +124,19 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("self", "num_workers", "resources_per_worker"),
     ),
     "TrainController._shutdown_worker_group": (TrainController._shutdown_worker_group, ("self",)),
-    "TrainController._is_training_succeeded": (TrainController._is_training_succeeded, ("worker_group_status",)),
+    "TrainController._is_training_succeeded": (
+        TrainController._is_training_succeeded,
+        ("worker_group_status",),
+    ),
     "TrainController.get_result": (TrainController.get_result, ("self",)),
-    "WorkerGroup.create": (WorkerGroup.create, ("train_run_context", "worker_group_context", "callbacks")),
-    "WorkerGroup.__init__": (WorkerGroup.__init__, ("self", "train_run_context", "worker_group_context", "callbacks")),
+    "WorkerGroup.create": (
+        WorkerGroup.create,
+        ("train_run_context", "worker_group_context", "callbacks"),
+    ),
+    "WorkerGroup.__init__": (
+        WorkerGroup.__init__,
+        ("self", "train_run_context", "worker_group_context", "callbacks"),
+    ),
     "WorkerGroup._start": (WorkerGroup._start, ("self",)),
     "WorkerGroup._start_impl": (WorkerGroup._start_impl, ("self", "worker_group_state_builder")),
     "WorkerGroup._create_workers": (
@@ -127,9 +160,18 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         WorkerGroup._assign_worker_ranks,
         ("workers", "starting_world_rank", "world_size", "replica_group_size"),
     ),
-    "WorkerGroup._poll_workers_and_collect_errors": (WorkerGroup._poll_workers_and_collect_errors, ("self", "timeout")),
-    "WorkerGroupPollStatus": (WorkerGroupPollStatus, ("worker_statuses", "worker_rank_to_replica_group_rank")),
-    "WorkerStatus": (WorkerStatus, ("running", "error", "training_report", "return_value", "preemption_info")),
+    "WorkerGroup._poll_workers_and_collect_errors": (
+        WorkerGroup._poll_workers_and_collect_errors,
+        ("self", "timeout"),
+    ),
+    "WorkerGroupPollStatus": (
+        WorkerGroupPollStatus,
+        ("worker_statuses", "worker_rank_to_replica_group_rank"),
+    ),
+    "WorkerStatus": (
+        WorkerStatus,
+        ("running", "error", "training_report", "return_value", "preemption_info"),
+    ),
     "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
     "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),
     "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
@@ -171,14 +213,23 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         TrainContext._sync_checkpoint_dir_name_across_ranks,
         ("self", "checkpoint_dir_name"),
     ),
-    "ReportCallback.after_report": (ReportCallback.after_report, ("self", "training_report", "metrics")),
-    "DataParallelTrainer._create_default_callbacks": (DataParallelTrainer._create_default_callbacks, ("self",)),
+    "ReportCallback.after_report": (
+        ReportCallback.after_report,
+        ("self", "training_report", "metrics"),
+    ),
+    "DataParallelTrainer._create_default_callbacks": (
+        DataParallelTrainer._create_default_callbacks,
+        ("self",),
+    ),
 }
 """What the engine overrides or calls, with the parameters that it counts on."""
 
 
-def check_ray(version: str, expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> None:
-    """Raise ImportError naming every difference between the installed Ray and the one the engine was written against."""
+def check_ray(
+    version: str, expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+) -> None:
+    """Raise ImportError naming every difference between the installed Ray and the one the engine
+    was written against."""
     differences = [] if version.startswith(RAY_SERIES) else [f"ray is {version}, not {RAY_SERIES}*"]
     for name, (function, parameters) in expected.items():
         found = tuple(inspect.signature(function).parameters)
@@ -186,7 +237,9 @@ def check_ray(version: str, expected: dict[str, tuple[Callable[..., Any], tuple[
             differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
     if differences:
         raise ImportError(
-            "Everstep's recovery engine is written against ray 2.60: " + "; ".join(differences) + ". Install ray==2.60.0."
+            "Everstep's recovery engine is written against ray 2.60: "
+            + "; ".join(differences)
+            + ". Install ray==2.60.0."
         )
 
 

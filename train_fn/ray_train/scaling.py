@@ -1,4 +1,5 @@
-"""The run's size, decided from nodes that answer now: the right one at the first try, and growth only after ranks have saved."""
+"""The run's size, decided from nodes that answer now: the right one at the first try, and growth
+only after ranks have saved."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
 from train_fn.journal.server import ActorJournalClient
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
+from train_fn.ray_train.ray_internals import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+    ScalingPolicy,
+)
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import Fit, NodeView, fit_workers
 
@@ -41,8 +47,9 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         held: Callable[[Collection[str]], Mapping[str, int]],
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on each, which count as free;
-        ``limit`` is the most ranks that the run may use now, None for as many as it asks for."""
+        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on
+        each, which count as free; ``limit`` is the most ranks that the run may use now, None for as
+        many as it asks for."""
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
@@ -61,7 +68,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._leave_by: float | None = None
         """When the first of these is taken away, in unix seconds; None where nobody said."""
 
-    # -- without a group ---------------------------------------------------------------------------------------------------
+    # -- without a group
 
     def back_off(self, seconds: float) -> None:
         """Start no group for so long."""
@@ -90,7 +97,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return self._resize(look.fit.num_workers)
 
     def _look(self) -> _Look | None:
-        """The nodes as they are now and what fits on them; None where the GCS does not answer, which is a matter of waiting."""
+        """The nodes as they are now and what fits on them; None where the GCS does not answer,
+        which is a matter of waiting."""
         config = self.scaling_config
         try:
             nodes = self._look_at_nodes()
@@ -110,7 +118,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
 
     def _most_workers(self) -> int:
         """Ranks that the run may have now; never fewer than it needs."""
-        least, most, limit = self.scaling_config.min_workers, self.scaling_config.max_workers, self._limit()
+        least, most, limit = (
+            self.scaling_config.min_workers,
+            self.scaling_config.max_workers,
+            self._limit(),
+        )
         return int(most if limit is None else max(least, min(most, limit)))
 
     def _tell_waiting(self, fit: Fit) -> None:
@@ -121,18 +133,29 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._waiting_told = now
         needs = ", ".join(f"{amount:g} {name}" for name, amount in fit.missing.items())
         least = self.scaling_config.min_workers
-        message = f"room for {fit.num_workers} of at least {least} workers; {needs} more must become free on live nodes"
+        message = (
+            f"room for {fit.num_workers} of at least {least} workers; {needs} more must become "
+            "free on live nodes"
+        )
         self._journal.emit(
             EventKind.WAITING,
-            {"code": ReasonCode.WAITING_FOR_CAPACITY.value, "message": message, "missing": fit.missing},
+            {
+                "code": ReasonCode.WAITING_FOR_CAPACITY.value,
+                "message": message,
+                "missing": fit.missing,
+            },
         )
 
-    # -- with a group ------------------------------------------------------------------------------------------------------
+    # -- with a group
 
-    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> ScalingDecision:
-        """Only notes in ``wanted`` that the group should change; the controller asks its ranks to save and leave first.
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> ScalingDecision:
+        """Only notes in ``wanted`` that the group should change; the controller asks its ranks to
+        save and leave first.
 
-        A smaller count while ranks run is left to the failure path, which sees why, unless the service has limited the run.
+        A smaller count while ranks run is left to the failure path, which sees why, unless the
+        service has limited the run.
         """
         if worker_group_status.finished:
             return self._resize_after_yield()
@@ -167,29 +190,40 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """Nodes with ranks of this group that are about to be taken away."""
         used = {worker.metadata.node_id for worker in worker_group_state.workers}
         leaving = [node for node in nodes if node.draining and node.node_id in used]
-        self._leave_by = min((node.drain_deadline for node in leaving if node.drain_deadline is not None), default=None)
+        self._leave_by = min(
+            (node.drain_deadline for node in leaving if node.drain_deadline is not None),
+            default=None,
+        )
         return frozenset(node.node_id for node in leaving)
 
     def _resize_after_yield(self) -> ScalingDecision:
-        """The ranks have left for a resize: the size is what is there now, not what was there when they were asked.
+        """The ranks have left for a resize: the size is what is there now, not what was there when
+        they were asked.
 
-        Where too little is there, the group ends all the same, so that nothing stays on a node that it was to leave: its next start
-        finds no room, and the run then waits as any other does, and says so.
+        Where too little is there, the group ends all the same, so that nothing stays on a node that
+        it was to leave: its next start finds no room, and the run then waits as any other does, and
+        says so.
         """
         self.wanted = None
         self._room_since = None
         look = self._look()
         if look is None:
             return NoopDecision()
-        return self._resize(self.scaling_config.min_workers if look.fit.missing else look.fit.num_workers)
+        return self._resize(
+            self.scaling_config.min_workers if look.fit.missing else look.fit.num_workers
+        )
 
     def _resize(self, num_workers: int) -> ScalingDecision:
-        return ResizeDecision(num_workers=num_workers, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
+        return ResizeDecision(
+            num_workers=num_workers,
+            resources_per_worker=self.scaling_config._resources_per_worker_not_none,
+        )
 
-    # -- callbacks of the controller -----------------------------------------------------------------------------------------
+    # -- callbacks of the controller
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take seconds to start."""
+        """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take
+        seconds to start."""
         if not self._settings.autoscaler_requests:
             return
 

@@ -1,4 +1,5 @@
-"""What a lost controller leaves in the cluster: placement groups that no one else would ever remove while the driver lives."""
+"""What a lost controller leaves in the cluster: placement groups that no one else would ever remove
+while the driver lives."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ def placement_group_name(run_id: str, number: int) -> str:
 
 
 def remove_placement_groups(run_id: str) -> int:
-    """Remove every live placement group of this run; how many there were. Call it only while no controller runs."""
+    """Remove every live placement group of this run; how many there were. Call it only while no
+    controller runs."""
     removed = 0
     for group_id, group in placement_group_table().items():
         if group["name"].startswith(f"everstep/{run_id}/") and group["state"] in _STATES:
             remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
             removed += 1
     if removed:
-        logger.warning("removed %d placement groups that an earlier controller left behind", removed)
+        logger.warning(
+            "removed %d placement groups that an earlier controller left behind", removed
+        )
     return removed

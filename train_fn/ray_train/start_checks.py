@@ -1,4 +1,5 @@
-"""What is looked at before a group of ranks trains: versions, the network that the spec names, and that nodes reach each other."""
+"""What is looked at before a group of ranks trains: versions, the network that the spec names, and
+that nodes reach each other."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LeaveOut = Callable[[list[str]], None]
 
 
 def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
-    """Answers of a starting group's processes. Raises WorkerGroupStartupFailedError where one gives none in time."""
+    """Answers of a starting group's processes. Raises WorkerGroupStartupFailedError where one gives
+    none in time."""
     try:
         return list(ray.get(list(calls), timeout=settings.group_start_s))
     except RayError as exc:
@@ -36,34 +38,56 @@ def first_on_nodes(metas: Sequence[Any]) -> dict[str, int]:
 
 
 def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: LeaveOut) -> None:
-    """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other nodes are tried next."""
+    """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other
+    nodes are tried next."""
     own = versions()
-    others = {meta.node_id: rank.versions for rank, meta in zip(ready, metas, strict=True) if rank.versions != own}
+    others = {
+        meta.node_id: rank.versions
+        for rank, meta in zip(ready, metas, strict=True)
+        if rank.versions != own
+    }
     if others:
         leave_out(list(others))
         found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
-        raise WorkerGroupStartupFailedError(f"{found}; the driver's node runs {own}: install the same on every node")
+        raise WorkerGroupStartupFailedError(
+            f"{found}; the driver's node runs {own}: install the same on every node"
+        )
 
 
 def network_reports(ready: Sequence[RankReady], metas: Sequence[Any]) -> tuple[RankReport, ...]:
-    """Reports on ranks that were told of a network which their node has not: the spec's fault, said before anybody waits."""
+    """Reports on ranks that were told of a network which their node has not: the spec's fault, said
+    before anybody waits."""
     reports = []
     for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
         if rank.problem is not None:
-            error = RankError(number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time())
+            error = RankError(
+                number, ErrorKind.USER, "NetworkSetting", rank.problem, "", 0, "start", time.time()
+            )
             reports.append(RankReport(number, meta.node_id, meta.pid, error=error))
     return tuple(reports)
 
 
 def check_reach(
-    actors: Sequence[Any], metas: Sequence[Any], nodes: Mapping[str, NodeView], settings: RecoverySettings, leave_out: LeaveOut
+    actors: Sequence[Any],
+    metas: Sequence[Any],
+    nodes: Mapping[str, NodeView],
+    settings: RecoverySettings,
+    leave_out: LeaveOut,
 ) -> None:
-    """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach each other."""
+    """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach
+    each other."""
     first_on = {node_id: actors[number] for node_id, number in first_on_nodes(metas).items()}
-    places = {node_id: (nodes[node_id].ip, nodes[node_id].port) for node_id in first_on if node_id in nodes}
+    places = {
+        node_id: (nodes[node_id].ip, nodes[node_id].port)
+        for node_id in first_on
+        if node_id in nodes
+    }
     if len({ip for ip, _ in places.values()}) < 2:
         return
-    tries = [first_on[node_id].reach.remote(list(places.values()), settings.probe_timeout_s) for node_id in places]
+    tries = [
+        first_on[node_id].reach.remote(list(places.values()), settings.probe_timeout_s)
+        for node_id in places
+    ]
     unreached = {
         node_id: [other for other, reached in zip(places, answer, strict=True) if not reached]
         for node_id, answer in zip(places, prepared(tries, settings), strict=True)
@@ -71,5 +95,11 @@ def check_reach(
     apart = nodes_apart(unreached)
     if apart:
         leave_out(apart)
-        broken = "; ".join(f"{node_id} does not reach {', '.join(others)}" for node_id, others in unreached.items() if others)
-        raise WorkerGroupStartupFailedError(f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}")
+        broken = "; ".join(
+            f"{node_id} does not reach {', '.join(others)}"
+            for node_id, others in unreached.items()
+            if others
+        )
+        raise WorkerGroupStartupFailedError(
+            f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}"
+        )

@@ -1,4 +1,5 @@
-"""Which processes of other nodes are stopped (SIGSTOP, a debugger, a frozen container): they look alive to everybody who waits."""
+"""Which processes of other nodes are stopped (SIGSTOP, a debugger, a frozen container): they look
+alive to everybody who waits."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def find_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Those of the (node, process) that are stopped; a node that does not answer soon says nothing."""
+    """Those of the (node, process) that are stopped; a node that does not answer soon says
+    nothing."""
     return _ask_nodes(stopped, processes)
 
 
@@ -26,7 +28,9 @@ def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     return _ask_nodes(wake, processes)
 
 
-def _ask_nodes(question: Callable[[Collection[int]], list[int]], processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+def _ask_nodes(
+    question: Callable[[Collection[int]], list[int]], processes: Iterable[tuple[str, int]]
+) -> set[tuple[str, int]]:
     pids_by_node: dict[str, list[int]] = {}
     for node_id, pid in processes:
         pids_by_node.setdefault(node_id, []).append(pid)
@@ -36,13 +40,17 @@ def _ask_nodes(question: Callable[[Collection[int]], list[int]], processes: Iter
         .remote(tuple(pids)): node_id
         for node_id, pids in pids_by_node.items()
     }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    answered, _ = (
+        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    )
     found = set()
     for ref in answered:
         try:
             found |= {(asked[ref], pid) for pid in ray.get(ref)}
         except RayError as exc:
-            logger.warning("node %s did not say which of its ranks are stopped: %s", asked[ref], exc)
+            logger.warning(
+                "node %s did not say which of its ranks are stopped: %s", asked[ref], exc
+            )
     return found
 
 

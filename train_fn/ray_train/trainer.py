@@ -17,12 +17,17 @@ from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.older_submissions import controller_name
 from train_fn.ray_train.rank_process import run_rank
-from train_fn.ray_train.ray_internals import RAY_NODE_ID_KEY, DatasetsCallback, PlacementGroupCleanerCallback
+from train_fn.ray_train.ray_internals import (
+    RAY_NODE_ID_KEY,
+    DatasetsCallback,
+    PlacementGroupCleanerCallback,
+)
 from train_fn.recovery.launch import Engine, Outcome
 from train_fn.recovery.resources import worker_resources
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
-"""The driver removes what a dead controller leaves; no Ray Data here. Each would start a process per fit."""
+"""The driver removes what a dead controller leaves; no Ray Data here. Each would start a process
+per fit."""
 
 _RELAY_S = 0.5
 """Pause between two looks at what the controller logs."""
@@ -31,19 +36,24 @@ _RELAY_PATIENCE_S = 60.0
 
 
 class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
-    """``fit`` as Ray's; afterwards ``outcome`` says how it was left, None where the controller itself was lost."""
+    """``fit`` as Ray's; afterwards ``outcome`` says how it was left, None where the controller
+    itself was lost."""
 
     def __init__(self, engine: Engine) -> None:
         job, settings = engine.job, engine.settings
         super().__init__(
             run_rank,
             train_loop_config={"job": job},
-            torch_config=TorchConfig(backend="nccl" if job.use_gpu else "gloo", timeout_s=settings.collective_timeout_s),
+            torch_config=TorchConfig(
+                backend="nccl" if job.use_gpu else "gloo", timeout_s=settings.collective_timeout_s
+            ),
             scaling_config=_scaling_config(job.spec.scaling, job.use_gpu),
             run_config=ray.train.RunConfig(
                 name=job.run_dir.run_id,
                 storage_path=job.run_dir.parent_uri,
-                failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=-1),
+                failure_config=ray.train.FailureConfig(
+                    max_failures=-1, controller_failure_limit=-1
+                ),
                 checkpoint_config=_checkpoint_config(job.spec),
             ),
         )
@@ -51,23 +61,34 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
         self.outcome: Outcome | None = None
 
     def _create_default_callbacks(self) -> list[Any]:
-        callbacks = [callback for callback in super()._create_default_callbacks() if not isinstance(callback, _NOT_NEEDED)]
+        callbacks = [
+            callback
+            for callback in super()._create_default_callbacks()
+            if not isinstance(callback, _NOT_NEEDED)
+        ]
         job = self._engine.job
-        return [*callbacks, KeepCheckpointList(job.run_dir)] if job.spec.runs_own_function else callbacks
+        return (
+            [*callbacks, KeepCheckpointList(job.run_dir)]
+            if job.spec.runs_own_function
+            else callbacks
+        )
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
-        """Run our controller on the driver's node, without a runtime_env: its children would inherit it, and then no idle
-        process would fit them. It is detached, so that Ray does not end the ranks with a driver that dies: they save first."""
+        """Run our controller on the driver's node, without a runtime_env: its children would
+        inherit it, and then no idle process would fit them. It is detached, so that Ray does not
+        end the ranks with a driver that dies: they save first."""
         del controller_init_kwargs["scaling_policy"], controller_init_kwargs["failure_policy"]
-        actor_class = ray.remote(num_cpus=0, label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()})(
-            EverstepController
-        )
+        actor_class = ray.remote(
+            num_cpus=0, label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        )(EverstepController)
         name = controller_name(self._engine.job.run_dir.run_id, self._engine.job.submission)
-        controller = actor_class.options(name=name, namespace=NAMESPACE, lifetime="detached").remote(
-            engine=self._engine, **controller_init_kwargs
-        )
+        controller = actor_class.options(
+            name=name, namespace=NAMESPACE, lifetime="detached"
+        ).remote(engine=self._engine, **controller_init_kwargs)
         ended = threading.Event()
-        threading.Thread(target=_relay_log, args=(controller, ended), name="controller-log", daemon=True).start()
+        threading.Thread(
+            target=_relay_log, args=(controller, ended), name="controller-log", daemon=True
+        ).start()
         try:
             ray.get(controller.run.remote())
             self.outcome = ray.get(controller.outcome.remote())
@@ -83,7 +104,8 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
 
 
 def _relay_log(controller: Any, ended: threading.Event) -> None:
-    """Bring what the controller logs into the driver's log, which is kept with the run, as it comes."""
+    """Bring what the controller logs into the driver's log, which is kept with the run, as it
+    comes."""
     while not ended.wait(_RELAY_S):
         try:
             _relay(ray.get(controller.take_log.remote(_RELAY_PATIENCE_S)))
@@ -97,7 +119,8 @@ def _relay(lines: list[tuple[int, str]]) -> None:
 
 
 def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
-    """Ray keeps and deletes what a user's function reports; of Everstep's own checkpoints it deletes none."""
+    """Ray keeps and deletes what a user's function reports; of Everstep's own checkpoints it
+    deletes none."""
     if not spec.runs_own_function:
         return ray.train.CheckpointConfig()
     return ray.train.CheckpointConfig(
@@ -108,7 +131,8 @@ def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
 
 
 def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
-    """As the spec asks; how many ranks the service allows within that is for the scaling policy to know at any time."""
+    """As the spec asks; how many ranks the service allows within that is for the scaling policy to
+    know at any time."""
     return ray.train.ScalingConfig(
         num_workers=(spec.min_workers, spec.max_workers),
         use_gpu=use_gpu,

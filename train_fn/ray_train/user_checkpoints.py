@@ -1,7 +1,8 @@
 """What a user's function reports as a checkpoint, and what says later whether all of it is there.
 
-Every rank may bring a part, as sharded saves do. Each tells with its report which files it brings; once Ray has them all, the
-controller writes their names, sizes and ranks beside them. A checkpoint that lacks one of them is not gone on from.
+Every rank may bring a part, as sharded saves do. Each tells with its report which files it brings;
+once Ray has them all, the controller writes their names, sizes and ranks beside them. A checkpoint
+that lacks one of them is not gone on from.
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ ALL = "all of it"
 
 
 def parts_of(checkpoint: Any) -> dict[str, int]:
-    """Sizes in bytes of the files that a rank reports, by path; nothing where they do not lie on its own disk."""
+    """Sizes in bytes of the files that a rank reports, by path; nothing where they do not lie on
+    its own disk."""
     if checkpoint is None or not isinstance(checkpoint.filesystem, LocalFileSystem):
         return {}
     root = Path(checkpoint.path)
-    return {str(path.relative_to(root)): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.stat().st_size
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
-def write_manifest(run_dir: RunDir, directory: str, step: int, parts_by_rank: Sequence[dict[str, int]]) -> None:
+def write_manifest(
+    run_dir: RunDir, directory: str, step: int, parts_by_rank: Sequence[dict[str, int]]
+) -> None:
     """Name all ranks' files in a reported checkpoint that is complete. Raises StorageError.
 
-    A file that several ranks brought in different sizes is whoever's came last: of such one only the name is known.
+    A file that several ranks brought in different sizes is whoever's came last: of such one only
+    the name is known.
     """
     files: dict[str, dict[str, int | None]] = {}
     for rank, parts in enumerate(parts_by_rank):
@@ -45,12 +54,20 @@ def write_manifest(run_dir: RunDir, directory: str, step: int, parts_by_rank: Se
             known = files.setdefault(path, {"size_bytes": size_bytes, "rank": rank})
             if known["size_bytes"] != size_bytes:
                 known["size_bytes"] = None
-    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "world_size": len(parts_by_rank), "files": files}
-    run_dir.files.write(f"{directory}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True).encode())
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "world_size": len(parts_by_rank),
+        "files": files,
+    }
+    run_dir.files.write(
+        f"{directory}/{MANIFEST}", json.dumps(manifest, indent=1, sort_keys=True).encode()
+    )
 
 
 def what_is_missing(run_dir: RunDir, directory: str) -> str | None:
-    """What a reported checkpoint lacks; None where all that its manifest names is there, or nobody wrote one."""
+    """What a reported checkpoint lacks; None where all that its manifest names is there, or nobody
+    wrote one."""
     files = run_dir.files
     try:
         manifest = plain_text.parse_json(files.read(f"{directory}/{MANIFEST}"))

@@ -1,7 +1,9 @@
-"""A user's Ray Train function as it is, with its reports told to the run's journal, and a stop between two of them.
+"""A user's Ray Train function as it is, with its reports told to the run's journal, and a stop
+between two of them.
 
-A step of such a run is a report. What Ray keeps for the function (``ray.train.get_checkpoint``) it keeps here as well; states in
-shared memory, the exact sampler and the sample ledger belong to Everstep's own loop.
+A step of such a run is a report. What Ray keeps for the function (``ray.train.get_checkpoint``) it
+keeps here as well; states in shared memory, the exact sampler and the sample ledger belong to
+Everstep's own loop.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from train_fn.user_code.modules import add_to_path, load_named, place_of
 from train_fn.user_code.packages import bring_packages
 
 GUARANTEE = (
-    "A train_fn goes on from the newest checkpoint that it reported: steps since then are done again, and which samples they see "
+    "A train_fn goes on from the newest checkpoint that it reported: steps since then are done "
+    "again, and which samples they see "
     "is up to its own loader."
 )
 
@@ -50,7 +53,8 @@ class Reports:
     """Stands before Ray's ``report`` on every rank."""
 
     def __init__(self, ctx: WorkerContext, context: Any, step: int, *, kept: bool) -> None:
-        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept``: whether one of them came with a checkpoint."""
+        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept``: whether one of
+        them came with a checkpoint."""
         self.step = step
         self._ctx = ctx
         self._context = context
@@ -63,13 +67,19 @@ class Reports:
         self.stop: Stop | None = None
         """What the ranks agreed on."""
 
-    def __call__(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Ray's report, which all ranks make together; afterwards the ranks agree on whether to go on.
+    def __call__(
+        self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Ray's report, which all ranks make together; afterwards the ranks agree on whether to go
+        on.
 
-        Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to stop.
+        Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to
+        stop.
         """
         before = self._context.report_call_index
-        beside = {STEP_METRIC: self.step + 1} | ({} if checkpoint is None else {PARTS_METRIC: parts_of(checkpoint)})
+        beside = {STEP_METRIC: self.step + 1} | (
+            {} if checkpoint is None else {PARTS_METRIC: parts_of(checkpoint)}
+        )
         self._report({**metrics, **beside}, checkpoint, *args, **kwargs)
         if self._context.report_call_index == before:
             raise PeersGone("a report was given up: another rank will not come")
@@ -90,7 +100,8 @@ class Reports:
             self._profiler.close()
 
     def _wanted(self, checkpoint: Any) -> Stop | None:
-        """What rank 0 has heard. A pause, or a resize, waits for a report with a checkpoint, where the function makes such."""
+        """What rank 0 has heard. A pause, or a resize, waits for a report with a checkpoint, where
+        the function makes such."""
         stop = self._ctx.journal.stop_requested
         return None if stop == "pause" and self._kept and checkpoint is None else stop
 
@@ -98,7 +109,9 @@ class Reports:
         try:
             agreed: Stop | None = ray.train.collective.broadcast_from_rank_zero(wanted)
         except RayError as exc:
-            raise PeersGone(f"the ranks could not agree on going on: {type(exc).__name__}: {exc}") from exc
+            raise PeersGone(
+                f"the ranks could not agree on going on: {type(exc).__name__}: {exc}"
+            ) from exc
         return agreed
 
     def _tell(self, metrics: dict[str, Any]) -> None:
@@ -109,9 +122,15 @@ class Reports:
             values = {name: value for name, value in values.items() if name in self._names.known}
             if not self._told_of_limit:
                 self._told_of_limit = True
-                words = "a run has at most %d names of metrics: %d more are left out from here on, such as %r; report fewer"
+                words = (
+                    "a run has at most %d names of metrics: %d more are left out from here on, "
+                    "such as %r; report fewer"
+                )
                 logger.warning(words, MAX_NAMES, len(refused), refused[0][:100])
-        self._ctx.journal.emit(EventKind.METRICS, {"points": [{"step": self.step, "at": head_clock.now(), "values": values}]})
+        self._ctx.journal.emit(
+            EventKind.METRICS,
+            {"points": [{"step": self.step, "at": head_clock.now(), "values": values}]},
+        )
 
 
 def train(ctx: WorkerContext) -> Stop | None:
@@ -133,7 +152,9 @@ def train(ctx: WorkerContext) -> Stop | None:
         if reports is not None:
             reports.close(failed=True)
         failed = _leave(exc, reports.step if reports is not None else None)
-    raise failed  # outside of the handler: a context would keep the function's frames, and the process group, alive
+    # outside of the handler: a context would keep the function's frames, and the process group,
+    # alive
+    raise failed
 
 
 def _begin(ctx: WorkerContext) -> Reports:
@@ -147,7 +168,9 @@ def _begin(ctx: WorkerContext) -> Reports:
     if ctx.world_rank == 0:
         source = "fresh" if name is None else "checkpoint"
         restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
-        restored["rejected"] = [{"name": each, "problem": problem} for each, problem in rejected.items()]
+        restored["rejected"] = [
+            {"name": each, "problem": problem} for each, problem in rejected.items()
+        ]
         ctx.journal.emit(EventKind.RESTORED, restored)
         ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx))
     return reports
@@ -159,22 +182,32 @@ def _call(ctx: WorkerContext) -> None:
     assert entry is not None
     function = load_named(entry)
     if not callable(function):
-        raise BadTask(f"{entry} is a {type(function).__name__}; code.train_fn names a function of one argument, its config")
+        raise BadTask(
+            f"{entry} is a {type(function).__name__}; code.train_fn names a function of one "
+            "argument, its config"
+        )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    num_required = sum(each.default is each.empty and each.kind not in variadic for each in parameters)
+    num_required = sum(
+        each.default is each.empty and each.kind not in variadic for each in parameters
+    )
     if num_required > 1:
-        raise BadTask(f"{entry}{place_of(function)} needs {num_required} arguments; a train_fn is called with its config alone")
+        raise BadTask(
+            f"{entry}{place_of(function)} needs {num_required} arguments; a train_fn is called "
+            "with its config alone"
+        )
     if config and not num_required:
         raise BadTask(
-            f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without code.config; let it take one"
+            f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without "
+            "code.config; let it take one"
         )
     logger.info("calling %s", entry)
     function(*([config] if num_required else []))
 
 
 def _leave(cause: BaseException, step: int | None) -> StepFailed:
-    """Let the peers go and describe what happened: only a dead rank's neighbours notice by themselves."""
+    """Let the peers go and describe what happened: only a dead rank's neighbours notice by
+    themselves."""
     text = "".join(traceback.format_exception(cause))
     forget_frames(cause)
     gc.collect()
@@ -207,6 +240,14 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _facts(ctx: WorkerContext) -> dict[str, Any]:
-    unknown = dict.fromkeys(("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size"))
+    unknown = dict.fromkeys(
+        ("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size")
+    )
     backend = "nccl" if ctx.device.type == "cuda" else "gloo"
-    return {**unknown, "snapshots": "none", "guarantee": GUARANTEE, "device": str(ctx.device), "backend": backend}
+    return {
+        **unknown,
+        "snapshots": "none",
+        "guarantee": GUARANTEE,
+        "device": str(ctx.device),
+        "backend": backend,
+    }

@@ -1,8 +1,10 @@
-"""Idle worker processes with torch and the loop already imported, one for each rank that a node may have to take over.
+"""Idle worker processes with torch and the loop already imported, one for each rank that a node may
+have to take over.
 
-A fresh rank costs 4 to 5 s of process start and imports; one that an idle process becomes costs 0.06 s. Ray reuses an idle
-process only for actors of the same job without a runtime_env, and preloads modules only where the raylets' environment says
-so (``RAY_preload_python_modules``); elsewhere the pool still saves the process start.
+A fresh rank costs 4 to 5 s of process start and imports; one that an idle process becomes costs
+0.06 s. Ray reuses an idle process only for actors of the same job without a runtime_env, and
+preloads modules only where the raylets' environment says so (``RAY_preload_python_modules``);
+elsewhere the pool still saves the process start.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import grpc  # type: ignore[import-untyped]
 import ray
 
 from train_fn.ray_train.nodes import Look
-from train_fn.ray_train.ray_internals import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
+from train_fn.ray_train.ray_internals import (
+    common_pb2,
+    init_grpc_channel,
+    node_manager_pb2,
+    node_manager_pb2_grpc,
+)
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, fit_workers
 
@@ -29,12 +36,16 @@ _KEEP_ALIVE_S = 24 * 3600
 
 
 class WarmPool:
-    """Keeps ``warm_spares`` idle processes for each rank of a node, from a background thread of the controller.
+    """Keeps ``warm_spares`` idle processes for each rank of a node, from a background thread of the
+    controller.
 
-    Ray does not tell how many idle processes a node has, so they are counted: what was asked for, less what ranks were made of.
+    Ray does not tell how many idle processes a node has, so they are counted: what was asked for,
+    less what ranks were made of.
     """
 
-    def __init__(self, settings: RecoverySettings, look: Look, per_worker: Mapping[str, float]) -> None:
+    def __init__(
+        self, settings: RecoverySettings, look: Look, per_worker: Mapping[str, float]
+    ) -> None:
         self._settings = settings
         self._look_at_nodes = look
         self._per_worker = per_worker
@@ -52,7 +63,8 @@ class WarmPool:
         self._stopping.set()
 
     def note_ranks(self, ranks: Mapping[str, tuple[int, int]]) -> None:
-        """A group has started: for each node id its ranks, and how many of them were made of idle processes."""
+        """A group has started: for each node id its ranks, and how many of them were made of idle
+        processes."""
         with self._lock:
             self._ranks = Counter({node_id: num_ranks for node_id, (num_ranks, _) in ranks.items()})
             for node_id, (_, num_taken) in ranks.items():
@@ -67,11 +79,13 @@ class WarmPool:
                     return
             try:
                 self.tick()
-            except Exception as exc:  # a pool that is not filled costs seconds at the next failure, never the run
+            except Exception as exc:
+                # a pool that is not filled costs seconds at the next failure, never the run
                 logger.warning("the warm pool could not be refilled: %s", exc)
 
     def tick(self) -> None:
-        """Ask each usable node for what it lacks: also nodes without a rank, since the run may have to move there."""
+        """Ask each usable node for what it lacks: also nodes without a rank, since the run may have
+        to move there."""
         with self._lock:
             if not self._ranks:
                 return
@@ -79,7 +93,10 @@ class WarmPool:
             if not node.usable or not self._has_room_for_a_rank(node):
                 continue
             with self._lock:
-                lacking = self._settings.warm_spares * max(1, self._ranks[node.node_id]) - self._idle[node.node_id]
+                lacking = (
+                    self._settings.warm_spares * max(1, self._ranks[node.node_id])
+                    - self._idle[node.node_id]
+                )
             if lacking > 0 and prestart(node, lacking):
                 with self._lock:
                     self._idle[node.node_id] += lacking
@@ -89,10 +106,13 @@ class WarmPool:
 
 
 def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: int) -> None:
-    """Let the processes of the first ranks start and import while the controller still does the same."""
+    """Let the processes of the first ranks start and import while the controller still does the
+    same."""
     nodes = [node for node in look() if node.usable]
     rooms = {
-        node.node_id: fit_workers([node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK").num_workers
+        node.node_id: fit_workers(
+            [node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK"
+        ).num_workers
         for node in nodes
     }
     with_room = [node for node in nodes if rooms[node.node_id]]
@@ -101,7 +121,8 @@ def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: i
 
 
 def prestart(node: NodeView, num_workers: int) -> bool:
-    """Ask a node's raylet for idle processes of this job; they are ready seconds later. False when it did not take the request."""
+    """Ask a node's raylet for idle processes of this job; they are ready seconds later. False when
+    it did not take the request."""
     request = node_manager_pb2.PrestartWorkersRequest(
         language=common_pb2.Language.PYTHON,
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
@@ -111,10 +132,17 @@ def prestart(node: NodeView, num_workers: int) -> bool:
     request.runtime_env_info.serialized_runtime_env = "{}"
     channel = init_grpc_channel(f"{node.ip}:{node.port}")
     try:
-        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_CALL_S)
+        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(
+            request, timeout=_CALL_S
+        )
         return True
     except grpc.RpcError as exc:
-        logger.warning("node %s did not take the request for %d warm processes: %s", node.node_id, num_workers, exc)
+        logger.warning(
+            "node %s did not take the request for %d warm processes: %s",
+            node.node_id,
+            num_workers,
+            exc,
+        )
         return False
     finally:
         channel.close()

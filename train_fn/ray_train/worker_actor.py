@@ -1,4 +1,5 @@
-"""The actor that a rank lives in: Ray Train's worker with a launch before it and a settled end after it."""
+"""The actor that a rank lives in: Ray Train's worker with a launch before it and a settled end
+after it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _LOOK_S = 0.005
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's training function stands: ``ended`` with the exception it raised, if it did; else ``stack`` says where it is."""
+    """How a rank's training function stands: ``ended`` with the exception it raised, if it did;
+    else ``stack`` says where it is."""
 
     ended: bool
     error: BaseException | None
@@ -38,18 +40,21 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class RankReady:
-    """A prepared rank: the versions that its node runs, and when its process began, in unix seconds."""
+    """A prepared rank: the versions that its node runs, and when its process began, in unix
+    seconds."""
 
     versions: dict[str, str]
     born_at: float
     oom_kills: int | None
-    """Processes that its node's kernel had killed for want of memory by then; None where that is not known."""
+    """Processes that its node's kernel had killed for want of memory by then; None where that is
+    not known."""
     problem: str | None = None
     """Why its ranks could not reach their peers, as far as that is known before they try."""
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
-    """Created without a runtime_env, so that a forked or idle process with torch imported can become it.
+    """Created without a runtime_env, so that a forked or idle process with torch imported can
+    become it.
 
     Its environment comes by ``prepare``.
     """
@@ -81,7 +86,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def look_at_node(self, number: int) -> Figures:
         """What its node computes, holds and writes, told as that of ``number``."""
-        return look_at_this_node(number, torch.device("cuda" if ray.get_gpu_ids() else "cpu"), own_temporary_dir())
+        return look_at_this_node(
+            number, torch.device("cuda" if ray.get_gpu_ids() else "cpu"), own_temporary_dir()
+        )
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
         """Where its node takes in what another one sends to time a link."""
@@ -104,20 +111,21 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         return worker.stack()
 
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
-        """What says that another process of this node was killed for want of memory; None where nothing does."""
+        """What says that another process of this node was killed for want of memory; None where
+        nothing does."""
         return look_for_oom(pid, kills_before)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> bool:
-        """Return once a poll would find something: a report, or, True, that the rank is to be asked often, since it has trained and
-        waits until its reports are taken, or has ended."""
+        """Return once a poll would find something: a report, or, True, that the rank is to be asked
+        often, since it has trained and waits until its reports are taken, or has ended."""
         return worker.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
 
-        Its result queue is drained meanwhile, since a rank that reports would otherwise wait for a controller that no
-        longer takes reports.
+        Its result queue is drained meanwhile, since a rank that reports would otherwise wait for a
+        controller that no longer takes reports.
         """
         runner: Any = get_train_context().execution_context.training_thread_runner
         deadline = time.monotonic() + bound_s
@@ -126,7 +134,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             time.sleep(_LOOK_S)
         running = runner.is_running()
         error = runner.get_error()
-        return RankEnd(not running, getattr(error, "_base_exc", error), worker.stack() if running else None)
+        return RankEnd(
+            not running, getattr(error, "_base_exc", error), worker.stack() if running else None
+        )
 
 
 def _as_told(checkpoint_dir_name: str) -> str:

@@ -1,4 +1,5 @@
-"""A worker group that starts without leaking, ends without losing survivors' state, and says what became of each rank."""
+"""A worker group that starts without leaking, ends without losing survivors' state, and says what
+became of each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ from train_fn.ray_train.ray_internals import (
     invoke_context_managers,
     worker_group_module,
 )
-from train_fn.ray_train.start_checks import LeaveOut, check_reach, check_versions, network_reports, prepared
+from train_fn.ray_train.start_checks import (
+    LeaveOut,
+    check_reach,
+    check_versions,
+    network_reports,
+    prepared,
+)
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.hang import SILENT_S, find_stuck
 from train_fn.recovery.launch import RankLaunch
@@ -90,23 +97,28 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
-    # -- start -----------------------------------------------------------------------------------------------------------
+    # -- start
 
     def _start(self) -> None:
         """Start the group, or leave nothing of it behind.
 
-        Ray's own start leaks the placement group when a rank dies in it, and waits for a hung rank without end: both are
-        cured by killing what was created.
+        Ray's own start leaks the placement group when a rank dies in it, and waits for a hung rank
+        without end: both are cured by killing what was created.
         """
         builder = WorkerGroupStateBuilder()
         ended = threading.Event()
-        threading.Thread(target=self._watch_start, args=(ended,), name="start-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch_start, args=(ended,), name="start-watch", daemon=True
+        ).start()
         try:
             self._start_impl(builder)
             if not self._launch.meets_to_report:
-                ray.kill(builder.sync_actor)  # nobody calls it, and every process of Ray's wakes up a hundred times a second
+                # nobody calls it, and every process of Ray's wakes up a hundred times a second
+                ray.kill(builder.sync_actor)
         except BaseException:
-            self.start_reports = self.start_reports or reports_after_failed_start(self._ranked, self._look_at_nodes)
+            self.start_reports = self.start_reports or reports_after_failed_start(
+                self._ranked, self._look_at_nodes
+            )
             if builder.sync_actor is not None:
                 ray.kill(builder.sync_actor)
             self.kill()
@@ -115,9 +127,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ended.set()
 
     def _watch_start(self, ended: threading.Event) -> None:
-        """On a thread: give a start up that takes too long, or in which a rank is stopped. With its actors dead it fails at once.
+        """On a thread: give a start up that takes too long, or in which a rank is stopped. With its
+        actors dead it fails at once.
 
-        Who answers says nothing of who holds the others up: they all wait for each other. Their nodes know who is stopped.
+        Who answers says nothing of who holds the others up: they all wait for each other. Their
+        nodes know who is stopped.
         """
         overdue_at = time.monotonic() + self._settings.group_start_s
         while not ended.wait(max(0.0, min(_START_LOOK_S, overdue_at - time.monotonic()))):
@@ -125,7 +139,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             overdue = time.monotonic() >= overdue_at
             if ended.is_set() or not (overdue or any(report.unresponsive for report in reports)):
                 continue
-            why = f"did not start within {self._settings.group_start_s:g} s" if overdue else "waits for a rank that is stopped"
+            why = (
+                f"did not start within {self._settings.group_start_s:g} s"
+                if overdue
+                else "waits for a rank that is stopped"
+            )
             logger.warning("the worker group %s; its processes are killed", why)
             self.start_reports = self.start_reports or reports
             for actor in list(self._actors):
@@ -133,7 +151,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             return
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
-        """Nothing is created here: the handle reserves bundles of the run's placement when Ray waits for it."""
+        """Nothing is created here: the handle reserves bundles of the run's placement when Ray
+        waits for it."""
         return Reservation(self.reserve)
 
     def reserve(self, timeout_s: float) -> bool:
@@ -148,7 +167,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             num_workers=context.num_workers,
             strategy=context.placement_strategy,
         )
-        bundles = self._placement.reserve(chosen, context.resources_per_worker, timeout_s) if chosen is not None else None
+        bundles = (
+            self._placement.reserve(chosen, context.resources_per_worker, timeout_s)
+            if chosen is not None
+            else None
+        )
         self._bundles = bundles or []
         if bundles is None and (unfit := self._placement.unfit()):
             self._on_apart(unfit)  # else the same size would be tried for ever
@@ -164,16 +187,21 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         world_size: int | None = None,
         replica_group_size: int | None = None,
     ) -> list[Any]:
-        """Actors without a runtime_env in the reserved bundles, prepared in the same breath, with ranks assigned."""
+        """Actors without a runtime_env in the reserved bundles, prepared in the same breath, with
+        ranks assigned."""
         options = worker_group_module.bundle_to_remote_args(resources_per_worker)
         actor_class = ray.remote(concurrency_groups={WATCH: 1}, **options)(self._worker_cls)
         self._actors = [
             actor_class.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=0)
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=bundle.group, placement_group_bundle_index=0
+                )
             ).remote()
             for bundle in self._bundles
         ]
-        launch = dataclasses.replace(self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles}))
+        launch = dataclasses.replace(
+            self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles})
+        )
         readiness = [actor.prepare.remote(launch) for actor in self._actors]
         metadata = [actor.get_metadata.remote() for actor in self._actors]
         ready: list[RankReady] = prepared(readiness, self._settings)
@@ -188,7 +216,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
             for actor, meta in zip(self._actors, metas, strict=True)
         ]
-        self._ranked = WorkerGroup._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        self._ranked = WorkerGroup._assign_worker_ranks(
+            workers, starting_world_rank, world_size, replica_group_size
+        )
         self._on_created(self, self._ranked)
         return self._ranked
 
@@ -196,21 +226,27 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Give the start up where there are reports on ranks that cannot do their part."""
         self.start_reports = reports
         if reports:
-            raise WorkerGroupStartupFailedError("; ".join(sorted({report.error.summary for report in reports if report.error})))
+            raise WorkerGroupStartupFailedError(
+                "; ".join(sorted({report.error.summary for report in reports if report.error}))
+            )
 
-    # -- while it runs ---------------------------------------------------------------------------------------------------
+    # -- while it runs
 
     async def news(self, poll_s: float, quiet_s: float) -> bool:
-        """Wait until a rank has something to tell, ``quiet_s`` at most; whether one has, or owes the last poll an answer.
+        """Wait until a rank has something to tell, ``quiet_s`` at most; whether one has, or owes
+        the last poll an answer.
 
-        Once one has trained, ended or died, that is not told any more: there is news every ``poll_s``.
+        Once one has trained, ended or died, that is not told any more: there is news every
+        ``poll_s``.
         """
         if not self._watches:
             self._watches = [self._watch(worker) for worker in self.get_workers()]
         if any(_is_over(watch) for watch in self._watches):
             await asyncio.sleep(poll_s)
             return True
-        done, _ = await asyncio.wait(self._watches, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            self._watches, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED
+        )
         self._watches = [
             self._watch(worker) if watch.done() and not _is_over(watch) else watch
             for worker, watch in zip(self.get_workers(), self._watches, strict=True)
@@ -223,17 +259,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def as_it_was(self) -> WorkerGroupPollStatus:
         """What a poll would find while there is no news."""
-        return WorkerGroupPollStatus({rank: _still_running() for rank in range(len(self.get_workers()))})
+        return WorkerGroupPollStatus(
+            {rank: _still_running() for rank in range(len(self.get_workers()))}
+        )
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Ray's poll, with patience for a network that fails for a while.
 
-        Ray takes the first lost call for a lost rank. A rank that cannot be called although its node answers is called again for
-        ``health_timeout_s``; and where no other host is heard at all, this one is cut off: the ranks train on without it.
+        Ray takes the first lost call for a lost rank. A rank that cannot be called although its
+        node answers is called again for ``health_timeout_s``; and where no other host is heard at
+        all, this one is cut off: the ranks train on without it.
         """
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
         missed = {rank for rank, status in enumerate(statuses) if _is_missed(status.error)}
-        self._missed_since = {rank: self._missed_since.get(rank, time.monotonic()) for rank in missed}
+        self._missed_since = {
+            rank: self._missed_since.get(rank, time.monotonic()) for rank in missed
+        }
         if not missed:
             return statuses
         try:
@@ -247,16 +288,24 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             patient = missed
         else:
             recent = time.monotonic() - self._settings.health_timeout_s
-            patient = {rank for rank in missed if self._may_answer_yet(rank, nodes) and self._missed_since[rank] > recent}
-        return [_still_running() if rank in patient else status for rank, status in enumerate(statuses)]
+            patient = {
+                rank
+                for rank in missed
+                if self._may_answer_yet(rank, nodes) and self._missed_since[rank] > recent
+            }
+        return [
+            _still_running() if rank in patient else status for rank, status in enumerate(statuses)
+        ]
 
     def _may_answer_yet(self, rank: int, nodes: Mapping[str, NodeView]) -> bool:
-        """Whether the node of a rank that could not be called answers itself. A call that hangs had its time already."""
+        """Whether the node of a rank that could not be called answers itself. A call that hangs had
+        its time already."""
         node = nodes.get(self.get_workers()[rank].metadata.node_id)
         return node is not None and node.reachable and rank not in self._world_rank_to_ongoing_poll
 
     def is_cut_off(self) -> bool:
-        """Whether no other host is heard although the cluster still counts on some: then it is this one that is cut off."""
+        """Whether no other host is heard although the cluster still counts on some: then it is this
+        one that is cut off."""
         try:
             return self._is_cut_off(self._look_at_nodes())
         except Exception as exc:
@@ -266,14 +315,21 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _is_cut_off(self, nodes: Iterable[NodeView]) -> bool:
         others = [node for node in nodes if not node.is_head]
         ranks_on = {worker.metadata.node_id for worker in self.get_workers()}
-        cut_off = bool(others) and all(node.silent for node in others) and ranks_on <= {node.node_id for node in others}
+        cut_off = (
+            bool(others)
+            and all(node.silent for node in others)
+            and ranks_on <= {node.node_id for node in others}
+        )
         if cut_off and not self._told_cut_off:
-            logger.warning("no other host is heard from here; the ranks are left alone until one is")
+            logger.warning(
+                "no other host is heard from here; the ranks are left alone until one is"
+            )
         self._told_cut_off = cut_off
         return cut_off
 
     def processes_by_node(self) -> dict[str, tuple[int, int]]:
-        """For each node id its ranks, and how many of them are processes that were there, idle, before the group began."""
+        """For each node id its ranks, and how many of them are processes that were there, idle,
+        before the group began."""
         found: dict[str, tuple[int, int]] = {}
         for worker in self._ranked:
             ranks, taken = found.get(worker.metadata.node_id, (0, 0))
@@ -289,9 +345,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def break_hang(self) -> list[int]:
         """Keep every rank's stack, and kill those that hold the others up; which they were.
 
-        Their peers leave with a failed collective, as when a rank dies by itself; ``settle`` tells the difference.
+        Their peers leave with a failed collective, as when a rank dies by itself; ``settle`` tells
+        the difference.
         """
-        pending = {worker.actor.stack.remote(): rank for rank, worker in enumerate(self.get_workers())}
+        pending = {
+            worker.actor.stack.remote(): rank for rank, worker in enumerate(self.get_workers())
+        }
         answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
         self._stacks = dict.fromkeys(pending.values())
         for ref in answered:
@@ -303,41 +362,57 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._hung
 
     def abandon(self, node_ids: Collection[str]) -> list[int]:
-        """Kill the ranks on nodes that are about to be taken away, that their peers leave with their states; which they were.
+        """Kill the ranks on nodes that are about to be taken away, that their peers leave with
+        their states; which they were.
 
         Where all ranks are on such nodes, those that hold the others up.
         """
-        ranks = [rank for rank, worker in enumerate(self.get_workers()) if worker.metadata.node_id in node_ids]
+        ranks = [
+            rank
+            for rank, worker in enumerate(self.get_workers())
+            if worker.metadata.node_id in node_ids
+        ]
         if len(ranks) == len(self.get_workers()):
             return self.break_hang()
         for rank in ranks:
             ray.kill(self.get_workers()[rank].actor)
         return ranks
 
-    # -- end -------------------------------------------------------------------------------------------------------------
+    # -- end
 
     def settle(self) -> tuple[RankReport, ...]:
-        """Hold the teardown until survivors have left their step and written their snapshots; what became of each rank."""
+        """Hold the teardown until survivors have left their step and written their snapshots; what
+        became of each rank."""
         if self._launch.meets_to_report:
-            self.get_worker_group_state().sync_actor.reset.remote()  # frees ranks that wait in report() for a peer that is gone
+            # frees ranks that wait in report() for a peer that is gone
+            self.get_worker_group_state().sync_actor.reset.remote()
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
         settling = Settling(self.get_workers(), self._look_at_nodes, errors)
-        return tuple(self._with_hang(report) for report in settling.reports_within(self._settings.hold_s))
+        return tuple(
+            self._with_hang(report) for report in settling.reports_within(self._settings.hold_s)
+        )
 
     def _with_hang(self, report: RankReport) -> RankReport:
-        """A rank that was killed because it hung did not die; every rank's stack from then is evidence."""
+        """A rank that was killed because it hung did not die; every rank's stack from then is
+        evidence."""
         report = dataclasses.replace(report, stack=self._stacks.get(report.rank))
         if report.rank not in self._hung:
             return report
-        return dataclasses.replace(report, unresponsive=True, died=False, death=None, still_running=False)
+        return dataclasses.replace(
+            report, unresponsive=True, died=False, death=None, still_running=False
+        )
 
     def shutdown(self) -> None:
-        """End the group at once: its ranks have settled, and a process that ends needs no farewell."""
+        """End the group at once: its ranks have settled, and a process that ends needs no
+        farewell."""
         self._assert_active()
-        with invoke_context_managers([callback.on_worker_group_shutdown for callback in self._callbacks]):
+        with invoke_context_managers(
+            [callback.on_worker_group_shutdown for callback in self._callbacks]
+        ):
             for callback in self._callbacks:
-                if not isinstance(callback, BackendSetupCallback):  # it would wait for the ranks that are gone
+                # it would wait for the ranks that are gone
+                if not isinstance(callback, BackendSetupCallback):
                     callback.before_worker_group_shutdown(self)
             sync_actor = self.get_worker_group_state().sync_actor
             self._clear_state()
@@ -354,7 +429,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 
 def _is_over(watch: asyncio.Future[bool]) -> bool:
-    """Whether a rank tells no more news: it has trained or ended, or cannot be called, and a poll says why."""
+    """Whether a rank tells no more news: it has trained or ended, or cannot be called, and a poll
+    says why."""
     return watch.done() and (watch.exception() is not None or watch.result())
 
 
@@ -363,7 +439,8 @@ def _still_running() -> Any:
 
 
 def _is_missed(error: Any) -> bool:
-    """Whether a poll says that its rank could not be called, or did not answer, and not that it is dead."""
+    """Whether a poll says that its rank could not be called, or did not answer, and not that it is
+    dead."""
     if isinstance(error, WorkerHealthCheckFailedError):
         return isinstance(error.health_check_failure, ActorUnavailableError)
     return isinstance(error, WorkerHealthCheckTimeoutError)

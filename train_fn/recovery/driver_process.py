@@ -27,10 +27,13 @@ class DriverProcess:
         return cls(process.pid, process.create_time())
 
     def is_alive(self) -> bool:
-        """Whether it still runs, or is only stopped. One that has ended and was not waited for is dead."""
+        """Whether it still runs, or is only stopped. One that has ended and was not waited for is
+        dead."""
         try:
             process = psutil.Process(self.pid)
-            return process.create_time() == self.began_at and process.status() != psutil.STATUS_ZOMBIE
+            return (
+                process.create_time() == self.began_at and process.status() != psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return False
 

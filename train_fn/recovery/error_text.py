@@ -1,29 +1,35 @@
-"""What an exception says in its own words, for people: without wrappers around it, and without advice that does not apply here."""
+"""What an exception says in its own words, for people: without wrappers around it, and without
+advice that does not apply here."""
 
 from __future__ import annotations
 
 import re
 
 _WRAPPED = re.compile(r"Caught \w+ in .*\.\nOriginal Traceback \(most recent call last\):\n")
-"""How torch begins the message of what was raised in a loader process: the original's whole traceback follows."""
+"""How torch begins the message of what was raised in a loader process: the original's whole
+traceback follows."""
 
 _FRAME = re.compile(r'^  File "[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
 
 _UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 _TWICE = re.compile(r"Expected to mark a variable ready only once")
 _KEPT = re.compile(
-    r"Parameter indices which did not receive grad[^\n]*|Parameters which did not receive grad[^\n]*|Parameter at index [^\n]*"
+    r"Parameter indices which did not receive grad[^\n]*|Parameters which did not receive "
+    r"grad[^\n]*|Parameter at index [^\n]*"
 )
 """Of DDP's message what says which parameters are meant."""
 _FOREIGN = re.compile(r"find_unused_parameters|static_graph|TORCH_DISTRIBUTED_DEBUG")
 """Arguments of DDP, which Everstep makes itself, and a variable that changes no text of ours."""
 
 _UNUSED_ADVICE = (
-    "some parameters had no part in the loss of a step, so that ranks wait for gradients that do not come. Leave them out of the "
-    "model, set requires_grad=False on them, or let every loss depend on them, if only by adding 0 * parameter.sum()"
+    "some parameters had no part in the loss of a step, so that ranks wait for gradients that do "
+    "not come. Leave them out of the "
+    "model, set requires_grad=False on them, or let every loss depend on them, if only by adding "
+    "0 * parameter.sum()"
 )
 _TWICE_ADVICE = (
-    "a parameter got its gradient twice in one backward. Call the model once in loss, on all of the batch; with activation "
+    "a parameter got its gradient twice in one backward. Call the model once in loss, on all of "
+    "the batch; with activation "
     "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
@@ -34,12 +40,16 @@ def message_of(exc: BaseException) -> str:
     while isinstance(leaf, BaseExceptionGroup):
         leaf = leaf.exceptions[0]
     if isinstance(exc, SystemExit):
-        return f"the code ended the program by sys.exit({exc.code!r}); let it return, or raise an error that says why"
+        return (
+            f"the code ended the program by sys.exit({exc.code!r}); let it return, or raise an "
+            "error that says why"
+        )
     return str(exc) if leaf is exc else f"{exc}; the first: {type(leaf).__name__}: {leaf}"
 
 
 def plain_message(message: str) -> str:
-    """Return a message as its author wrote it, with what to do in Everstep in place of what to do with DDP."""
+    """Return a message as its author wrote it, with what to do in Everstep in place of what to do
+    with DDP."""
     message = _unwrapped(message).strip()
     for found, advice in ((_UNUSED, _UNUSED_ADVICE), (_TWICE, _TWICE_ADVICE)):
         if found.search(message):
@@ -60,7 +70,8 @@ def with_place(message: str, place: str | None) -> str:
 
 
 def _unwrapped(message: str) -> str:
-    """Take off torch's wrapper: the original's message follows its traceback's last frame, by a line that is not indented."""
+    """Take off torch's wrapper: the original's message follows its traceback's last frame, by a
+    line that is not indented."""
     found = _WRAPPED.match(message)
     if found is None:
         return message

@@ -1,4 +1,5 @@
-"""When an attempt has stood still for too long, and which of its ranks is the one that the others wait for."""
+"""When an attempt has stood still for too long, and which of its ranks is the one that the others
+wait for."""
 
 from __future__ import annotations
 
@@ -9,20 +10,23 @@ from train_fn.recovery.progress import Phase, Progress
 from train_fn.recovery.settings import RecoverySettings
 
 _SILENCE_S = 3.0
-"""A gap between two looks after which the journal's silence, not the ranks', is what was seen; longer where looks are rarer. A look
-sees nothing where no reply came since the last one."""
+"""A gap between two looks after which the journal's silence, not the ranks', is what was seen;
+longer where looks are rarer. A look sees nothing where no reply came since the last one."""
 
 SILENT_S = 1.5
-"""A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside of Python."""
+"""A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside
+of Python."""
 
 _WAITING_FILES = re.compile(
     r"/torch/distributed/|/torch/autograd/graph\.py|/train_fn/(collectives|step_totals|replica)\.py|/ray/(_private|train|util)/"
 )
-"""Source files whose code waits for other ranks: collectives, a backward that ends with one, a barrier of Ray Train."""
+"""Source files whose code waits for other ranks: collectives, a backward that ends with one, a
+barrier of Ray Train."""
 
 
 class HangWatch:
-    """Tells when nothing has moved for longer than the phase allows. Time is given in by the caller, in monotonic seconds."""
+    """Tells when nothing has moved for longer than the phase allows. Time is given in by the
+    caller, in monotonic seconds."""
 
     def __init__(self, settings: RecoverySettings, hang_timeout_s: float | None) -> None:
         self._settings = settings
@@ -35,7 +39,8 @@ class HangWatch:
         """When the attempt will be overdue if nothing moves until then; in monotonic seconds."""
 
     def overdue_s(self, progress: Progress, now: float) -> float | None:
-        """Seconds without a sign of life, when too long; None while all is well. Call it with every reply of the journal."""
+        """Seconds without a sign of life, when too long; None while all is well. Call it with every
+        reply of the journal."""
         seen = (progress.attempt, progress.num_signs)
         if now - self._looked_at > self._silence_s:
             self._seen, self._moved_at = seen, now
@@ -62,22 +67,33 @@ class HangWatch:
 
 
 def find_stuck(stacks: Mapping[int, str | None]) -> list[int]:
-    """Ranks that hold the others up, by each rank's training stack (innermost frame last); None for one that did not answer.
+    """Ranks that hold the others up, by each rank's training stack (innermost frame last); None for
+    one that did not answer.
 
-    Who does not answer, or is in code that waits for nobody, is stuck. Where all wait for each other in collectives, one of them
-    is given up, so that the others are freed: the last, since rank 0 reports.
+    Who does not answer, or is in code that waits for nobody, is stuck. Where all wait for each
+    other in collectives, one of them is given up, so that the others are freed: the last, since
+    rank 0 reports.
     """
     silent = [rank for rank, stack in stacks.items() if stack is None]
     if silent:
         return silent
-    busy = [rank for rank, stack in stacks.items() if stack is not None and not waits_for_others(stack)]
+    busy = [
+        rank for rank, stack in stacks.items() if stack is not None and not waits_for_others(stack)
+    ]
     return busy or [max(stacks)]
 
 
-def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None], waiting: Collection[int], now: float) -> list[int]:
-    """Ranks to kill while a group settles: they say nothing, and another that does is held up inside a collective.
+def find_silent(
+    asked_at: Mapping[int, float],
+    stacks: Mapping[int, str | None],
+    waiting: Collection[int],
+    now: float,
+) -> list[int]:
+    """Ranks to kill while a group settles: they say nothing, and another that does is held up
+    inside a collective.
 
-    Without such another nobody would be freed by it, and a rank that is busy writing its state may be slow to answer.
+    Without such another nobody would be freed by it, and a rank that is busy writing its state may
+    be slow to answer.
 
     Args:
         asked_at: when each rank was last asked, in monotonic seconds.
@@ -93,13 +109,16 @@ def find_silent(asked_at: Mapping[int, float], stacks: Mapping[int, str | None],
 
 
 def silent_ranks(asked_at: Mapping[int, float], waiting: Collection[int], now: float) -> list[int]:
-    """Those in ``waiting`` that have said nothing for too long since they were asked, as ``find_silent`` has it."""
+    """Those in ``waiting`` that have said nothing for too long since they were asked, as
+    ``find_silent`` has it."""
     return [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
 
 
 def _cannot_leave(stack: str) -> bool:
     """Whether a rank waits for others, or for its connections to them to close."""
-    return waits_for_others(stack) or stack.rstrip().rpartition("File ")[2].partition("\n")[0].endswith(", in leave")
+    return waits_for_others(stack) or stack.rstrip().rpartition("File ")[2].partition("\n")[
+        0
+    ].endswith(", in leave")
 
 
 def waits_for_others(stack: str) -> bool:

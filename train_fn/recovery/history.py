@@ -1,4 +1,5 @@
-"""What the run's journals say of its past: earlier failures for the budgets, and how many attempts there were."""
+"""What the run's journals say of its past: earlier failures for the budgets, and how many attempts
+there were."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ class History:
 
     def with_event(self, event: JournalEvent) -> History:
         """The same with one event more."""
-        changes: dict[str, Any] = {"last_attempt": max(self.last_attempt, event.attempt), "last_at": event.at}
+        changes: dict[str, Any] = {
+            "last_attempt": max(self.last_attempt, event.attempt),
+            "last_at": event.at,
+        }
         moved = moved_at(event.kind, event.at, event.data)
         if moved is not None:
             changes["moved_at"] = max(self.moved_at or moved, moved)
@@ -71,12 +75,21 @@ class History:
             changes["finished"] = True
         elif event.kind is EventKind.JOURNAL_DAMAGED:
             others = tuple(told for told in self.damage if told != event.data)
-            changes["damage"] = others if event.source.startswith("driver") else (*others, event.data)
+            changes["damage"] = (
+                others if event.source.startswith("driver") else (*others, event.data)
+            )
         elif event.kind is EventKind.FAILURE:
             changes["failures"] = (*self.failures, past_failure(event.data))
         elif event.kind is EventKind.ATTEMPT_STARTED:
-            workers = (RankPlace(place["rank"], place["node_id"], place["pid"]) for place in event.data["workers"])
-            changes |= {"attempt_open": True, "world_size": event.data["world_size"], "workers": tuple(workers)}
+            workers = (
+                RankPlace(place["rank"], place["node_id"], place["pid"])
+                for place in event.data["workers"]
+            )
+            changes |= {
+                "attempt_open": True,
+                "world_size": event.data["world_size"],
+                "workers": tuple(workers),
+            }
             changes["nodes"] = self.nodes | {place["node_id"] for place in event.data["workers"]}
         elif event.kind is EventKind.ATTEMPT_ENDED:
             changes["attempt_open"] = False
@@ -85,7 +98,9 @@ class History:
         elif event.kind is EventKind.TRAINING_STARTED:
             changes["total_steps"] = event.data.get("total_steps")
         elif event.kind is EventKind.METRICS and event.data["points"]:
-            changes["last_step"] = max([self.last_step or 0, *(point["step"] for point in event.data["points"])])
+            changes["last_step"] = max(
+                [self.last_step or 0, *(point["step"] for point in event.data["points"])]
+            )
         return dataclasses.replace(self, **changes)
 
 
@@ -94,19 +109,25 @@ def past_failure(data: dict[str, object]) -> PastFailure:
     evidence = data.get("evidence")
     signature = evidence.get("signature") if isinstance(evidence, dict) else None
     step = data.get("step")
-    return PastFailure(Verdict(str(data["verdict"])), step if isinstance(step, int) else None, signature)
+    return PastFailure(
+        Verdict(str(data["verdict"])), step if isinstance(step, int) else None, signature
+    )
 
 
 def read_history(run_dir: RunDir) -> History:
-    """The run's past from its journals, oldest submission first. Raises StorageError where they cannot be read.
+    """The run's past from its journals, oldest submission first. Raises StorageError where they
+    cannot be read.
 
-    Lines that are damaged cost an event each and nothing behind them. Nobody may write any of these journals meanwhile.
+    Lines that are damaged cost an event each and nothing behind them. Nobody may write any of these
+    journals meanwhile.
     """
     history = History()
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
-            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True, is_over=True)
+            events, cursor = read_journal(
+                run_dir, submission, cursor, READ_BATCH, past_damage=True, is_over=True
+            )
             for event in events:
                 history = history.with_event(event)
             if not events:

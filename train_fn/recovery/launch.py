@@ -1,4 +1,5 @@
-"""What travels with an attempt: from the driver to the controller, and from the controller to each rank."""
+"""What travels with an attempt: from the driver to the controller, and from the controller to each
+rank."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class RankJob:
     train: str
     """``module:function`` of the training loop."""
     workers_limit: int | None = None
-    """Most ranks that the service let the run use when it started; None for ``scaling.max_workers``."""
+    """Most ranks that the service let the run use when it started; None for
+    ``scaling.max_workers``."""
 
     @property
     def max_workers(self) -> int:
@@ -70,8 +72,8 @@ class RankLaunch:
     silent_peer_s: float = 0.0
     """Seconds after which a rank gives up a connection on which nothing is heard; 0 for never."""
     meets_to_report: bool = True
-    """Whether ranks meet in an actor of Ray Train's for every report. Those of Everstep's loop all report the same in the same
-    order; a user's function may not."""
+    """Whether ranks meet in an actor of Ray Train's for every report. Those of Everstep's loop all
+    report the same in the same order; a user's function may not."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the controller left its run. One that is not ``decided`` broke down, and another may go on."""
+    """How the controller left its run. One that is not ``decided`` broke down, and another may go
+    on."""
 
     finished: bool
     replaced: bool = False
@@ -107,5 +110,6 @@ class Outcome:
 
     @property
     def decided(self) -> bool:
-        """Whether this ends the submission: the ranks finished or stopped, or a verdict failed or paused the run."""
+        """Whether this ends the submission: the ranks finished or stopped, or a verdict failed or
+        paused the run."""
         return self.finished or self.failed is not None or self.stopped == "pause"

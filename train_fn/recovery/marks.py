@@ -1,4 +1,5 @@
-"""What the service tells drivers by small files, read now and then, so that a storage that hangs or fails holds nothing up."""
+"""What the service tells drivers by small files, read now and then, so that a storage that hangs or
+fails holds nothing up."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ READ_INTERVAL_S = 1.0
 WAIT_S = 0.25
 """How long the answer of a storage is waited for; one that comes later counts at the next look."""
 FIRST_WAIT_S = 5.0
-"""The same before anything is known: the first ranks should not start on a marked node only because storage was slow."""
+"""The same before anything is known: the first ranks should not start on a marked node only because
+storage was slow."""
 
 
 class LastKnown(Generic[T]):
-    """The last known content of a file. Safe to use from several threads; one read is under way at a time, in a thread of its own.
+    """The last known content of a file. Safe to use from several threads; one read is under way at
+    a time, in a thread of its own.
 
     Args:
         read: Reads the file.
@@ -34,7 +37,13 @@ class LastKnown(Generic[T]):
         clock: Monotonic seconds.
     """
 
-    def __init__(self, read: Callable[[], T], unknown: T, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        read: Callable[[], T],
+        unknown: T,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._read_file = read
         self._what = what
         self._clock = clock
@@ -49,7 +58,9 @@ class LastKnown(Generic[T]):
         """Begin to read, unless the last read is younger than a second or still under way."""
         with self._lock:
             now = self._clock()
-            if now - self._asked_at < READ_INTERVAL_S or (self._reading is not None and self._reading.is_alive()):
+            if now - self._asked_at < READ_INTERVAL_S or (
+                self._reading is not None and self._reading.is_alive()
+            ):
                 return
             self._asked_at = now
             self._reading = threading.Thread(target=self._read, name="control-files", daemon=True)
@@ -72,7 +83,9 @@ class LastKnown(Generic[T]):
         except Exception as exc:  # whatever it is, the last known serves better than nothing
             problem = str(exc)
         if problem is not None and self._problem is None:
-            logger.warning("%s cannot be read; the last that is known counts: %s", self._what, problem)
+            logger.warning(
+                "%s cannot be read; the last that is known counts: %s", self._what, problem
+            )
         self._problem = problem
 
 
@@ -80,7 +93,12 @@ class MarksReader(LastKnown[Mapping[str, NodeMark]]):
     """The nodes that the service marked, by node id."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(lambda: read_node_marks(storage), MappingProxyType({}), "which nodes are cordoned or draining", clock)
+        super().__init__(
+            lambda: read_node_marks(storage),
+            MappingProxyType({}),
+            "which nodes are cordoned or draining",
+            clock,
+        )
 
     marks = LastKnown.value
 
@@ -88,5 +106,7 @@ class MarksReader(LastKnown[Mapping[str, NodeMark]]):
 class WorkersLimit(LastKnown[int | None]):
     """Most ranks that the service lets a run use; None for as many as its spec asks for."""
 
-    def __init__(self, run_dir: RunDir, at_start: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run_dir: RunDir, at_start: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(run_dir.workers_limit, at_start, "how many ranks the run may use", clock)

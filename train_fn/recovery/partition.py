@@ -1,7 +1,9 @@
-"""Nodes that the head reaches and other nodes do not: a partition that only those inside it can see.
+"""Nodes that the head reaches and other nodes do not: a partition that only those inside it can
+see.
 
-A group whose ranks cannot all reach each other never begins. So each node tries the others before the process group is made, and
-the fewest nodes that stand apart are left out for a while, longer each time that they are found apart again.
+A group whose ranks cannot all reach each other never begins. So each node tries the others before
+the process group is made, and the fewest nodes that stand apart are left out for a while, longer
+each time that they are found apart again.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ LONGEST_TIMES = 16
 
 
 def nodes_apart(unreached: Mapping[str, Iterable[str]]) -> list[str]:
-    """Nodes to leave out so that those left all reach each other; ``unreached`` tells for each node whom it did not reach.
+    """Nodes to leave out so that those left all reach each other; ``unreached`` tells for each node
+    whom it did not reach.
 
-    The node with most broken pairs goes first; of equals the one with the greatest id, so that the choice is the same each time.
+    The node with most broken pairs goes first; of equals the one with the greatest id, so that the
+    choice is the same each time.
     """
     pairs = {frozenset((node, other)) for node, others in unreached.items() for other in others}
     out: list[str] = []
@@ -48,5 +52,8 @@ class Apart:
     def mark(self, nodes: Iterable[NodeView], now: float) -> tuple[NodeView, ...]:
         """The same nodes; those that are left out take no new rank."""
         return tuple(
-            dataclasses.replace(node, cordoned=True) if self._until.get(node.node_id, now) > now else node for node in nodes
+            dataclasses.replace(node, cordoned=True)
+            if self._until.get(node.node_id, now) > now
+            else node
+            for node in nodes
         )

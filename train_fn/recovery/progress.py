@@ -1,4 +1,5 @@
-"""How far an attempt is, folded from the events that its rank 0 sends: what it does now, and whether anything moves."""
+"""How far an attempt is, folded from the events that its rank 0 sends: what it does now, and
+whether anything moves."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Any
 from everstep.wire.events import EventKind
 
 _STEPS_KEPT = 512
-_BESIDE_TRAINING = frozenset({EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED})
+_BESIDE_TRAINING = frozenset(
+    {EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED}
+)
 """Told by threads that live on while training hangs: no signs of life."""
 
 _MOVES = frozenset(
@@ -26,9 +29,11 @@ _MOVES = frozenset(
 
 
 def moved_at(kind: EventKind, at: float, data: dict[str, Any]) -> float | None:
-    """Return until when training is known to have moved, in unix seconds, by one event; None where it says nothing of that.
+    """Return until when training is known to have moved, in unix seconds, by one event; None where
+    it says nothing of that.
 
-    What is told by threads that live on beside training does not count, nor does the moment at which a step is told.
+    What is told by threads that live on beside training does not count, nor does the moment at
+    which a step is told.
     """
     if kind is EventKind.METRICS:
         return max((float(point["at"]) for point in data["points"]), default=None)
@@ -64,7 +69,8 @@ class Progress:
     quiet_s: float = 0.0
     """Seconds since the last sign of life arrived."""
     moved_at: float | None = None
-    """When it was last seen to move, its newest committed step above all, in unix seconds; None where it has not begun."""
+    """When it was last seen to move, its newest committed step above all, in unix seconds; None
+    where it has not begun."""
 
 
 class ProgressTracker:
@@ -111,18 +117,33 @@ class ProgressTracker:
             self._has_stepped = True
             self._step = max([self._step, *(point["step"] for point in data["points"])])
             self._phase = self._after_step()
-        elif self._phase is not Phase.START and kind is EventKind.EPOCH_COMPLETED and data.get("rests", True):
+        elif (
+            self._phase is not Phase.START
+            and kind is EventKind.EPOCH_COMPLETED
+            and data.get("rests", True)
+        ):
             self._phase = Phase.EVALUATION
         elif self._phase is not Phase.START and (
-            kind is EventKind.EPOCH_HOOK_DONE or (kind is EventKind.EVALUATED and not data.get("rests", False))
+            kind is EventKind.EPOCH_HOOK_DONE
+            or (kind is EventKind.EVALUATED and not data.get("rests", False))
         ):
             self._phase = self._after_step()
 
     def progress(self) -> Progress:
         """As of the last event."""
-        p99 = sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
+        p99 = (
+            sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
+        )
         quiet_s = time.monotonic() - self._sign_at
-        return Progress(self._attempt, self._phase, self._num_signs, self._last_step, p99, quiet_s, self._moved_at)
+        return Progress(
+            self._attempt,
+            self._phase,
+            self._num_signs,
+            self._last_step,
+            p99,
+            quiet_s,
+            self._moved_at,
+        )
 
     def _after_step(self) -> Phase:
         if self._total_steps is not None and self._step >= self._total_steps:
@@ -136,7 +157,9 @@ class ProgressTracker:
                 step_s = point["values"].get("step_s")
                 if step_s is not None:
                     self._step_s.append(step_s)
-        elif kind in {EventKind.RESTORED, EventKind.CHECKPOINT_COMMITTED, EventKind.EVALUATED} and isinstance(
-            data.get("step"), int
-        ):
+        elif kind in {
+            EventKind.RESTORED,
+            EventKind.CHECKPOINT_COMMITTED,
+            EventKind.EVALUATED,
+        } and isinstance(data.get("step"), int):
             self._last_step = max(self._last_step or 0, data["step"])

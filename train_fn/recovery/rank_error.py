@@ -1,4 +1,5 @@
-"""How a rank tells what stopped it: a structured error that survives pickling and any missing module on the other side."""
+"""How a rank tells what stopped it: a structured error that survives pickling and any missing
+module on the other side."""
 
 from __future__ import annotations
 
@@ -17,28 +18,51 @@ from train_fn.recovery.error_text import message_of, plain_message, with_place
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
 
-_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone", "Replaced"})
-"""Names of torch.distributed's errors. By name: the controller that reads them need not import torch."""
+_COLLECTIVE_TYPES = frozenset(
+    {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "PeersGone", "Replaced"}
+)
+"""Names of torch.distributed's errors. By name: the controller that reads them need not import
+torch."""
 
 _COLLECTIVE_WORDS = re.compile(
-    r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL (error|communicator|operation)|Application timeout caused pair closure"
+    r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL (error|communicator|operation)|Application "
+    r"timeout caused pair closure"
 )
-"""Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that a peer went away."""
+"""Gloo raises a plain RuntimeError, so that only its words (the path of its source file) tell that
+a peer went away."""
 
 _LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
-"""Torch's words for a loader process that is gone: what a data set itself raises arrives as what it is."""
+"""Torch's words for a loader process that is gone: what a data set itself raises arrives as what it
+is."""
 
-_LOADER_TYPES = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "FileNotFoundError", "EOFError"})
-_LOADER_FRAME = re.compile(r'torch/utils/data/dataloader\.py", line \d+, in _try_get_data\n(?:.*\n)*.*multiprocessing/')
-"""What says the same where torch met the loss first: a batch's memory is handed over by the process that made it, and that is gone.
-What a data set raises in a loader process comes out of another frame."""
+_LOADER_TYPES = frozenset(
+    {
+        "ConnectionResetError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "FileNotFoundError",
+        "EOFError",
+    }
+)
+_LOADER_FRAME = re.compile(
+    r'torch/utils/data/dataloader\.py", line \d+, in _try_get_data\n(?:.*\n)*.*multiprocessing/'
+)
+"""What says the same where torch met the loss first: a batch's memory is handed over by the process
+that made it, and that is gone. What a data set raises in a loader process comes out of another
+frame."""
 
-_USER_FRAME = re.compile(r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?')
+_USER_FRAME = re.compile(
+    r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?'
+)
 """A frame of uploaded code, by where nodes keep it (``own_code``)."""
 
 _STORAGE_TYPES = frozenset(
     {"CheckpointFailed", "StorageNotShared"}
-    | {name for name, value in vars(storage.errors).items() if isinstance(value, type) and issubclass(value, StorageError)}
+    | {
+        name
+        for name, value in vars(storage.errors).items()
+        if isinstance(value, type) and issubclass(value, StorageError)
+    }
 )
 
 
@@ -64,7 +88,8 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True)
 class RankError:
-    """One rank's own account of why it stopped. ``at`` is in unix seconds by the rank's clock; ``step`` counts steps done."""
+    """One rank's own account of why it stopped. ``at`` is in unix seconds by the rank's clock;
+    ``step`` counts steps done."""
 
     rank: int
     kind: ErrorKind
@@ -79,7 +104,8 @@ class RankError:
     memory: str | None = None
     """What its GPU's memory held, where that was too small."""
     place: str | None = None
-    """Innermost line of uploaded code, ``task.py, line 12, in loss``; None where it has no part in the traceback."""
+    """Innermost line of uploaded code, ``task.py, line 12, in loss``; None where it has no part in
+    the traceback."""
 
     @property
     def collateral(self) -> bool:
@@ -88,7 +114,8 @@ class RankError:
 
     @property
     def signature(self) -> str:
-        """The same for two occurrences of one bug: type, message without numbers and addresses, and the innermost frame."""
+        """The same for two occurrences of one bug: type, message without numbers and addresses, and
+        the innermost frame."""
         message = re.sub(r"0x[0-9a-fA-F]+|\d+(\.\d+)?", "#", self.message)
         frames = re.findall(r'File "([^"]+)", line (\d+)', self.traceback)
         where = ":".join(frames[-1]) if frames else ""
@@ -112,7 +139,8 @@ class RankFailure(Exception):
 
 
 def user_place(trace: str) -> str | None:
-    """``file, line N, in function`` of the innermost frame of a traceback that lies in uploaded code; None where there is none.
+    """``file, line N, in function`` of the innermost frame of a traceback that lies in uploaded
+    code; None where there is none.
 
     A line that Python could not even parse is in no function.
     """
@@ -120,15 +148,20 @@ def user_place(trace: str) -> str | None:
     if not frames:
         return None
     file, line, function = frames[-1]
-    return f"{file}, line {line}, in {function}" if function and function != "<module>" else f"{file}, line {line}"
+    return (
+        f"{file}, line {line}, in {function}"
+        if function and function != "<module>"
+        else f"{file}, line {line}"
+    )
 
 
 def describe_error(exc: BaseException, rank: int) -> RankError:
     """RankError of what a rank's training function raised.
 
-    The loop leaves a broken attempt in order and then raises anew, with text in place of the frames that would keep the process
-    group alive (``errors.StepFailed``); what such an error says of its cause stands for the cause. Its words are told as they will
-    be read again, or the same error would look like another one.
+    The loop leaves a broken attempt in order and then raises anew, with text in place of the frames
+    that would keep the process group alive (``errors.StepFailed``); what such an error says of its
+    cause stands for the cause. Its words are told as they will be read again, or the same error
+    would look like another one.
     """
     told_type = _text(exc, "type_name")  # many a foreign exception has a ``message``, too
     type_name = told_type or type(exc).__name__
@@ -156,8 +189,12 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
 
 
 def classify(exc: BaseException) -> ErrorKind:
-    """Which kind an exception is of; what is not recognised as trouble of the system is the user's."""
-    kinds = [_classify_words(cls.__name__, str(exc) if cls is type(exc) else "") for cls in type(exc).__mro__]
+    """Which kind an exception is of; what is not recognised as trouble of the system is the
+    user's."""
+    kinds = [
+        _classify_words(cls.__name__, str(exc) if cls is type(exc) else "")
+        for cls in type(exc).__mro__
+    ]
     return next((kind for kind in kinds if kind is not ErrorKind.USER), ErrorKind.USER)
 
 
@@ -168,7 +205,9 @@ def _classify_words(type_name: str, message: str) -> ErrorKind:
         return ErrorKind.EXCHANGE
     if type_name in _STORAGE_TYPES:
         return ErrorKind.STORAGE
-    if type_name in _COLLECTIVE_TYPES or (type_name == "RuntimeError" and _COLLECTIVE_WORDS.search(message)):
+    if type_name in _COLLECTIVE_TYPES or (
+        type_name == "RuntimeError" and _COLLECTIVE_WORDS.search(message)
+    ):
         return ErrorKind.COLLECTIVE
     if type_name == "RuntimeError" and _LOADER_WORDS.search(message):
         return ErrorKind.LOADER_LOST

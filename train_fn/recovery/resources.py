@@ -8,7 +8,8 @@ from everstep.spec.run_spec import ScalingSpec
 
 
 def use_gpu(spec: ScalingSpec, cluster: Mapping[str, float]) -> bool:
-    """Whether ranks run on GPUs; ``auto`` says yes where the cluster's GPUs suffice for the smallest group."""
+    """Whether ranks run on GPUs; ``auto`` says yes where the cluster's GPUs suffice for the
+    smallest group."""
     if spec.use_gpu != "auto":
         return spec.use_gpu
     return cluster.get("GPU", 0.0) >= spec.min_workers * spec.resources_per_worker.get("GPU", 1.0)

@@ -1,4 +1,5 @@
-"""How many ranks fit on the nodes that are really there: pure arithmetic over a look at the cluster."""
+"""How many ranks fit on the nodes that are really there: pure arithmetic over a look at the
+cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _TINY = 1e-6
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node as it is now. ``total`` and ``available`` are Ray resources; available as of the cluster's last report."""
+    """One node as it is now. ``total`` and ``available`` are Ray resources; available as of the
+    cluster's last report."""
 
     node_id: str
     ip: str
@@ -23,7 +25,8 @@ class NodeView:
     available: Mapping[str, float]
     is_head: bool = False
     reachable: bool = True
-    """Its raylet accepted a connection just now; the cluster may still believe in a node that did not."""
+    """Its raylet accepted a connection just now; the cluster may still believe in a node that did
+    not."""
     silent: bool = False
     """Nothing was heard from its host; one that refuses a connection is not silent."""
     draining: bool = False
@@ -38,7 +41,8 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many ranks fit, at most ``max_workers``, and what the run would need beyond that for ``min_workers``."""
+    """How many ranks fit, at most ``max_workers``, and what the run would need beyond that for
+    ``min_workers``."""
 
     num_workers: int
     missing: dict[str, float] = field(default_factory=dict)
@@ -55,8 +59,8 @@ def fit_workers(
 ) -> Fit:
     """Ranks that fit on usable nodes, counting as free what this run itself holds there.
 
-    ``held`` maps node ids to this run's bundles on them. ``strategy`` is Ray's placement strategy: STRICT_PACK needs one node
-    for all, STRICT_SPREAD one node each.
+    ``held`` maps node ids to this run's bundles on them. ``strategy`` is Ray's placement strategy:
+    STRICT_PACK needs one node for all, STRICT_SPREAD one node each.
     """
     wanted = _wanted(per_worker)
     room = _room(nodes, held, wanted, max_workers).values()
@@ -68,36 +72,58 @@ def fit_workers(
         count = sum(room)
     count = min(count, max_workers)
     lacking = max(0, min_workers - count)
-    return Fit(count, {name: amount * lacking for name, amount in wanted.items()} if lacking else {})
+    return Fit(
+        count, {name: amount * lacking for name, amount in wanted.items()} if lacking else {}
+    )
 
 
 def _wanted(per_worker: Mapping[str, float]) -> dict[str, float]:
     return {name: amount for name, amount in per_worker.items() if amount > 0}
 
 
-def _room(nodes: Iterable[NodeView], held: Mapping[str, int], wanted: Mapping[str, float], most: int) -> dict[str, int]:
+def _room(
+    nodes: Iterable[NodeView], held: Mapping[str, int], wanted: Mapping[str, float], most: int
+) -> dict[str, int]:
     """Ranks that fit on each usable node, at most ``most``, by node id."""
-    return {node.node_id: _slots(node, held.get(node.node_id, 0), wanted, most) for node in nodes if node.usable}
+    return {
+        node.node_id: _slots(node, held.get(node.node_id, 0), wanted, most)
+        for node in nodes
+        if node.usable
+    }
 
 
 def _slots(node: NodeView, held: int, wanted: Mapping[str, float], most: int) -> int:
     if not wanted:
         return most
-    free = {name: min(node.total.get(name, 0.0), node.available.get(name, 0.0) + held * amount) for name, amount in wanted.items()}
+    free = {
+        name: min(node.total.get(name, 0.0), node.available.get(name, 0.0) + held * amount)
+        for name, amount in wanted.items()
+    }
     return min(most, *(math.floor(free[name] / amount + _TINY) for name, amount in wanted.items()))
 
 
 def choose_nodes(
-    nodes: Iterable[NodeView], held: Mapping[str, int], per_worker: Mapping[str, float], *, num_workers: int, strategy: str
+    nodes: Iterable[NodeView],
+    held: Mapping[str, int],
+    per_worker: Mapping[str, float],
+    *,
+    num_workers: int,
+    strategy: str,
 ) -> Counter[str] | None:
-    """How many of ``num_workers`` ranks each usable node takes, by node id; None where they do not fit.
+    """How many of ``num_workers`` ranks each usable node takes, by node id; None where they do not
+    fit.
 
-    What the run holds already is used first, for that is there at once; the rest follows Ray's placement strategies.
+    What the run holds already is used first, for that is there at once; the rest follows Ray's
+    placement strategies.
     """
     room = _room(nodes, held, _wanted(per_worker), num_workers)
     kept = {node: min(held.get(node, 0), slots) for node, slots in room.items()}
     if strategy == "STRICT_PACK":
-        room = dict([max(room.items(), key=lambda item: (item[1] >= num_workers, kept[item[0]], item[1]))] if room else ())
+        room = dict(
+            [max(room.items(), key=lambda item: (item[1] >= num_workers, kept[item[0]], item[1]))]
+            if room
+            else ()
+        )
     elif strategy == "STRICT_SPREAD":
         room = {node: min(slots, 1) for node, slots in room.items()}
     if sum(room.values()) < num_workers:
@@ -106,7 +132,8 @@ def choose_nodes(
     chosen: Counter[str] = Counter()
 
     def place(order: int, node: str) -> tuple[bool, int, int, int, str]:
-        """The node that takes the next rank comes first; when it does, only its own place changes."""
+        """The node that takes the next rank comes first; when it does, only its own place
+        changes."""
         return (chosen[node] >= kept[node], -together * chosen[node], -room[node], order, node)
 
     waiting = [place(order, node) for order, node in enumerate(room) if room[node] > 0]

@@ -1,7 +1,8 @@
 """What a failure was and what is done about it: pure rules over evidence.
 
-``judge`` names the first failing rank and gives the verdict, ``decide`` weighs it against the budgets. Neither asks anyone
-anything; the evidence is gathered by ray_train, the past is folded from the run's journals by recovery/history.py.
+``judge`` names the first failing rank and gives the verdict, ``decide`` weighs it against the
+budgets. Neither asks anyone anything; the evidence is gathered by ray_train, the past is folded
+from the run's journals by recovery/history.py.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ BUDGET_OF = {
     Verdict.CONTROL_PLANE: "control_plane",
     Verdict.STORAGE: "storage",
 }
-"""Budget that a verdict is charged to; all others are ``system_failures``. Only ``user_errors`` and ``system_failures`` can be
-exhausted: a preemption and trouble of the control plane or of the storage say nothing about the run, which waits longer each
-time."""
+"""Budget that a verdict is charged to; all others are ``system_failures``. Only ``user_errors`` and
+``system_failures`` can be exhausted: a preemption and trouble of the control plane or of the
+storage say nothing about the run, which waits longer each time."""
 
 _VERDICT_OF_KIND = {
     ErrorKind.USER: Verdict.USER_ERROR,
@@ -58,7 +59,8 @@ class RankReport:
     still_running: bool = False
     """Its training thread had not ended when the wait for it was over."""
     held_up: bool = False
-    """It then waited for others inside a collective: one of which it has not heard yet that it will not come about."""
+    """It then waited for others inside a collective: one of which it has not heard yet that it will
+    not come about."""
     error: RankError | None = None
 
 
@@ -101,7 +103,8 @@ class PastFailure:
 
 @dataclass(frozen=True)
 class Decision:
-    """``restart`` after ``backoff_s``, or stop the run for ``reason``: as FAILED, or with ``pause`` as PAUSED."""
+    """``restart`` after ``backoff_s``, or stop the run for ``reason``: as FAILED, or with ``pause``
+    as PAUSED."""
 
     restart: bool
     budget: str
@@ -115,12 +118,15 @@ class Decision:
 def judge(evidence: Evidence) -> Judgement:
     """The verdict on one failure.
 
-    A dead process outweighs any exception: what its peers raise, recognised or not, follows from its death. Among ranks that
-    raised by themselves the earliest is first. Errors of collectives only follow from another rank's end and are never blamed.
+    A dead process outweighs any exception: what its peers raise, recognised or not, follows from
+    its death. Among ranks that raised by themselves the earliest is first. Errors of collectives
+    only follow from another rank's end and are never blamed.
     """
     dead = sorted((r for r in evidence.ranks if r.died), key=lambda r: (r.node_alive, r.rank))
     stuck = [r for r in evidence.ranks if r.unresponsive]
-    raised = sorted((r for r in evidence.ranks if r.error and not r.error.collateral), key=_raised_at)
+    raised = sorted(
+        (r for r in evidence.ranks if r.error and not r.error.collateral), key=_raised_at
+    )
     if dead:
         return _judgement(evidence, dead[0], _death_verdict(dead[0]))
     if stuck:
@@ -153,7 +159,8 @@ def decide(
     """Decide whether the run goes on after ``judgement``, given its earlier failures, oldest first.
 
     Args:
-        checkpoint: says whether trouble of the storage pauses the run, and after how many failures; None never pauses it.
+        checkpoint: says whether trouble of the storage pauses the run, and after how many failures;
+            None never pauses it.
     """
     budget = BUDGET_OF.get(judgement.verdict, "system_failures")
     if judgement.verdict is Verdict.USER_ERROR:
@@ -161,37 +168,59 @@ def decide(
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
     if (judgement.signature or "").startswith("StorageNotShared|") and not judgement.step:
-        # Of a run that has trained, a node has lost its mount: that is trouble of the storage as any other.
-        return Decision(False, budget, "stop", reason=ReasonCode.STORAGE_UNAVAILABLE, message=judgement.exception)
+        # Of a run that has trained, a node has lost its mount: that is trouble of the storage as
+        # any other.
+        return Decision(
+            False,
+            budget,
+            "stop",
+            reason=ReasonCode.STORAGE_UNAVAILABLE,
+            message=judgement.exception,
+        )
     if _gpu_is_too_small(judgement, past):
         message = (
-            f"the GPU's memory was too small {_place(judgement)} twice; lower train.micro_batch_size, which changes no result "
+            f"the GPU's memory was too small {_place(judgement)} twice; lower "
+            "train.micro_batch_size, which changes no result "
             f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     in_a_row = 1 + _failures_without_progress(judgement, budget, past)
     backoff_s = min(backoff_max_s, 0.5 * 2 ** min(in_a_row - 3, 16)) if in_a_row > 2 else 0.0
-    action = "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
+    action = (
+        "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
+    )
     if judgement.verdict is Verdict.CONTROL_PLANE:
         return Decision(True, budget, action, backoff_s)
     if judgement.verdict is Verdict.STORAGE:
         return _decide_storage(judgement, in_a_row, backoff_s, checkpoint)
     if in_a_row > spec.max_system_failures:
         message = (
-            f"{in_a_row} system failures in a row without progress exceed recovery.max_system_failures "
+            f"{in_a_row} system failures in a row without progress exceed "
+            "recovery.max_system_failures "
             f"{spec.max_system_failures}; the last was {judgement.verdict}"
         )
-        return Decision(False, budget, "stop", reason=ReasonCode.SYSTEM_FAILURES_EXHAUSTED, message=message)
+        return Decision(
+            False, budget, "stop", reason=ReasonCode.SYSTEM_FAILURES_EXHAUSTED, message=message
+        )
     if in_a_row >= no_progress_limit:
-        message = f"{in_a_row} attempts in a row failed before one new step; the last failure was {judgement.verdict}"
+        message = (
+            f"{in_a_row} attempts in a row failed before one new step; the last failure was "
+            f"{judgement.verdict}"
+        )
         return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
     return Decision(True, budget, action, backoff_s)
 
 
 def failure_data(
-    evidence: Evidence, judgement: Judgement, decision: Decision, *, detect_s: float | None, world_size: int
+    evidence: Evidence,
+    judgement: Judgement,
+    decision: Decision,
+    *,
+    detect_s: float | None,
+    world_size: int,
 ) -> dict[str, Any]:
-    """Data of the failure event; what only the recovery shows is null and follows with its own event."""
+    """Data of the failure event; what only the recovery shows is null and follows with its own
+    event."""
     return {
         "verdict": judgement.verdict.value,
         "first_rank": judgement.first_rank,
@@ -209,47 +238,82 @@ def failure_data(
     }
 
 
-def _decide_user_error(judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec) -> Decision:
+def _decide_user_error(
+    judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec
+) -> Decision:
     budget = BUDGET_OF[Verdict.USER_ERROR]
     earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]
-    if any(failure.step == judgement.step and failure.signature == judgement.signature for failure in earlier):
+    if any(
+        failure.step == judgement.step and failure.signature == judgement.signature
+        for failure in earlier
+    ):
         message = f"the same error {_place(judgement)} twice: {judgement.exception}"
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     if len(earlier) >= spec.max_user_errors:
         message = (
-            f"user code raised {len(earlier) + 1} times, recovery.max_user_errors is {spec.max_user_errors}: {judgement.exception}"
+            f"user code raised {len(earlier) + 1} times, recovery.max_user_errors is "
+            f"{spec.max_user_errors}: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
-    return Decision(True, budget, f"restart, user error {len(earlier) + 1} of at most {spec.max_user_errors}")
+    return Decision(
+        True, budget, f"restart, user error {len(earlier) + 1} of at most {spec.max_user_errors}"
+    )
 
 
-def _decide_storage(judgement: Judgement, in_a_row: int, backoff_s: float, checkpoint: CheckpointSpec | None) -> Decision:
-    """Wait for the storage, or pause where the spec prefers that. Nothing of the run's own is wrong, so it never fails."""
+def _decide_storage(
+    judgement: Judgement, in_a_row: int, backoff_s: float, checkpoint: CheckpointSpec | None
+) -> Decision:
+    """Wait for the storage, or pause where the spec prefers that. Nothing of the run's own is
+    wrong, so it never fails."""
     budget = BUDGET_OF[Verdict.STORAGE]
-    if checkpoint is not None and checkpoint.on_failed_saves == "pause" and in_a_row >= checkpoint.max_failed_saves:
+    if (
+        checkpoint is not None
+        and checkpoint.on_failed_saves == "pause"
+        and in_a_row >= checkpoint.max_failed_saves
+    ):
         message = (
-            f"paused after {in_a_row} failures of the storage in a row {_place(judgement)} (checkpoint.on_failed_saves is pause); "
+            f"paused after {in_a_row} failures of the storage in a row {_place(judgement)} "
+            "(checkpoint.on_failed_saves is pause); "
             f"mend the storage, then resume the run. The last failure: {judgement.exception}"
         )
-        return Decision(False, budget, "pause", reason=ReasonCode.STORAGE_UNAVAILABLE, message=message, pause=True)
+        return Decision(
+            False,
+            budget,
+            "pause",
+            reason=ReasonCode.STORAGE_UNAVAILABLE,
+            message=message,
+            pause=True,
+        )
     pause = "at once" if backoff_s == 0 else f"after {backoff_s:g} s"
-    return Decision(True, budget, f"wait for the storage, restart {pause} (failure {in_a_row} in a row)", backoff_s)
+    return Decision(
+        True,
+        budget,
+        f"wait for the storage, restart {pause} (failure {in_a_row} in a row)",
+        backoff_s,
+    )
 
 
 def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:
-    """Whether a GPU ran out of memory where it did before. A host's memory is shared with others, and may suffice the next time."""
-    if judgement.verdict is not Verdict.OUT_OF_MEMORY or not (judgement.signature or "").startswith("OutOfMemoryError|"):
+    """Whether a GPU ran out of memory where it did before. A host's memory is shared with others,
+    and may suffice the next time."""
+    if judgement.verdict is not Verdict.OUT_OF_MEMORY or not (judgement.signature or "").startswith(
+        "OutOfMemoryError|"
+    ):
         return False
     return any(
-        (failure.verdict, failure.step, failure.signature) == (judgement.verdict, judgement.step, judgement.signature)
+        (failure.verdict, failure.step, failure.signature)
+        == (judgement.verdict, judgement.step, judgement.signature)
         for failure in past
     )
 
 
-def _failures_without_progress(judgement: Judgement, budget: str, past: Sequence[PastFailure]) -> int:
+def _failures_without_progress(
+    judgement: Judgement, budget: str, past: Sequence[PastFailure]
+) -> int:
     """Earlier failures of the same budget after the last one that lay at a smaller step.
 
-    One that came before it was known where the run is lies where the failure before it did: it is no step back.
+    One that came before it was known where the run is lies where the failure before it did: it is
+    no step back.
     """
     steps: list[int] = []
     for known in (*(failure.step for failure in past), judgement.step):
@@ -278,7 +342,9 @@ def _death_verdict(report: RankReport) -> Verdict:
         return Verdict.PREEMPTION
     if not report.node_alive:
         return Verdict.NODE_LOST
-    if report.death and any(words in report.death for words in ("OUT_OF_MEMORY", "OutOfMemory", "out of memory")):
+    if report.death and any(
+        words in report.death for words in ("OUT_OF_MEMORY", "OutOfMemory", "out of memory")
+    ):
         return Verdict.OUT_OF_MEMORY
     return Verdict.WORKER_LOST
 

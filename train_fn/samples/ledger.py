@@ -1,4 +1,5 @@
-"""The sample ledger: proof of which samples the loaders really yielded, step by step, inside the training state."""
+"""The sample ledger: proof of which samples the loaders really yielded, step by step, inside the
+training state."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _MOST_WAITING = 64
 
 @dataclass(slots=True)
 class Count:
-    """What one rank saw of one global batch. ``sample_hash`` is a sum modulo 2**64, so that ranks' sums add up in any order."""
+    """What one rank saw of one global batch. ``sample_hash`` is a sum modulo 2**64, so that ranks'
+    sums add up in any order."""
 
     num_samples: int = 0
     num_unexpected: int = 0
@@ -47,8 +49,11 @@ def sample_hashes(places: Sequence[tuple[int, int]], batches: Sequence[IndexArra
     return hashes
 
 
-def difference(epoch: int, step: int, expected: IndexArray, yielded: IndexArray, expected_hash: int) -> Count | None:
-    """What is to be added to the count of what the sampler expected of a loader, to have that of what it yielded; None for nothing.
+def difference(
+    epoch: int, step: int, expected: IndexArray, yielded: IndexArray, expected_hash: int
+) -> Count | None:
+    """What is to be added to the count of what the sampler expected of a loader, to have that of
+    what it yielded; None for nothing.
 
     Args:
         expected_hash: of the samples that are expected, worked out before.
@@ -80,7 +85,10 @@ class _Entered:
     missing: int = 0
 
     def enter(self, step: int, total: Count) -> None:
-        line = f"{step} {total.num_samples} {total.sample_hash:016x} {total.num_unexpected} {total.num_missing}"
+        line = (
+            f"{step} {total.num_samples} {total.sample_hash:016x} {total.num_unexpected} "
+            f"{total.num_missing}"
+        )
         self.chain = _link(self.chain, line)
         self.epoch_chain = _link(self.epoch_chain, line)
         self.samples += total.num_samples
@@ -90,10 +98,11 @@ class _Entered:
 
 
 class Ledger:
-    """Counts of the epoch in progress, and two hash chains over the steps: of the whole run, and of this epoch.
+    """Counts of the epoch in progress, and two hash chains over the steps: of the whole run, and of
+    this epoch.
 
-    Steps wait to be entered many at once: between a model's passes, which leave nothing of this code in a core's caches, one alone
-    costs ten times as much as it does among others.
+    Steps wait to be entered many at once: between a model's passes, which leave nothing of this
+    code in a core's caches, one alone costs ten times as much as it does among others.
     """
 
     def __init__(self) -> None:

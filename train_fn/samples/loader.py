@@ -49,16 +49,23 @@ class TrainingData(Protocol):
         """One micro-batch by itself, past the loader."""
 
     def batches(
-        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+        self,
+        micro_batches: Iterable[MicroBatch],
+        spec: RunSpec,
+        local_world_size: int,
+        device: torch.device,
     ) -> Iterator[Loaded]:
-        """The micro-batches in their order, read ahead by loader processes where the spec has such."""
+        """The micro-batches in their order, read ahead by loader processes where the spec has
+        such."""
 
 
 class KeyedDataset(Dataset[Loaded]):
-    """Fetches micro-batches by (epoch, indices), so that a sample's random transforms depend on nothing else.
+    """Fetches micro-batches by (epoch, indices), so that a sample's random transforms depend on
+    nothing else.
 
-    A data set with ``fetch(seed, epoch, indices) -> batch`` is asked for whole micro-batches. Of any other, python's, numpy's and
-    torch's global generators are seeded before each sample is read.
+    A data set with ``fetch(seed, epoch, indices) -> batch`` is asked for whole micro-batches. Of
+    any other, python's, numpy's and torch's global generators are seeded before each sample is
+    read.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
@@ -66,7 +73,12 @@ class KeyedDataset(Dataset[Loaded]):
 
     def __getitems__(self, micro: MicroBatch) -> Loaded:
         if hasattr(self.dataset, "fetch"):
-            return Loaded(micro.indices, self.dataset.fetch(self.seed, micro.epoch if self.training else None, micro.indices))
+            return Loaded(
+                micro.indices,
+                self.dataset.fetch(
+                    self.seed, micro.epoch if self.training else None, micro.indices
+                ),
+            )
         samples, fetched = [], []
         for index in micro.indices.tolist():
             seed_sample(self.seed, micro.epoch, index)
@@ -84,26 +96,43 @@ class KeyedDataset(Dataset[Loaded]):
         return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
 
     def guarantee(self) -> str:
-        return "Every sample of an epoch is used exactly once, whatever dies and at any world size; the ledger proves it."
+        return (
+            "Every sample of an epoch is used exactly once, whatever dies and at any world size; "
+            "the ledger proves it."
+        )
 
     def first(self, micro: MicroBatch) -> Loaded:
         return self.__getitems__(micro)
 
     def batches(
-        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+        self,
+        micro_batches: Iterable[MicroBatch],
+        spec: RunSpec,
+        local_world_size: int,
+        device: torch.device,
     ) -> Iterator[Loaded]:
-        options = loader_options(spec, num_loader_workers(spec, self.dataset, local_world_size), device)
+        options = loader_options(
+            spec, num_loader_workers(spec, self.dataset, local_world_size), device
+        )
         return iter(DataLoader(self, batch_sampler=micro_batches, **options))  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
 
 
 class Loader:
-    """An iterator over ``micro_batches`` of a data set, whose copies to the device travel beside what it computes."""
+    """An iterator over ``micro_batches`` of a data set, whose copies to the device travel beside
+    what it computes."""
 
     def __init__(
-        self, dataset: TrainingData, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+        self,
+        dataset: TrainingData,
+        micro_batches: Iterable[MicroBatch],
+        spec: RunSpec,
+        local_world_size: int,
+        device: torch.device,
     ) -> None:
         self._device = device
-        self._iterator: Iterator[Loaded] | None = dataset.batches(micro_batches, spec, local_world_size, device)
+        self._iterator: Iterator[Loaded] | None = dataset.batches(
+            micro_batches, spec, local_world_size, device
+        )
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Loaded | Exception | None = None
 
@@ -120,11 +149,13 @@ class Loader:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_stream(self._copies)
             for tensor in tensors_in(loaded.batch):
-                tensor.record_stream(computing)  # its memory is not to be given away before the step has read it
+                # its memory is not to be given away before the step has read it
+                tensor.record_stream(computing)
         return loaded
 
     def prefetch(self) -> None:
-        """On CUDA, begin to copy the next micro-batch beside what the device computes. An error waits until its turn comes."""
+        """On CUDA, begin to copy the next micro-batch beside what the device computes. An error
+        waits until its turn comes."""
         if self._copies is None or self._ahead is not None:
             return
         try:
@@ -146,17 +177,22 @@ class Loader:
 
 
 def _begin_loader_process(name: str, number: int) -> None:
-    """In a loader process: mark what it prints, and have the kernel end it when the rank's thread that started it ends.
+    """In a loader process: mark what it prints, and have the kernel end it when the rank's thread
+    that started it ends.
 
-    By itself it would find out only seconds later, with its memory still taken, and never while it is stopped.
+    By itself it would find out only seconds later, with its memory still taken, and never while it
+    is stopped.
     """
     mark_output(f"{name} {number}")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def loader_options(spec: RunSpec, num_workers: int, device: torch.device, name: str = "loader") -> dict[str, Any]:
-    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with changes nothing there.
+def loader_options(
+    spec: RunSpec, num_workers: int, device: torch.device, name: str = "loader"
+) -> dict[str, Any]:
+    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with
+    changes nothing there.
 
     ``name`` and its number mark what a loader process prints.
     """
@@ -175,14 +211,17 @@ def _as_is(loaded: Any) -> Any:
 
 
 def num_loader_workers(spec: RunSpec, dataset: Any, local_world_size: int) -> int:
-    """Loader processes of this rank; ``auto`` is 0 for data in memory, else the cores that the rank has."""
+    """Loader processes of this rank; ``auto`` is 0 for data in memory, else the cores that the rank
+    has."""
     asked = spec.train.loader.num_workers
     if asked != "auto":
         return asked
     if getattr(dataset, "in_memory", False):
         return 0
     available = len(os.sched_getaffinity(0)) // local_world_size
-    return max(1, min(int(spec.scaling.resources_per_worker.get("CPU", 1)), available, MAX_AUTO_WORKERS))
+    return max(
+        1, min(int(spec.scaling.resources_per_worker.get("CPU", 1)), available, MAX_AUTO_WORKERS)
+    )
 
 
 def collate_of(task: Any) -> Collate:
@@ -191,7 +230,8 @@ def collate_of(task: Any) -> Collate:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it moved; tuples, lists, dicts and named tuples are walked through."""
+    """``batch`` with every tensor in it moved; tuples, lists, dicts and named tuples are walked
+    through."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):

@@ -1,7 +1,9 @@
-"""Counter-based randomness: every random choice is a function of what it is for, never of who makes it or when.
+"""Counter-based randomness: every random choice is a function of what it is for, never of who makes
+it or when.
 
-All of it comes from one mixing function (the finaliser of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014), on Python integers for keys and on numpy arrays for samples.
+All of it comes from one mixing function (the finaliser of splitmix64: Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014), on Python integers for keys and on numpy arrays
+for samples.
 """
 
 from __future__ import annotations
@@ -46,15 +48,18 @@ def mix(values: UInt64Array, keyed: int | UInt64Array) -> UInt64Array:
 
 
 def uniform(seed: int, epoch: int, indices: NDArray[np.int64], stream: str) -> NDArray[np.float64]:
-    """One number in [0, 1) for every sample index; ``stream`` keeps the uses of one sample's randomness apart."""
+    """One number in [0, 1) for every sample index; ``stream`` keeps the uses of one sample's
+    randomness apart."""
     bits = mix(indices.astype(np.uint64), key(seed, epoch, *stream.encode()))
     return (bits >> _U11).astype(np.float64) * 2.0**-53
 
 
 def seed_building(seed: int, purpose: int) -> None:
-    """Seed python's, numpy's and torch's global generators, those of all devices, before something of the task's is built.
+    """Seed python's, numpy's and torch's global generators, those of all devices, before something
+    of the task's is built.
 
-    Each thing has a ``purpose`` of its own, so that what one draws does not depend on how much the one before it drew.
+    Each thing has a ``purpose`` of its own, so that what one draws does not depend on how much the
+    one before it drew.
     """
     keyed = key(seed, purpose)
     torch.manual_seed(keyed)
@@ -66,8 +71,11 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_all(key(seed, epoch, index, 1))
 
 
-def seed_micro_batch(seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False) -> None:
-    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a model draws.
+def seed_micro_batch(
+    seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False
+) -> None:
+    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a
+    model draws.
 
     With ``torch_alone`` those of torch only, for what is known to draw from no other.
     """
@@ -88,7 +96,8 @@ def torch_generators(device: torch.device) -> list[torch.Tensor]:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put python's, numpy's and torch's global generators back, afterwards, to what they are now."""
+    """Put python's, numpy's and torch's global generators back, afterwards, to what they are
+    now."""
     python, numpy, torchs = random.getstate(), np.random.get_state(), torch_generators(device)
     try:
         yield

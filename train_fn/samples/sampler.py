@@ -1,9 +1,12 @@
-"""Which samples make up each global batch, and which rank runs them: pure functions, no state, any world size.
+"""Which samples make up each global batch, and which rank runs them: pure functions, no state, any
+world size.
 
-An epoch's order is a permutation that is computed index by index (a keyed Feistel network, cycle-walking), so that a data set of
-any size costs no memory and a resume at any step costs no time. Global batch k of an epoch is positions [k*B, (k+1)*B) of
-the permutation; the last one of an epoch is short, so that every sample is used exactly once. A global batch is cut into
-canonical micro-batches whatever the world size, and ranks take contiguous near-equal runs of whole micro-batches.
+An epoch's order is a permutation that is computed index by index (a keyed Feistel network,
+cycle-walking), so that a data set of any size costs no memory and a resume at any step costs no
+time. Global batch k of an epoch is positions [k*B, (k+1)*B) of the permutation; the last one of an
+epoch is short, so that every sample is used exactly once. A global batch is cut into canonical
+micro-batches whatever the world size, and ranks take contiguous near-equal runs of whole
+micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One canonical micro-batch. ``number`` counts them within their global batch; ``indices`` are positions in the data set."""
+    """One canonical micro-batch. ``number`` counts them within their global batch; ``indices`` are
+    positions in the data set."""
 
     epoch: int
     number: int
@@ -85,7 +89,8 @@ class Sampler:
         ]
 
     def stream(self, epoch: int, k: int, rank: int, world_size: int) -> Iterator[MicroBatch]:
-        """A rank's micro-batches from global batch ``k`` of ``epoch`` on, over all later epochs, without end."""
+        """A rank's micro-batches from global batch ``k`` of ``epoch`` on, over all later epochs,
+        without end."""
         while True:
             for position in range(k, self.steps_per_epoch):
                 yield from self.share(epoch, position, rank, world_size)
@@ -93,7 +98,8 @@ class Sampler:
 
 
 def share_of(count: int, rank: int, world_size: int) -> range:
-    """A rank's contiguous run out of ``count`` things; lower ranks take one more where it does not divide."""
+    """A rank's contiguous run out of ``count`` things; lower ranks take one more where it does not
+    divide."""
     each, rest = divmod(count, world_size)
     start = rank * each + min(rank, rest)
     return range(start, start + each + (rank < rest))
@@ -108,10 +114,12 @@ def _block(seed: int, epoch: int, num_samples: int, number: int) -> IndexArray:
 
 
 def permute(seed: int, epoch: int, num_samples: int, positions: NDArray[np.uint64]) -> IndexArray:
-    """Sample index at each position of the epoch's permutation of ``range(num_samples)``; vectorised, O(1) memory per index.
+    """Sample index at each position of the epoch's permutation of ``range(num_samples)``;
+    vectorised, O(1) memory per index.
 
-    A Feistel network permutes the smallest power of two that holds ``num_samples``; what falls outside walks on along its cycle
-    until it falls inside, which keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network permutes the smallest power of two that holds ``num_samples``; what falls
+    outside walks on along its cycle until it falls inside, which keeps it a permutation (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     num_bits = max(2, (num_samples - 1).bit_length())
     keys = [key(seed, epoch, number, 3) for number in range(_ROUNDS)]
@@ -125,7 +133,8 @@ def permute(seed: int, epoch: int, num_samples: int, positions: NDArray[np.uint6
 
 
 def _feistel(values: NDArray[np.uint64], num_bits: int, keys: list[int]) -> NDArray[np.uint64]:
-    """Permute [0, 2**num_bits): halves of near-equal width that swap in each of an even number of rounds."""
+    """Permute [0, 2**num_bits): halves of near-equal width that swap in each of an even number of
+    rounds."""
     left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
     for keyed in keys:

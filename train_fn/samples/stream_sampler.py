@@ -1,9 +1,10 @@
-"""Which samples of iterable data make up each global batch: the data is read as a fixed number of streams, whatever the world size.
+"""Which samples of iterable data make up each global batch: the data is read as a fixed number of
+streams, whatever the world size.
 
-Iterable data has no index to permute. It is read as ``num_streams`` streams instead, each in its own order, as loader processes of
-one DataLoader would read it. Every micro-batch of a global batch comes from one certain stream, and a rank runs the micro-batches
-of whole streams, so that another world size moves streams to other ranks and changes no global batch. A stream that ends begins
-anew.
+Iterable data has no index to permute. It is read as ``num_streams`` streams instead, each in its
+own order, as loader processes of one DataLoader would read it. Every micro-batch of a global batch
+comes from one certain stream, and a rank runs the micro-batches of whole streams, so that another
+world size moves streams to other ranks and changes no global batch. A stream that ends begins anew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
 
 
 def num_streams_of(spec: RunSpec) -> int:
-    """One stream for each loader process at full size, but no more than there are micro-batches: the same in every attempt."""
+    """One stream for each loader process at full size, but no more than there are micro-batches:
+    the same in every attempt."""
     asked = spec.train.loader.num_workers
     processes = asked if isinstance(asked, int) else 1
     num_micro = -(-spec.train.global_batch_size // spec.micro_batch_size)
@@ -27,12 +29,19 @@ def num_streams_of(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class StreamSampler(Sampler):
-    """As ``Sampler``. An index is ``ordinal * num_streams + stream``: the ordinal counts the stream's samples in the whole run."""
+    """As ``Sampler``. An index is ``ordinal * num_streams + stream``: the ordinal counts the
+    stream's samples in the whole run."""
 
     num_streams: int = 1
 
     def global_batch(self, epoch: int, k: int) -> IndexArray:
-        return np.concatenate([micro.indices for stream in range(self.num_streams) for micro in self.of_stream(stream, epoch, k)])
+        return np.concatenate(
+            [
+                micro.indices
+                for stream in range(self.num_streams)
+                for micro in self.of_stream(stream, epoch, k)
+            ]
+        )
 
     def share(self, epoch: int, k: int, rank: int, world_size: int) -> list[MicroBatch]:
         streams = share_of(self.num_streams, rank, world_size)
@@ -42,13 +51,18 @@ class StreamSampler(Sampler):
         return int(micro.indices[0]) % self.num_streams
 
     def of_stream(self, stream: int, epoch: int, k: int) -> list[MicroBatch]:
-        """The micro-batches of a global batch that come from a stream, in order; may be empty where the batch is a short one."""
+        """The micro-batches of a global batch that come from a stream, in order; may be empty where
+        the batch is a short one."""
         size = self.size_of(k)
-        ordinal = epoch * self._in_epoch(stream) + k * self._in_batch(stream, self.global_batch_size)
+        ordinal = epoch * self._in_epoch(stream) + k * self._in_batch(
+            stream, self.global_batch_size
+        )
         micros = []
         for number in self._numbers(stream, size):
             length = min(self.micro_batch_size, size - number * self.micro_batch_size)
-            indices = np.arange(ordinal, ordinal + length, dtype=np.int64) * self.num_streams + stream
+            indices = (
+                np.arange(ordinal, ordinal + length, dtype=np.int64) * self.num_streams + stream
+            )
             micros.append(MicroBatch(epoch, number, indices, k))
             ordinal += length
         return micros
@@ -66,7 +80,10 @@ class StreamSampler(Sampler):
     def _in_batch(self, stream: int, size: int) -> int:
         """Samples that a stream gives to a global batch of ``size``."""
         numbers = self._numbers(stream, size)
-        return max(0, min(numbers.stop * self.micro_batch_size, size) - numbers.start * self.micro_batch_size)
+        return max(
+            0,
+            min(numbers.stop * self.micro_batch_size, size) - numbers.start * self.micro_batch_size,
+        )
 
     def _in_epoch(self, stream: int) -> int:
         full = (self.steps_per_epoch - 1) * self._in_batch(stream, self.global_batch_size)

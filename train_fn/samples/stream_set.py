@@ -1,9 +1,12 @@
-"""Iterable data sets: read stream by stream, with bookmarks from which a later attempt reads on exactly where this one was.
+"""Iterable data sets: read stream by stream, with bookmarks from which a later attempt reads on
+exactly where this one was.
 
-The convention is that of torchdata's StatefulDataLoader: a data set, or the iterator that it makes, may have ``state_dict()`` and
-``load_state_dict(state)``. A bookmark is such a state with the number of samples before it; what lies between it and the first
-sample that is wanted is read and dropped. Bookmarks are taken every few steps, travel with their micro-batch out of the loader's
-process, and are exchanged by the ranks, so that every rank has those of all streams and no rank's death loses one.
+The convention is that of torchdata's StatefulDataLoader: a data set, or the iterator that it makes,
+may have ``state_dict()`` and ``load_state_dict(state)``. A bookmark is such a state with the number
+of samples before it; what lies between it and the first sample that is wanted is read and dropped.
+Bookmarks are taken every few steps, travel with their micro-batch out of the loader's process, and
+are exchanged by the ranks, so that every rank has those of all streams and no rank's death loses
+one.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class Bookmark(NamedTuple):
 
 
 class Bookmarks:
-    """The newest bookmark of every stream that is known to this rank; part of the training state."""
+    """The newest bookmark of every stream that is known to this rank; part of the training
+    state."""
 
     def __init__(self) -> None:
         self.newest: dict[int, Bookmark] = {}
@@ -60,7 +64,8 @@ class Bookmarks:
             self._passed[stream] = bookmark
 
     def exchange(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
-        """After a step was committed: every few steps, tell all ranks of the bookmarks that were passed. A collective."""
+        """After a step was committed: every few steps, tell all ranks of the bookmarks that were
+        passed. A collective."""
         if step % BOOKMARK_STEPS == 0:
             for passed in gather(self._passed):
                 self.newest.update(passed)
@@ -78,7 +83,13 @@ class StreamSet:
     """An iterable training set."""
 
     def __init__(
-        self, dataset: Any, sampler: StreamSampler, spec: RunSpec, local_world_size: int, collate: Collate, source: str
+        self,
+        dataset: Any,
+        sampler: StreamSampler,
+        spec: RunSpec,
+        local_world_size: int,
+        collate: Collate,
+        source: str,
     ) -> None:
         """``source`` is the method that made the data set, in words: errors name it."""
         self.dataset, self.sampler, self.collate, self.source = dataset, sampler, collate, source
@@ -94,25 +105,36 @@ class StreamSet:
 
     def guarantee(self) -> str:
         """In words; reads a few samples to see what the data set does."""
-        first_two = [self.sampler.of_stream(stream, 0, 0)[:1] for stream in range(min(2, self.sampler.num_streams))]
-        begun = [self.first(micro) for micros in first_two for micro in micros]  # of little data a stream may have none
+        first_two = [
+            self.sampler.of_stream(stream, 0, 0)[:1]
+            for stream in range(min(2, self.sampler.num_streams))
+        ]
+        # of little data a stream may have none
+        begun = [self.first(micro) for micros in first_two for micro in micros]
         how = "from the state that the data set gives"
         if begun[0].place is None or begun[0].place[1].state is None:
             how = (
-                "by reading its pass again and dropping what was used: the same samples only where __iter__ draws from nothing "
-                "but the global random generators, and slower than with state_dict and load_state_dict"
+                "by reading its pass again and dropping what was used: the same samples only "
+                "where __iter__ draws from nothing "
+                "but the global random generators, and slower than with state_dict and "
+                "load_state_dict"
             )
         alike = ""
         if len(begun) == 2 and _equal(begun[0].batch, begun[1].batch):
             alike = (
-                " WARNING: streams 0 and 1 begin with the same samples, so that samples seem to be used several times: divide them "
+                " WARNING: streams 0 and 1 begin with the same samples, so that samples seem to "
+                "be used several times: divide them "
                 "by torch.utils.data.get_worker_info() in __iter__"
             )
         return (
-            f"Iterable data, read as {self.sampler.num_streams} streams. At the same world size a restart goes on in each of them "
-            f"at the very sample, {how}. At another world size streams move to other ranks and global batches stay the same, "
-            "provided that the data set divides itself by torch.utils.data.get_worker_info() alone, and not by rank. The ledger "
-            "proves that no place of a stream was skipped or used twice; whether all streams together hold every sample once, and "
+            f"Iterable data, read as {self.sampler.num_streams} streams. At the same world size a "
+            "restart goes on in each of them "
+            f"at the very sample, {how}. At another world size streams move to other ranks and "
+            "global batches stay the same, "
+            "provided that the data set divides itself by torch.utils.data.get_worker_info() "
+            "alone, and not by rank. The ledger "
+            "proves that no place of a stream was skipped or used twice; whether all streams "
+            "together hold every sample once, and "
             f"in which order, is up to the data set.{alike}"
         )
 
@@ -122,13 +144,19 @@ class StreamSet:
             return next(loaded)
 
     def batches(
-        self, micro_batches: Iterable[MicroBatch], spec: RunSpec, local_world_size: int, device: torch.device
+        self,
+        micro_batches: Iterable[MicroBatch],
+        spec: RunSpec,
+        local_world_size: int,
+        device: torch.device,
     ) -> Iterator[Loaded]:
         readers: dict[int, Iterator[Loaded]] = {}
         for micro in micro_batches:
             stream = self.sampler.stream_of(micro)
             if stream not in readers:
-                readers[stream] = self._loaded_by(_Reader(self, micro, self.bookmarks.newest.get(stream)), device)
+                readers[stream] = self._loaded_by(
+                    _Reader(self, micro, self.bookmarks.newest.get(stream)), device
+                )
             yield next(readers[stream])
 
     def _loaded_by(self, reader: _Reader, device: torch.device) -> Generator[Loaded]:
@@ -139,9 +167,17 @@ class StreamSet:
 
 
 class _Reader(IterableDataset[Loaded]):
-    """The micro-batches of one stream from ``first`` on, without end; ``always`` with a bookmark."""
+    """The micro-batches of one stream from ``first`` on, without end; ``always`` with a
+    bookmark."""
 
-    def __init__(self, owner: StreamSet, first: MicroBatch, bookmark: Bookmark | None, *, always: bool = False) -> None:
+    def __init__(
+        self,
+        owner: StreamSet,
+        first: MicroBatch,
+        bookmark: Bookmark | None,
+        *,
+        always: bool = False,
+    ) -> None:
         self._owner, self._first, self._bookmark, self._always = owner, first, bookmark, always
 
     @property
@@ -158,7 +194,11 @@ class _Reader(IterableDataset[Loaded]):
             for micro in micros:
                 place = None
                 with samples.in_stream():
-                    indices = np.arange(samples.ordinal, samples.ordinal + len(micro.indices)) * sampler.num_streams + stream
+                    indices = (
+                        np.arange(samples.ordinal, samples.ordinal + len(micro.indices))
+                        * sampler.num_streams
+                        + stream
+                    )
                     batch = owner.collate([samples.read() for _ in micro.indices])
                     step = micro.epoch * sampler.steps_per_epoch + micro.k + 1
                     if self._always or (micro is micros[-1] and step % BOOKMARK_STEPS == 0):
@@ -167,7 +207,8 @@ class _Reader(IterableDataset[Loaded]):
 
 
 class _Samples:
-    """The samples of one stream, pass after pass. What is drawn for a sample follows from its ordinal, also after a restart."""
+    """The samples of one stream, pass after pass. What is drawn for a sample follows from its
+    ordinal, also after a restart."""
 
     def __init__(self, owner: StreamSet, dataset: Any, stream: int) -> None:
         self._owner, self._dataset, self._stream = owner, dataset, stream
@@ -176,12 +217,16 @@ class _Samples:
 
     @contextmanager
     def in_stream(self) -> Iterator[None]:
-        """While it lasts, torch tells the data set that it is read by loader process ``stream`` of ``num_streams``."""
-        with _as_worker(self._stream, self._owner.sampler.num_streams, self._owner.seed, self._dataset):
+        """While it lasts, torch tells the data set that it is read by loader process ``stream`` of
+        ``num_streams``."""
+        with _as_worker(
+            self._stream, self._owner.sampler.num_streams, self._owner.seed, self._dataset
+        ):
             yield
 
     def open(self, bookmark: Bookmark | None, ordinal: int) -> None:
-        """Go to where ``ordinal`` is the next sample, from a bookmark before it where there is one."""
+        """Go to where ``ordinal`` is the next sample, from a bookmark before it where there is
+        one."""
         state: dict[str, Any] = {}
         if bookmark is not None:
             self._pass_began = bookmark.pass_began
@@ -197,7 +242,8 @@ class _Samples:
             self.read()
 
     def read(self) -> Any:
-        """The next sample; after the last one of a pass the first one of the next. Raises BadTask where there is none."""
+        """The next sample; after the last one of a pass the first one of the next. Raises BadTask
+        where there is none."""
         sample = self._next()
         if sample is _NOTHING:
             self._pass_began = self.ordinal
@@ -205,9 +251,12 @@ class _Samples:
             sample = self._next()
         if sample is _NOTHING:
             raise BadTask(
-                f"{self._owner.source}: train gives no sample to stream {self._stream} of {self._owner.sampler.num_streams} after "
-                f"{self.ordinal} samples; its __iter__ must give some to every torch.utils.data.get_worker_info().id, and begin "
-                "anew whenever it is called after its end. Fewer streams: lower scaling.max_workers or train.loader.num_workers"
+                f"{self._owner.source}: train gives no sample to stream {self._stream} of "
+                f"{self._owner.sampler.num_streams} after "
+                f"{self.ordinal} samples; its __iter__ must give some to every "
+                "torch.utils.data.get_worker_info().id, and begin "
+                "anew whenever it is called after its end. Fewer streams: lower "
+                "scaling.max_workers or train.loader.num_workers"
             )
         self.ordinal += 1
         return sample
@@ -218,14 +267,18 @@ class _Samples:
             state["dataset"] = self._dataset.state_dict()
         if hasattr(self._iterator, "state_dict"):
             state["iterator"] = self._iterator.state_dict()
-        return Bookmark(self.ordinal, self._pass_began, _packed(self._owner.source, state) if state else None)
+        return Bookmark(
+            self.ordinal, self._pass_began, _packed(self._owner.source, state) if state else None
+        )
 
     def _next(self) -> Any:
         seed_sample(self._owner.seed, self._stream, self.ordinal)
         try:
             return next(self._iterator, _NOTHING)
         except SystemExit as exc:  # would end a loader process without a word
-            raise ended_program(f"sample {self.ordinal} of stream {self._stream} cannot be read", exc) from exc
+            raise ended_program(
+                f"sample {self.ordinal} of stream {self._stream} cannot be read", exc
+            ) from exc
 
     def _begin_pass(self) -> None:
         seed_sample(self._owner.seed, self._stream, self._pass_began)
@@ -234,9 +287,12 @@ class _Samples:
 
 @contextmanager
 def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterator[None]:
-    """While it lasts, torch tells a data set that loader process ``number`` of ``num_workers`` reads it."""
+    """While it lasts, torch tells a data set that loader process ``number`` of ``num_workers``
+    reads it."""
     before = torch_worker._worker_info
-    torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=seed, dataset=dataset
+    )
     try:
         yield
     finally:
@@ -244,7 +300,8 @@ def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterat
 
 
 class WholePass(IterableDataset[Loaded]):
-    """One pass over an iterable validation set, cut into batches of which a rank keeps its own: every rank reads all of it."""
+    """One pass over an iterable validation set, cut into batches of which a rank keeps its own:
+    every rank reads all of it."""
 
     def __init__(
         self,
@@ -277,8 +334,13 @@ class WholePass(IterableDataset[Loaded]):
             yield samples
 
     def _samples(self) -> Iterator[Any]:
-        """Read in this process, too, as by the one loader process that there may be: a data set asks which part of it is wanted."""
-        as_worker = partial(_as_worker, 0, 1, self._seed, self._dataset) if torch_worker._worker_info is None else nullcontext
+        """Read in this process, too, as by the one loader process that there may be: a data set
+        asks which part of it is wanted."""
+        as_worker = (
+            partial(_as_worker, 0, 1, self._seed, self._dataset)
+            if torch_worker._worker_info is None
+            else nullcontext
+        )
         with as_worker():
             seed_sample(self._seed, 0, 0)
             samples = iter(self._dataset)
@@ -291,12 +353,14 @@ class WholePass(IterableDataset[Loaded]):
 
 
 def _copied(owner: StreamSet) -> Any:
-    """The data set for a stream that is read in this process: a loader process would have a copy as well."""
+    """The data set for a stream that is read in this process: a loader process would have a copy as
+    well."""
     try:
         return copy.deepcopy(owner.dataset)
     except Exception as exc:
         raise BadTask(
-            f"{owner.source}: train ({type(owner.dataset).__name__}) cannot be copied for each of its streams ({exc}); open files "
+            f"{owner.source}: train ({type(owner.dataset).__name__}) cannot be copied for each of "
+            f"its streams ({exc}); open files "
             "and connections in __iter__, or set train.loader.num_workers to 1"
         ) from exc
 
@@ -309,7 +373,8 @@ def _packed(source: str, state: dict[str, Any]) -> bytes:
         _unpacked(buffer.getvalue())
     except Exception as exc:
         raise BadTask(
-            f"{source}: the state_dict of train cannot be kept, for {state!r:.200} holds more than numbers, strings, lists, "
+            f"{source}: the state_dict of train cannot be kept, for {state!r:.200} holds more "
+            "than numbers, strings, lists, "
             "tuples, dicts and tensors; of a numpy array keep .tolist()"
         ) from exc
     return buffer.getvalue()
@@ -325,7 +390,15 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_equal(one[name], other[name]) for name in one)
+        )
     if isinstance(one, list | tuple):
-        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_equal, one, other))
+        return (
+            isinstance(other, list | tuple)
+            and len(one) == len(other)
+            and all(map(_equal, one, other))
+        )
     return bool(np.array_equal(one, other))

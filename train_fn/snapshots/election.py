@@ -34,12 +34,13 @@ class Elected:
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
-    """The newest snapshot of this submission and those before it wins; of several equal ones that of the lowest rank that can
-    read it.
+    """The newest snapshot of this submission and those before it wins; of several equal ones that
+    of the lowest rank that can read it.
 
-    Snapshots of one step that differ contradict each other, and none of them is trusted. Those that a later attempt left at the
-    same step take precedence over earlier ones, since it went on from a state that the ranks had agreed on. What a newer submission
-    left is its own: this one has been replaced.
+    Snapshots of one step that differ contradict each other, and none of them is trusted. Those that
+    a later attempt left at the same step take precedence over earlier ones, since it went on from a
+    state that the ranks had agreed on. What a newer submission left is its own: this one has been
+    replaced.
     """
     rejected: list[Rejection] = []
     usable: list[Offer] = []
@@ -55,21 +56,29 @@ def elect(offers: list[Offer], submission: int) -> Elected:
         peers = [offer for offer in usable if (offer.label.step, offer.label.origin) == newest]
         digests = {offer.label.digest for offer in peers}
         if len(digests) == 1:
-            return Elected(min(peers, key=lambda offer: (offer.rank, offer.label.rank)), tuple(rejected))
+            return Elected(
+                min(peers, key=lambda offer: (offer.rank, offer.label.rank)), tuple(rejected)
+            )
         rejected += [
-            Rejection(snapshot_name(label), f"differs from the other snapshots of step {label.step}; digest {label.digest}")
+            Rejection(
+                snapshot_name(label),
+                f"differs from the other snapshots of step {label.step}; digest {label.digest}",
+            )
             for label in dict.fromkeys(offer.label for offer in peers)
         ]
         usable = [offer for offer in usable if offer not in peers]
     return Elected(None, tuple(rejected))
 
 
-def in_lineage(offers: list[Offer], starts: Mapping[Origin, RestorePoint]) -> tuple[list[Offer], tuple[Rejection, ...]]:
+def in_lineage(
+    offers: list[Offer], starts: Mapping[Origin, RestorePoint]
+) -> tuple[list[Offer], tuple[Rejection, ...]]:
     """The offers that every later attempt lets stand, and the others.
 
-    An attempt that could not reach a snapshot went on from an older state; what it did then is the run, and the snapshot, met
-    again on a node that came back, is not. Nor is what a process published that was given up but not dead: one of this submission,
-    or all the ranks of an older one.
+    An attempt that could not reach a snapshot went on from an older state; what it did then is the
+    run, and the snapshot, met again on a node that came back, is not. Nor is what a process
+    published that was given up but not dead: one of this submission, or all the ranks of an older
+    one.
 
     Args:
         starts: where each attempt began, by (submission, attempt).

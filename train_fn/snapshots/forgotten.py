@@ -1,7 +1,8 @@
-"""Snapshots that no run needs any more: removed by age from a node's shared memory by whoever starts there.
+"""Snapshots that no run needs any more: removed by age from a node's shared memory by whoever
+starts there.
 
-A run's end removes them from every node that can be reached. What is left is of nodes that could not be, and of runs that nobody
-ended.
+A run's end removes them from every node that can be reached. What is left is of nodes that could
+not be, and of runs that nobody ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.store import Label, labels_in
 
 FORGOTTEN_S = 24 * 3600.0
-"""Snapshots that nobody touched for so long are removed, unless their run may still go on from them,"""
+"""Snapshots that nobody touched for so long are removed, unless their run may still go on from
+them,"""
 ABANDONED_S = 30 * FORGOTTEN_S
 """and after so long in any case."""
 
@@ -32,18 +34,23 @@ logger = logging.getLogger(__name__)
 
 
 def sweep_forgotten(ctx: WorkerContext) -> threading.Thread | None:
-    """Remove what runs left here whose end this node did not see. None where there is nothing that old.
+    """Remove what runs left here whose end this node did not see. None where there is nothing that
+    old.
 
     On a thread: to learn whether a run lives its storage is read, which may be slow or away.
     """
     old = [
         directory
         for directory in node_dir.shared_memory_root().iterdir()
-        if directory.is_dir() and directory.name != ctx.run_dir.run_id and _age_s(directory) > FORGOTTEN_S
+        if directory.is_dir()
+        and directory.name != ctx.run_dir.run_id
+        and _age_s(directory) > FORGOTTEN_S
     ]
     if not old:
         return None
-    thread = threading.Thread(target=_sweep, args=(old, ctx.run_dir.storage.uri), name="sweep-forgotten", daemon=True)
+    thread = threading.Thread(
+        target=_sweep, args=(old, ctx.run_dir.storage.uri), name="sweep-forgotten", daemon=True
+    )
     thread.start()
     return thread
 
@@ -68,11 +75,17 @@ def _age_s(directory: Path) -> float:
 
 def _labels(directory: Path) -> list[Label]:
     """Those of states that are there."""
-    return [label for place in directory.iterdir() for label in labels_in(place) if label.problem is None]
+    return [
+        label
+        for place in directory.iterdir()
+        for label in labels_in(place)
+        if label.problem is None
+    ]
 
 
 def _may_count(run_id: str, label: Label, reached: str) -> bool:
-    """Whether the run may still go on from a snapshot: it has not ended, and has no checkpoint that is as new."""
+    """Whether the run may still go on from a snapshot: it has not ended, and has no checkpoint that
+    is as new."""
     if label.storage is None:  # left by an older Everstep
         return False
     try:
@@ -82,12 +95,15 @@ def _may_count(run_id: str, label: Label, reached: str) -> bool:
             return label.storage != reached
         return not _has_ended(run_dir, submission) and newest_durable(run_dir) < label.step
     except Exception as exc:
-        logger.warning("whether run %s still needs its snapshots is not known, so they stay: %s", run_id, exc)
+        logger.warning(
+            "whether run %s still needs its snapshots is not known, so they stay: %s", run_id, exc
+        )
         return True
 
 
 def _has_ended(run_dir: RunDir, submission: int) -> bool:
-    """Whether the journal of the newest submission says that the run cannot go on. Raises StorageError."""
+    """Whether the journal of the newest submission says that the run cannot go on. Raises
+    StorageError."""
     events, _ = read_journal(run_dir, submission, None, 1, (EventKind.FINISHED,), past_damage=True)
     if not events:
         return False

@@ -1,4 +1,5 @@
-"""The last save of a run that ends without a checkpoint of its newest step: a snapshot on a node becomes that checkpoint.
+"""The last save of a run that ends without a checkpoint of its newest step: a snapshot on a node
+becomes that checkpoint.
 
 No rank is needed, and none of the user's code runs: a snapshot holds all that a checkpoint does.
 """
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LastSave:
-    """How it went. ``manifest`` is None where the state of ``step`` could not be saved, for ``problem``."""
+    """How it went. ``manifest`` is None where the state of ``step`` could not be saved, for
+    ``problem``."""
 
     step: int
     manifest: Manifest | None = None
@@ -48,16 +50,22 @@ class Unreadable:
 Commit = Callable[[Offer], Manifest | Unreadable]
 
 
-def save_last(run_dir: RunDir, submission: int, offers: Sequence[Offer], commit: Commit) -> LastSave | None:
-    """Commit the state that a next attempt would go on from; None where a checkpoint is as new, or nothing was trained yet.
+def save_last(
+    run_dir: RunDir, submission: int, offers: Sequence[Offer], commit: Commit
+) -> LastSave | None:
+    """Commit the state that a next attempt would go on from; None where a checkpoint is as new, or
+    nothing was trained yet.
 
-    A snapshot that turns out to be unreadable is struck off, and the next one is tried. Raises nothing.
+    A snapshot that turns out to be unreadable is struck off, and the next one is tried. Raises
+    nothing.
     """
     left, unreadable = list(offers), None
     step = max((offer.label.step for offer in left), default=0)
     try:
         starts, durable = attempt_starts(run_dir), newest_durable(run_dir)
-        while (offer := elect(in_lineage(left, starts)[0], submission).offer) is not None and offer.label.step > durable:
+        while (
+            offer := elect(in_lineage(left, starts)[0], submission).offer
+        ) is not None and offer.label.step > durable:
             step, found = offer.label.step, commit(offer)
             if isinstance(found, Manifest):
                 return LastSave(step, found)
@@ -70,11 +78,17 @@ def save_last(run_dir: RunDir, submission: int, offers: Sequence[Offer], commit:
         return LastSave(step, problem=f"{type(exc).__name__}: {exc}")
 
 
-def save_own(run_dir: RunDir, spec: RunSpec, store: SnapshotStore, world_size: int) -> LastSave | None:
-    """Commit the newest state of this process's node, as ``save_last``: for ranks without a driver."""
+def save_own(
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, world_size: int
+) -> LastSave | None:
+    """Commit the newest state of this process's node, as ``save_last``: for ranks without a
+    driver."""
     offers = [Offer(0, label) for label in store.labels()]
     return save_last(
-        run_dir, store.submission, offers, lambda offer: commit_snapshot(run_dir, spec, store, offer.label, world_size)
+        run_dir,
+        store.submission,
+        offers,
+        lambda offer: commit_snapshot(run_dir, spec, store, offer.label, world_size),
     )
 
 
@@ -84,8 +98,11 @@ def newest_durable(run_dir: RunDir) -> int:
     return lineage[-1].step if lineage else 0
 
 
-def commit_snapshot(run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label: Label, world_size: int) -> Manifest | Unreadable:
-    """Commit a snapshot of this node as a checkpoint of the store's submission. Raises StorageError."""
+def commit_snapshot(
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label: Label, world_size: int
+) -> Manifest | Unreadable:
+    """Commit a snapshot of this node as a checkpoint of the store's submission. Raises
+    StorageError."""
     try:
         state = store.read(label)
     except Exception as exc:
@@ -93,8 +110,16 @@ def commit_snapshot(run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label:
     return commit_state(run_dir, spec, store.submission, label.attempt, world_size, state)
 
 
-def commit_state(run_dir: RunDir, spec: RunSpec, submission: int, attempt: int, world_size: int, state: dict[str, Any]) -> Manifest:
-    """Commit a whole state on the CPU as a checkpoint; one that its attempt has committed meanwhile stands. Raises StorageError."""
+def commit_state(
+    run_dir: RunDir,
+    spec: RunSpec,
+    submission: int,
+    attempt: int,
+    world_size: int,
+    state: dict[str, Any],
+) -> Manifest:
+    """Commit a whole state on the CPU as a checkpoint; one that its attempt has committed meanwhile
+    stands. Raises StorageError."""
     checkpoints = run_dir.checkpoints
     try:
         with checkpoints.begin(state["step"], submission, attempt) as writer:

@@ -1,7 +1,8 @@
-"""Published snapshots: of a group that a single node holds, rank 0 keeps recent states on the node while training goes on.
+"""Published snapshots: of a group that a single node holds, rank 0 keeps recent states on the node
+while training goes on.
 
-Where ranks die one at a time their peers keep the state. Where all may die at once, or there is but one, only what was published
-before lets the next attempt go on from less than a durable checkpoint.
+Where ranks die one at a time their peers keep the state. Where all may die at once, or there is but
+one, only what was published before lets the next attempt go on from less than a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from train_fn.snapshots.store import publish_snapshot, shortage, snapshot_store
 from train_fn.state.train_state import TrainState
 
 COST_RATIO = 100.0
-"""From one publication to the next passes so many times what the first one took: at most 1 % of the time goes into them."""
+"""From one publication to the next passes so many times what the first one took: at most 1 % of the
+time goes into them."""
 
 Snapshots = Literal["published", "survivors"]
 """Who keeps states on nodes: rank 0 all the time, or whoever is left when an attempt breaks."""
@@ -50,7 +52,8 @@ class Cadence:
 class Publisher:
     """Publishes on rank 0 of a group on one node; elsewhere every call returns at once.
 
-    The journal hears when the node's memory becomes too small for a state, and when it is large enough again.
+    The journal hears when the node's memory becomes too small for a state, and when it is large
+    enough again.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
@@ -67,7 +70,8 @@ class Publisher:
             self._start()
 
     def offer(self) -> None:
-        """Publish the present state in the background if that is due. Called by the training thread, between two steps."""
+        """Publish the present state in the background if that is due. Called by the training
+        thread, between two steps."""
         if not self._active:
             self._check_room()
             return
@@ -78,8 +82,8 @@ class Publisher:
         self._hand_over()
 
     def keep(self) -> None:
-        """Publish the present state, whether that is due or not and also where survivors leave states: code of the user's runs next
-        on all ranks alike, and may take all of them along."""
+        """Publish the present state, whether that is due or not and also where survivors leave
+        states: code of the user's runs next on all ranks alike, and may take all of them along."""
         if self._ctx.world_rank == 0 and not self._closed:
             if not self._is_running:
                 self._start()
@@ -133,7 +137,8 @@ class Publisher:
         self._copies.release(copy)
 
     def _check_room(self) -> None:
-        """Survivors write only when it is too late to complain: look once, when the first step has made the state complete."""
+        """Survivors write only when it is too late to complain: look once, when the first step has
+        made the state complete."""
         if self._checked or self._ctx.world_rank != 0:
             return
         self._checked = True
@@ -146,5 +151,11 @@ class Publisher:
         self._problem = problem
         kept = snapshots_of(self._ctx) if problem is None else "none"
         if problem is not None:
-            logger.warning("no snapshot of step %d is kept on this node: %s; durable checkpoints remain", step, problem)
-        self._ctx.journal.emit(EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem})
+            logger.warning(
+                "no snapshot of step %d is kept on this node: %s; durable checkpoints remain",
+                step,
+                problem,
+            )
+        self._ctx.journal.emit(
+            EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem}
+        )

@@ -1,8 +1,10 @@
-"""Snapshots: states that ranks keep on their node, outside of their processes, for the next attempt to go on from.
+"""Snapshots: states that ranks keep on their node, outside of their processes, for the next attempt
+to go on from.
 
-A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where nobody may survive, rank 0
-publishes them while it trains (``publisher.py``). A snapshot is one file in shared memory, published by a rename, with a label
-beside it. It counts as long as no later attempt began without it, and is removed when the run ends.
+A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where
+nobody may survive, rank 0 publishes them while it trains (``publisher.py``). A snapshot is one file
+in shared memory, published by a rename, with a label beside it. It counts as long as no later
+attempt began without it, and is removed when the run ends.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Label:
     digest: str | None
     problem: str | None
     storage: str | None = None
-    """URI of the storage that holds the run's directory, by which a later process tells whether the state still counts."""
+    """URI of the storage that holds the run's directory, by which a later process tells whether the
+    state still counts."""
 
     @property
     def origin(self) -> Origin:
@@ -65,13 +68,15 @@ class Label:
 
 @dataclass(frozen=True)
 class SnapshotStore:
-    """The snapshots of one run on one node. Several nodes may share a machine, so that each has its own directory."""
+    """The snapshots of one run on one node. Several nodes may share a machine, so that each has its
+    own directory."""
 
     directory: Path
     submission: int
 
     def write(self, label: Label, state: dict[str, Any]) -> None:
-        """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not write it."""
+        """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not
+        write it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._state_path(label)
         temporary = path.with_suffix(".tmp")
@@ -92,41 +97,60 @@ class SnapshotStore:
         temporary.replace(path)
 
     def labels(self) -> list[Label]:
-        """Labels of this submission and those before it on this node, whose state is there or says why not."""
+        """Labels of this submission and those before it on this node, whose state is there or says
+        why not."""
         return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
     def read(self, label: Label) -> dict[str, Any]:
-        """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its label says."""
-        state: dict[str, Any] = torch.load(self._state_path(label), map_location="cpu", weights_only=True)
+        """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its
+        label says."""
+        state: dict[str, Any] = torch.load(
+            self._state_path(label), map_location="cpu", weights_only=True
+        )
         if state["step"] != label.step or digest(state) != label.digest:
-            raise ValueError(f"the snapshot of step {label.step} by rank {label.rank} does not have the digest of its label")
+            raise ValueError(
+                f"the snapshot of step {label.step} by rank {label.rank} does not have the digest "
+                "of its label"
+            )
         return state
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
         """Remove what is older than ``newest``, but for the ``keep`` newest states of these."""
-        older = [label for label in self.labels() if (label.origin, label.step) < (newest.origin, newest.step)]
-        states = sorted((label for label in older if not label.problem), key=lambda label: (label.origin, label.step))
+        older = [
+            label
+            for label in self.labels()
+            if (label.origin, label.step) < (newest.origin, newest.step)
+        ]
+        states = sorted(
+            (label for label in older if not label.problem),
+            key=lambda label: (label.origin, label.step),
+        )
         kept = states[-keep:] if keep else []
         for label in older:
             if label not in kept:
                 self._remove(label)
 
     def remove_after(self, step: int) -> None:
-        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must not be met again.
+        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must
+        not be met again.
 
         So goes what a process that died in the middle of publishing left without a label.
         """
         for path in self.directory.glob("s*-*"):
-            if path.suffix == ".tmp" or (path.suffix == ".pt" and not path.with_suffix(".json").is_file()):
+            if path.suffix == ".tmp" or (
+                path.suffix == ".pt" and not path.with_suffix(".json").is_file()
+            ):
                 path.unlink(missing_ok=True)
         for label in self.labels():
             if label.step > step or label.problem:
                 self._remove(label)
 
     def remove_all(self) -> None:
-        """The run ended: remove its snapshots from this machine, also those of other nodes that shared it.
+        """The run ended: remove its snapshots from this machine, also those of other nodes that
+        shared it.
 
-        A submission that was replaced leaves those of its successor, and a run of this name in another storage keeps its own.
+        A submission that was replaced leaves those of its successor, and a run of this name in
+        another storage keeps its own.
         """
         with suppress(OSError):  # another rank was faster, here and below
             for directory in self.directory.parent.iterdir():
@@ -136,7 +160,8 @@ class SnapshotStore:
             self.directory.parent.rmdir()
 
     def _remove_own(self, directory: Path) -> None:
-        """Remove what this submission and older ones left in a node's directory, and the directory where nothing else is in it."""
+        """Remove what this submission and older ones left in a node's directory, and the directory
+        where nothing else is in it."""
         for path in directory.glob("s*-*"):
             if int(path.name[1:].partition("-")[0]) <= self.submission:
                 path.unlink(missing_ok=True)
@@ -144,7 +169,9 @@ class SnapshotStore:
 
     def size_bytes(self) -> int:
         """Return what this submission's states, and those of older ones, take on this node."""
-        return sum(self._state_path(label).stat().st_size for label in self.labels() if not label.problem)
+        return sum(
+            self._state_path(label).stat().st_size for label in self.labels() if not label.problem
+        )
 
     def free_bytes(self) -> int:
         """What snapshots may still take of the node's shared memory."""
@@ -183,7 +210,8 @@ def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
 
 
 def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotStore:
-    """A node's snapshots of this very run directory: another directory may hold a run of the same id."""
+    """A node's snapshots of this very run directory: another directory may hold a run of the same
+    id."""
     place = hashlib.sha256(run_dir.uri.encode()).hexdigest()[:12]
     return SnapshotStore(snapshots_dir(run_dir.run_id) / f"{node_id}.{place}", submission)
 
@@ -194,13 +222,16 @@ def _place_of(directory: Path) -> str:
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None, or the problem.
+    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None,
+    or the problem.
 
-    Ranks of one node take turns, and who finds the same state there leaves no other: all of theirs at once may not fit.
+    Ranks of one node take turns, and who finds the same state there leaves no other: all of theirs
+    at once may not fit.
     """
     store, label = snapshot_store(ctx), _label(ctx, state)
     with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
-        problem = None if _is_there(store, label) else _leave_if_it_fits(store, label, state)  # by another rank, or published
+        # by another rank, or published
+        problem = None if _is_there(store, label) else _leave_if_it_fits(store, label, state)
     if problem is None:
         store.remove_older(label, keep=0)
     else:
@@ -211,7 +242,8 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
 
 
 def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
-    """Write ``state``, in the place of the one before it where only that makes room. None, or the problem."""
+    """Write ``state``, in the place of the one before it where only that makes room. None, or the
+    problem."""
     problem = _write_if_it_fits(store, label, state)
     if problem is None or shortage(store, state, store.size_bytes()) is not None:
         return problem
@@ -222,12 +254,16 @@ def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any])
 def _is_there(store: SnapshotStore, wanted: Label) -> bool:
     """Whether any rank has left this very state."""
     same = (wanted.origin, wanted.step, wanted.digest)
-    return any(label.problem is None and (label.origin, label.step, label.digest) == same for label in store.labels())
+    return any(
+        label.problem is None and (label.origin, label.step, label.digest) == same
+        for label in store.labels()
+    )
 
 
 @contextmanager
 def _in_turn(store: SnapshotStore, patience_s: float) -> Iterator[None]:
-    """Only one rank of this node is inside; past ``patience_s`` this one goes in, too: the other may be stopped."""
+    """Only one rank of this node is inside; past ``patience_s`` this one goes in, too: the other
+    may be stopped."""
     try:
         store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -252,12 +288,14 @@ def _locked(held: int) -> bool:
 
 
 def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Keep ``state`` on this node beside the newest one before it: while one is written, another is whole. None, or the problem."""
+    """Keep ``state`` on this node beside the newest one before it: while one is written, another is
+    whole. None, or the problem."""
     return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
 
 
 def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) -> str | None:
-    """Why ``state`` does not fit into the node's shared memory, once so much more of it is free; None where it does."""
+    """Why ``state`` does not fit into the node's shared memory, once so much more of it is free;
+    None where it does."""
     needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes() + freed_bytes)
     if needed <= free:
         return None
@@ -265,7 +303,15 @@ def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) 
 
 
 def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
-    return Label(ctx.submission, ctx.attempt, state["step"], ctx.world_rank, digest(state), None, ctx.run_dir.storage.uri)
+    return Label(
+        ctx.submission,
+        ctx.attempt,
+        state["step"],
+        ctx.world_rank,
+        digest(state),
+        None,
+        ctx.run_dir.storage.uri,
+    )
 
 
 def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
@@ -275,6 +321,7 @@ def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any])
     if problem is None:
         try:
             store.write(label, state)
-        except (OSError, RuntimeError) as exc:  # torch has no class of its own for a file that it could not write
+        except (OSError, RuntimeError) as exc:
+            # torch has no class of its own for a file that it could not write
             problem = f"the snapshot could not be written: {exc}"
     return problem

@@ -1,7 +1,9 @@
-"""What is in the data and the model: sketches of a few samples and of the weights, to compare ranks and attempts.
+"""What is in the data and the model: sketches of a few samples and of the weights, to compare ranks
+and attempts.
 
-A sketch is exact for labels, tokens, text and shapes. Pixels and other large or computed numbers enter as means of their parts:
-nodes with other CPUs or decoders differ in their last bits, and that is not other data.
+A sketch is exact for labels, tokens, text and shapes. Pixels and other large or computed numbers
+enter as means of their parts: nodes with other CPUs or decoders differ in their last bits, and that
+is not other data.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ READ_S = 2.0
 """Longest time that goes into reading them; the first of each set is always read."""
 
 DRAW_ALIKE = (
-    "draw from Python's, numpy's or torch's global generators, which Everstep seeds by train.seed, or from one with a fixed seed, "
+    "draw from Python's, numpy's or torch's global generators, which Everstep seeds by "
+    "train.seed, or from one with a fixed seed, "
     "and sort what a directory or a set lists"
 )
 """The way out where ranks or attempts build different things."""
 
 Sketch = list[Any]
-"""[digest of what is exact, [[tolerance, scale, numbers …] …]]: plain values, for the training state."""
+"""[digest of what is exact, [[tolerance, scale, numbers …] …]]: plain values, for the training
+state."""
 
 _SET_NAMES = {"train": "train", "val": "validation"}
 _NAMES_SHOWN = 3
@@ -52,10 +56,12 @@ _TOLERANCES = {2: 1e-2, 4: 1e-5, 8: 1e-9}
 
 
 class Contents:
-    """Sketches of a few samples of a task's data sets, by name: ``train sample 17``, ``validation sample 3``."""
+    """Sketches of a few samples of a task's data sets, by name: ``train sample 17``, ``validation
+    sample 3``."""
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
-        """Iterable sets, and those that are read by ``fetch`` (Everstep's own, which say what they hold), are not read."""
+        """Iterable sets, and those that are read by ``fetch`` (Everstep's own, which say what they
+        hold), are not read."""
         self._sources: dict[str, tuple[Any, int]] = {}
         self.sketches: dict[str, Sketch] = {}
         for key, word in _SET_NAMES.items():
@@ -64,18 +70,29 @@ class Contents:
                 continue
             self.sketches[f"{word} set"] = sketch([type(dataset).__qualname__, len(dataset)])
             if not hasattr(dataset, "fetch"):
-                self._sources |= {f"{word} sample {index}": (dataset, index) for index in spread(len(dataset))}
+                self._sources |= {
+                    f"{word} sample {index}": (dataset, index) for index in spread(len(dataset))
+                }
         self._read()
 
     def differing(self, other: Mapping[str, Sketch]) -> list[str]:
         """Names of what both have, and have differently."""
-        return [name for name, mine in self.sketches.items() if name in other and not alike(mine, other[name])]
+        return [
+            name
+            for name, mine in self.sketches.items()
+            if name in other and not alike(mine, other[name])
+        ]
 
     def unstable(self, names: Iterable[str]) -> list[str]:
-        """Those samples that differ from one reading to the next in this process, for they draw from generators of their own."""
+        """Those samples that differ from one reading to the next in this process, for they draw
+        from generators of their own."""
         found = []
         for name in names:
-            again = self._sketch_of(*self._sources[name]) if name in self._sources else self.sketches[name]
+            again = (
+                self._sketch_of(*self._sources[name])
+                if name in self._sources
+                else self.sketches[name]
+            )
             if again is None or not alike(again, self.sketches[name]):
                 found.append(name)
         return found
@@ -99,8 +116,10 @@ class Contents:
                 self.sketches[name] = found
 
     def _sketch_of(self, dataset: Any, index: int) -> Sketch | None:
-        """None for a sample that cannot be read: training or evaluation will say so when it needs it."""
-        seed_sample(0, 0, index)  # by no seed of the run's: a state may be read by a run with another one
+        """None for a sample that cannot be read: training or evaluation will say so when it needs
+        it."""
+        # by no seed of the run's: a state may be read by a run with another one
+        seed_sample(0, 0, index)
         try:
             return sketch(dataset[index])
         except (Exception, SystemExit):
@@ -109,11 +128,14 @@ class Contents:
 
 def few(names: list[str]) -> str:
     """The first names of many."""
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+    return ", ".join(names[:_NAMES_SHOWN]) + (
+        f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    )
 
 
 def spread(length: int) -> list[int]:
-    """A few indices: the first, the last, and between them one of each equal part, by the length alone."""
+    """A few indices: the first, the last, and between them one of each equal part, by the length
+    alone."""
     if length <= NUM_SAMPLES:
         return list(range(length))
     drawn = np.random.default_rng(length)
@@ -123,7 +145,8 @@ def spread(length: int) -> list[int]:
 
 
 def sketch_weights(model: nn.Module, *, all_of_it: bool) -> dict[str, Sketch]:
-    """Sketches of a model's parameters and buffers by name; without ``all_of_it`` only of those that no state holds."""
+    """Sketches of a model's parameters and buffers by name; without ``all_of_it`` only of those
+    that no state holds."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = set() if all_of_it else model.state_dict().keys()
     return {name: sketch(tensor) for name, tensor in tensors.items() if name not in held}
@@ -150,7 +173,8 @@ def _close(one: list[float], other: list[float]) -> bool:
 
 
 def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> None:
-    """Enter every leaf of ``value``: into ``exact`` what is the same to the bit everywhere, else into ``numbers``."""
+    """Enter every leaf of ``value``: into ``exact`` what is the same to the bit everywhere, else
+    into ``numbers``."""
     exact.update(f"({type(value).__qualname__}".encode())
     if depth > _EXACT_DEPTH or value is None:
         return
@@ -160,7 +184,9 @@ def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> Non
         _enter_array(np.asarray(value), exact, numbers, depth)
     elif isinstance(value, str | PurePath):
         text = str(value)  # a file's name, not where this node has it
-        exact.update((PurePath(text).name if text.startswith("/") else text).encode(errors="surrogatepass"))
+        exact.update(
+            (PurePath(text).name if text.startswith("/") else text).encode(errors="surrogatepass")
+        )
     elif isinstance(value, bytes | bytearray | int):
         exact.update(bytes(value) if not isinstance(value, int) else str(value).encode())
     elif isinstance(value, Mapping):
@@ -207,7 +233,8 @@ def _enter_flat(flat: Any, exact: Any, numbers: list[list[float]]) -> None:
     if flat.dtype.kind == "c":
         flat = np.stack([flat.real, flat.imag], axis=1).reshape(-1)
     computed = flat.dtype.kind == "f"
-    coarse = flat.dtype.kind in "iub" and flat.dtype.itemsize <= 2 and flat.size > _FEW_NUMBERS  # pixels, sound
+    # pixels, sound
+    coarse = flat.dtype.kind in "iub" and flat.dtype.itemsize <= 2 and flat.size > _FEW_NUMBERS
     if computed or coarse:
         _enter_numbers(flat, flat.dtype.itemsize, exact, numbers)
     else:

@@ -1,4 +1,5 @@
-"""The last events that a rank reported. They travel with its state, since the rank that tells the journal may die before it has."""
+"""The last events that a rank reported. They travel with its state, since the rank that tells the
+journal may die before it has."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from everstep.wire.events import EventKind
 NUM_POINTS = 64
 """Metrics of so many steps."""
 NUM_OTHERS = 16
-"""Ends of epochs, evaluations and the like. Apart from the metrics: short steps must not push out what is told once an epoch."""
+"""Ends of epochs, evaluations and the like. Apart from the metrics: short steps must not push out
+what is told once an epoch."""
 _METRICS_KIND = EventKind.METRICS.value
 
 

@@ -1,4 +1,5 @@
-"""Optimizers by name, their states as few tensors, and learning rates as pure functions of the step."""
+"""Optimizers by name, their states as few tensors, and learning rates as pure functions of the
+step."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ _form = operator.attrgetter("shape", "dtype")
 _nbytes = operator.attrgetter("nbytes")
 
 FLAT_BYTES = 64 << 20
-"""Larger states are left as they are: one more copy of them would cost more than their many tensors do."""
+"""Larger states are left as they are: one more copy of them would cost more than their many tensors
+do."""
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases, normalisation scales) are not decayed.
+    """The optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases,
+    normalisation scales) are not decayed.
 
-    Fused kernels on every device: one call for all parameters, which on a CPU is what keeps small models from being bound by
-    Python. Raises BadTask where a pattern of ``spec.groups`` is the first match of no parameter.
+    Fused kernels on every device: one call for all parameters, which on a CPU is what keeps small
+    models from being bound by Python. Raises BadTask where a pattern of ``spec.groups`` is the
+    first match of no parameter.
     """
     groups = parameter_groups(spec, model)
     common: dict[str, Any] = {"lr": spec.lr, "fused": True}
@@ -50,7 +54,8 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
 
 
 def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters by learning rate and decay: first those that no pattern names, then as ``spec.groups`` has them.
+    """Parameters by learning rate and decay: first those that no pattern names, then as
+    ``spec.groups`` has them.
 
     Their order is part of the optimizer's state.
     """
@@ -58,18 +63,23 @@ def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, An
     members: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            number = next((number for number, group in own.items() if fnmatchcase(name, group.parameters)), -1)
+            number = next(
+                (number for number, group in own.items() if fnmatchcase(name, group.parameters)), -1
+            )
             members.setdefault((number, parameter.ndim < 2), []).append(parameter)
     for number, group in own.items():
         if not any(number == found for found, _ in members):
             names = ", ".join(name for name, _ in model.named_parameters())
             raise BadTask(
-                f"optimizer.groups.{number}.parameters {group.parameters!r} is the first match of no parameter; "
+                f"optimizer.groups.{number}.parameters {group.parameters!r} is the first match of "
+                "no parameter; "
                 f"the model's are {names:.2000}"
             )
     groups = []
     for (number, small), parameters in sorted(members.items(), key=lambda item: item[0]):
-        own_decay, scale = (own[number].weight_decay, own[number].lr_scale) if number in own else (None, 1.0)
+        own_decay, scale = (
+            (own[number].weight_decay, own[number].lr_scale) if number in own else (None, 1.0)
+        )
         decay = own_decay if own_decay is not None else 0.0 if small else spec.weight_decay
         groups.append({"params": parameters, "weight_decay": decay, "lr": spec.lr * scale})
     return groups
@@ -78,7 +88,8 @@ def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, An
 def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: int) -> float:
     """Learning rate of the step that follows ``step`` steps done, as a share of the peak.
 
-    The warm-up ends on the peak at step ``warmup_steps``; cosine and linear end on ``final_fraction`` at the last step.
+    The warm-up ends on the peak at step ``warmup_steps``; cosine and linear end on
+    ``final_fraction`` at the last step.
     """
     if step < spec.warmup_steps:
         return (step + 1) / spec.warmup_steps
@@ -94,10 +105,12 @@ def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: 
 def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Parameter] = ()) -> None:
     """As ``optimizer.zero_grad(set_to_none=True)``, which an optimizer may define for itself.
 
-    Torch's own takes several times as long between a model's passes: it is made for its profiler and for zeros, too.
+    Torch's own takes several times as long between a model's passes: it is made for its profiler
+    and for zeros, too.
 
     Args:
-        others: parameters that the optimizer does not hold, and whose gradients would add up from step to step.
+        others: parameters that the optimizer does not hold, and whose gradients would add up from
+            step to step.
     """
     for parameter in others:
         parameter.grad = None
@@ -110,10 +123,12 @@ def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Paramet
 
 
 class Packer:
-    """Gathers one optimizer's values for all parameters in one flat tensor of each kind, where they are alike and small.
+    """Gathers one optimizer's values for all parameters in one flat tensor of each kind, where they
+    are alike and small.
 
-    To describe a tensor is Python, as much of it as to write 50 kB: of a small model's moments that is most of a checkpoint. How
-    they lie is found out once, and holds as long as they are the same objects.
+    To describe a tensor is Python, as much of it as to write 50 kB: of a small model's moments that
+    is most of a checkpoint. How they lie is found out once, and holds as long as they are the same
+    objects.
     """
 
     def __init__(self) -> None:
@@ -123,16 +138,21 @@ class Packer:
         """The optimizer's ``state_dict``, its values as they are now.
 
         Returns:
-            In place of ``state`` the entry ``flat``: ``parameters``, their numbers; ``values``, by name one tensor with the values
-            of all parameters one behind the other, which the next call overwrites; ``shapes``, by name those of each, as JSON.
-            Others come back as they are.
+            In place of ``state`` the entry ``flat``: ``parameters``, their numbers; ``values``, by
+                name one tensor with the values
+            of all parameters one behind the other, which the next call overwrites; ``shapes``, by
+            name those of each, as JSON. Others come back as they are.
         """
         columns = _columns(state["state"])
         if self._flat is None or not self._flat.is_of(columns):
             self._flat = _Flat(columns) if _are_alike(columns) else None
         if self._flat is None:
             return state
-        flat = {"parameters": list(state["state"]), "values": self._flat.filled(), "shapes": dict(self._flat.shapes)}
+        flat = {
+            "parameters": list(state["state"]),
+            "values": self._flat.filled(),
+            "shapes": dict(self._flat.shapes),
+        }
         return {**{name: value for name, value in state.items() if name != "state"}, "flat": flat}
 
 
@@ -143,10 +163,21 @@ class _Flat:
         self._names = list(columns)
         self._sources = list(itertools.chain(*columns.values()))
         self._forms = list(map(_form, self._sources))
-        self._values = {name: column[0].new_empty(sum(map(torch.numel, column))) for name, column in columns.items()}
-        parts = [torch.split(self._values[name], [value.numel() for value in column]) for name, column in columns.items()]
-        self._targets = [part.view(value.shape) for part, value in zip(itertools.chain(*parts), self._sources, strict=True)]
-        self.shapes = {name: json.dumps([value.shape for value in column]) for name, column in columns.items()}
+        self._values = {
+            name: column[0].new_empty(sum(map(torch.numel, column)))
+            for name, column in columns.items()
+        }
+        parts = [
+            torch.split(self._values[name], [value.numel() for value in column])
+            for name, column in columns.items()
+        ]
+        self._targets = [
+            part.view(value.shape)
+            for part, value in zip(itertools.chain(*parts), self._sources, strict=True)
+        ]
+        self.shapes = {
+            name: json.dumps([value.shape for value in column]) for name, column in columns.items()
+        }
 
     def is_of(self, columns: dict[str, list[Any]]) -> bool:
         """Whether these are the values that it was made for, and of the same shapes and kinds."""

@@ -1,4 +1,5 @@
-"""What a state must be before it is saved, left on a node or gone on from: of whole steps only, and of finite weights."""
+"""What a state must be before it is saved, left on a node or gone on from: of whole steps only, and
+of finite weights."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.samples.sampler import Sampler
 
 
-def require_sound(state: Mapping[str, Any], sampler: Sampler | None, trained: Collection[str]) -> None:
-    """Check a state as ``TrainState.state_dict`` gives it. One pass over the weights, wherever they are.
+def require_sound(
+    state: Mapping[str, Any], sampler: Sampler | None, trained: Collection[str]
+) -> None:
+    """Check a state as ``TrainState.state_dict`` gives it. One pass over the weights, wherever they
+    are.
 
     Args:
         sampler: None where the steps' samples are not known.
-        trained: names of the parameters that are trained. Others, and buffers, may hold what they like.
+        trained: names of the parameters that are trained. Others, and buffers, may hold what they
+            like.
 
     Raises:
         StateNotWhole: its ledger does not account for all samples of the steps that it counts.
@@ -32,9 +37,11 @@ def require_sound(state: Mapping[str, Any], sampler: Sampler | None, trained: Co
 
 
 def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
-    """Return how the ledger's epoch differs from what the state's step comes to; None if it does not.
+    """Return how the ledger's epoch differs from what the state's step comes to; None if it does
+    not.
 
-    A sample that the loader left out is missing, and one that it gave in its place is a duplicate: both are accounted for.
+    A sample that the loader left out is missing, and one that it gave in its place is a duplicate:
+    both are accounted for.
     """
     closed = state["closed_epochs"] >= state["epoch"]
     expected = sampler.samples_before(state["k"]) if closed else sampler.num_samples
@@ -43,15 +50,22 @@ def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
     if found == expected:
         return None
     num_steps = state["k"] or sampler.steps_per_epoch
-    return f"its ledger accounts for {found} samples of this epoch, where {num_steps} steps have {expected}"
+    return (
+        f"its ledger accounts for {found} samples of this epoch, where {num_steps} steps have "
+        f"{expected}"
+    )
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of tensors that hold NaN or infinity. Cheap where there are none: a sum each, and one number to the host."""
-    floats = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    """Return the names of tensors that hold NaN or infinity. Cheap where there are none: a sum
+    each, and one number to the host."""
+    floats = {
+        name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()
+    }
     if not floats:
         return []
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floats.values()])
     if math.isfinite(float(sums.sum())):
         return []
-    return [name for name, tensor in floats.items() if not torch.isfinite(tensor).all()]  # sums of finite numbers may overflow
+    # sums of finite numbers may overflow
+    return [name for name, tensor in floats.items() if not torch.isfinite(tensor).all()]

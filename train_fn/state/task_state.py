@@ -1,4 +1,5 @@
-"""A task's own state: what its ``state_dict`` gives after each step, saved with the training state."""
+"""A task's own state: what its ``state_dict`` gives after each step, saved with the training
+state."""
 
 from __future__ import annotations
 
@@ -17,31 +18,47 @@ logger = logging.getLogger(__name__)
 
 
 class TaskState:
-    """The optional methods ``state_dict()`` and ``load_state_dict(state)`` of a task. Without them every call does nothing.
+    """The optional methods ``state_dict()`` and ``load_state_dict(state)`` of a task. Without them
+    every call does nothing.
 
     Raises BadTask for a task that has one of the two alone.
     """
 
     def __init__(self, task: Task) -> None:
         names = ("state_dict", "load_state_dict")
-        own = [name for name in names if callable(getattr(task, name, None)) and not _is_torchs(task, name)]
+        own = [
+            name
+            for name in names
+            if callable(getattr(task, name, None)) and not _is_torchs(task, name)
+        ]
         if len(own) == 1:
             lacking = names[own == [names[0]]]
-            raise BadTask(f"{told(task, own[0])} needs {lacking} beside it: a restart goes on from what the two of them keep")
+            raise BadTask(
+                f"{told(task, own[0])} needs {lacking} beside it: a restart goes on from what the "
+                "two of them keep"
+            )
         self._task: Any = task if own else None
 
     def __bool__(self) -> bool:
         return self._task is not None
 
     def capture(self) -> Any:
-        """Return a copy of the task's state as it is now; None without such methods. Raises BadTask for what cannot be kept."""
-        return copy_to_cpu({"task": self._task.state_dict()})["task"] if self._task is not None else None
+        """Return a copy of the task's state as it is now; None without such methods. Raises BadTask
+        for what cannot be kept."""
+        return (
+            copy_to_cpu({"task": self._task.state_dict()})["task"]
+            if self._task is not None
+            else None
+        )
 
     def load(self, state: Any) -> None:
         """Give the task a state that was captured."""
         if self._task is None:
             if state is not None:
-                logger.warning("the state to resume holds a state of the task's, which has no load_state_dict any more")
+                logger.warning(
+                    "the state to resume holds a state of the task's, which has no "
+                    "load_state_dict any more"
+                )
         elif state is not None:
             self._task.load_state_dict(copy.deepcopy(state))
 

@@ -1,4 +1,5 @@
-"""Nested dicts with tensors in them: copied into reused memory, or taken apart for the wire and put together again."""
+"""Nested dicts with tensors in them: copied into reused memory, or taken apart for the wire and put
+together again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import torch
 from train_fn.errors import BadTask
 
 PIECE_BYTES = 4 << 20
-"""Pieces of about this size are copied side by side; a state that is smaller than two of them is not worth the threads."""
+"""Pieces of about this size are copied side by side; a state that is smaller than two of them is
+not worth the threads."""
 COPY_THREADS = 4
 """Memory has no room for more."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
@@ -25,7 +27,8 @@ _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Stands for a tensor in a tree that was taken apart; ``position`` is its place in the list of tensors."""
+    """Stands for a tensor in a tree that was taken apart; ``position`` is its place in the list of
+    tensors."""
 
     position: int
     shape: tuple[int, ...]
@@ -33,18 +36,22 @@ class TensorShape:
 
 
 def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
-    """A copy of ``tree`` on the CPU; tensors of ``reuse``, an earlier copy, are overwritten where they fit.
+    """A copy of ``tree`` on the CPU; tensors of ``reuse``, an earlier copy, are overwritten where
+    they fit.
 
-    Of CUDA tensors the copies lie in pinned memory, and are complete on return. Nothing of the copy is shared with ``tree``, and
-    all of it loads with ``weights_only=True``. Raises BadTask, with its place, for what could not be loaded again.
+    Of CUDA tensors the copies lie in pinned memory, and are complete on return. Nothing of the copy
+    is shared with ``tree``, and all of it loads with ``weights_only=True``. Raises BadTask, with
+    its place, for what could not be loaded again.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         copied = _laid_out(tree, reuse, pairs)
     except _Unkept as exc:
         raise BadTask(
-            f"the training state cannot be kept: {exc.path} is a {exc.kind.__module__}.{exc.kind.__qualname__}, which no "
-            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the model, optimizer or task give tensors, "
+            f"the training state cannot be kept: {exc.path} is a "
+            f"{exc.kind.__module__}.{exc.kind.__qualname__}, which no "
+            "checkpoint that loads with weights_only=True may hold. Let state_dict() of the "
+            "model, optimizer or task give tensors, "
             "numbers, strings, lists and dicts in its place"
         ) from None
     _copy(pairs)
@@ -65,10 +72,17 @@ class _Unkept(Exception):
 
 
 def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of target and source."""
+    """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of
+    target and source."""
     if isinstance(tree, torch.Tensor):
-        fits = isinstance(reuse, torch.Tensor) and reuse.shape == tree.shape and reuse.dtype == tree.dtype
-        target = reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
+        fits = (
+            isinstance(reuse, torch.Tensor)
+            and reuse.shape == tree.shape
+            and reuse.dtype == tree.dtype
+        )
+        target = (
+            reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
+        )
         pairs.append((target, tree.detach() if tree.requires_grad else tree))
         return target
     if isinstance(tree, dict):
@@ -76,16 +90,29 @@ def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tenso
             return dict(tree)
         return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, pairs))
     if isinstance(tree, list | tuple):
-        kind = list if isinstance(tree, list) else torch.Size if isinstance(tree, torch.Size) else tuple
+        kind = (
+            list
+            if isinstance(tree, list)
+            else torch.Size
+            if isinstance(tree, torch.Size)
+            else tuple
+        )
         if _FIXED.issuperset(map(type, tree)):
             return kind(tree)
         same = isinstance(reuse, list | tuple) and len(reuse) == len(tree)
-        return kind(value for _, value in _items_laid_out(enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs))
+        return kind(
+            value
+            for _, value in _items_laid_out(
+                enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs
+            )
+        )
     return _plain(tree)
 
 
 def _items_laid_out(
-    items: Iterable[tuple[Any, Any]], reuse: Mapping[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    items: Iterable[tuple[Any, Any]],
+    reuse: Mapping[Any, Any],
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[Any, Any]]:
     """Names and values of a dict or a list, laid out. Raises _Unkept with their names."""
     for name, value in items:
@@ -96,7 +123,8 @@ def _items_laid_out(
 
 
 def _plain(value: Any) -> Any:
-    """A value that is not shared, and that loads with ``weights_only=True``: of numpy's numbers and of enums their plain value."""
+    """A value that is not shared, and that loads with ``weights_only=True``: of numpy's numbers and
+    of enums their plain value."""
     if type(value) in _FIXED:
         return value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -110,14 +138,19 @@ def _plain(value: Any) -> Any:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself has one thread, several copy."""
+    """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself
+    has one thread, several copy."""
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in pairs:
         if source.is_cuda:
             target.copy_(source, non_blocking=True)
         elif source.nbytes > PIECE_BYTES and source.is_contiguous() and target.is_contiguous():
             num_elements = PIECE_BYTES // source.element_size()
-            pieces += zip(torch.split(target.view(-1), num_elements), torch.split(source.view(-1), num_elements), strict=True)
+            pieces += zip(
+                torch.split(target.view(-1), num_elements),
+                torch.split(source.view(-1), num_elements),
+                strict=True,
+            )
         else:
             pieces.append((target, source))
     num_bytes = sum(source.nbytes for _, source in pieces)
@@ -135,7 +168,9 @@ def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _shares(pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _shares(
+    pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The pieces in so many parts of about the same size."""
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
     sizes = [0] * num_threads
@@ -178,7 +213,9 @@ def shapes(tree: Any) -> list[TensorShape]:
     """Every TensorShape in ``tree``, by position."""
     if isinstance(tree, TensorShape):
         return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    values = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return [shape for value in values for shape in shapes(value)]
 
 

@@ -1,4 +1,5 @@
-"""TrainState: the one registry of everything that a run needs to go on as if nothing had happened."""
+"""TrainState: the one registry of everything that a run needs to go on as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
 logger = logging.getLogger(__name__)
 
 VERSION = 3
-"""Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor of its own."""
+"""Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor
+of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Best:
 
 
 class TrainState:
-    """Live parts and counters. ``epoch`` and ``k`` (the global batch within it) follow from ``step``, the steps done.
+    """Live parts and counters. ``epoch`` and ``k`` (the global batch within it) follow from
+    ``step``, the steps done.
 
     Between steps every rank holds the same state, bit for bit.
     """
@@ -74,11 +77,18 @@ class TrainState:
         self.fingerprint = fingerprint
         """Of the training data; resuming on other data is refused."""
         self.sampler = sampler
-        """Knows how many samples the steps have; None where the ledger is not compared with them."""
-        self._trained = {name for name, value in model.named_parameters(remove_duplicate=False) if value.requires_grad}
+        """Knows how many samples the steps have; None where the ledger is not compared with
+        them."""
+        self._trained = {
+            name
+            for name, value in model.named_parameters(remove_duplicate=False)
+            if value.requires_grad
+        }
         self.contents = contents
         """Sketches of a few samples; None where nothing is compared."""
-        self.data_name = f"the training data of {data_source}" if data_source else "the training data"
+        self.data_name = (
+            f"the training data of {data_source}" if data_source else "the training data"
+        )
         """In words; of a user's task with the method that made it, its file and line."""
         self.bookmarks = bookmarks
         """Of iterable data."""
@@ -99,7 +109,8 @@ class TrainState:
         self._unsaved: dict[str, Place] = {}
         """Buffers that forward passes change and the model's state_dict leaves out, by name."""
         self.complete = False
-        """Whether this is a state to resume from: restored, and not left in the middle of a commit."""
+        """Whether this is a state to resume from: restored, and not left in the middle of a
+        commit."""
 
     @property
     def epoch(self) -> int:
@@ -110,16 +121,18 @@ class TrainState:
         return self.step % self.steps_per_epoch
 
     def carry(self, places: Iterable[Place]) -> None:
-        """Save these, too, where the model's ``state_dict`` does not: a forward pass changes them."""
+        """Save these, too, where the model's ``state_dict`` does not: a forward pass changes
+        them."""
         self._unsaved |= {place.name: place for place in places if not place.is_saved}
 
     def committing(self) -> _Commit:
-        """The one block in which a step changes the state; it holds no collective. Left by an exception, the state is torn."""
+        """The one block in which a step changes the state; it holds no collective. Left by an
+        exception, the state is torn."""
         return _Commit(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as nested dicts of plain values and tensors, live ones but for small moments (``Packer``); a file of it loads
-        with ``weights_only=True``."""
+        """Everything, as nested dicts of plain values and tensors, live ones but for small moments
+        (``Packer``); a file of it loads with ``weights_only=True``."""
         return {
             "version": VERSION,
             "step": self.step,
@@ -146,7 +159,8 @@ class TrainState:
         }
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
-        """Check a state of this run, its own or another process's, before it is kept or gone on from.
+        """Check a state of this run, its own or another process's, before it is kept or gone on
+        from.
 
         Raises StateNotWhole, NonFiniteWeights.
         """
@@ -160,7 +174,10 @@ class TrainState:
             ValueError: it is of a version that this one does not know.
         """
         if state["version"] not in range(1, VERSION + 1):
-            raise ValueError(f"the state to resume has version {state['version']}, this Everstep reads versions 1 to {VERSION}")
+            raise ValueError(
+                f"the state to resume has version {state['version']}, this Everstep reads "
+                f"versions 1 to {VERSION}"
+            )
         if state["fingerprint"] != self.fingerprint:
             raise DataChanged(
                 f"{self.data_name} changed since step {state['step']}: "
@@ -169,7 +186,8 @@ class TrainState:
             )
         if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
             raise DataChanged(
-                f"{self.data_name} has another length since step {state['step']}, though it calls itself {self.fingerprint} as "
+                f"{self.data_name} has another length since step {state['step']}, though it calls "
+                f"itself {self.fingerprint} as "
                 "before. Put the data back as it was, or start a new run"
             )
         self._check_contents(state)
@@ -199,7 +217,8 @@ class TrainState:
         self.complete = True
 
     def _check_contents(self, state: dict[str, Any]) -> None:
-        """Raise DataChanged where samples are not what they were when the state was left; an older state does not say."""
+        """Raise DataChanged where samples are not what they were when the state was left; an older
+        state does not say."""
         if self.contents is None or not state.get("contents"):
             return
         changed = self.contents.differing(json.loads(state["contents"]))
@@ -208,8 +227,10 @@ class TrainState:
         changed = [name for name in changed if name not in unstable]
         if changed:
             raise DataChanged(
-                f"{self.data_name} changed since step {state['step']}: not the same: {few(changed)}. Put the data back as it was, "
-                f"or start a new run. If nothing was changed, each process builds other data: {DRAW_ALIKE}"
+                f"{self.data_name} changed since step {state['step']}: not the same: "
+                f"{few(changed)}. Put the data back as it was, "
+                "or start a new run. If nothing was changed, each process builds other data: "
+                f"{DRAW_ALIKE}"
             )
 
     def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
@@ -218,14 +239,19 @@ class TrainState:
         for name, value in saved.items():
             own = places[name].tensor if name in places else None
             if own is None or not is_alike(own, value):
-                logger.warning("the buffer %s of the state to resume is not there any more, or has another shape", name)
+                logger.warning(
+                    "the buffer %s of the state to resume is not there any more, or has another "
+                    "shape",
+                    name,
+                )
                 continue
             copy_all([own], [value.to(own.device)])
             self.carry([places[name]])
 
 
 class _Commit:
-    """A class of its own, since a generator in its place costs ten times as much between a model's passes."""
+    """A class of its own, since a generator in its place costs ten times as much between a model's
+    passes."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -240,18 +266,23 @@ class _Commit:
 
 
 def _match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Lay out an optimizer's tensors in memory as their parameters are: fused kernels walk both as plain memory."""
+    """Lay out an optimizer's tensors in memory as their parameters are: fused kernels walk both as
+    plain memory."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def digest(state: dict[str, Any]) -> str:
     """Digest of a state: equal where counters, ledger and every bit of every tensor are.
 
-    Tensors enter by the sum of their 8-byte words modulo 2**64, which runs at memory speed. What ranks may see differently (the
-    tail's clocks, the newest checkpoint) stays out.
+    Tensors enter by the sum of their 8-byte words modulo 2**64, which runs at memory speed. What
+    ranks may see differently (the tail's clocks, the newest checkpoint) stays out.
     """
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
     for name in ("model", "optimizer", "scaler", "ema"):

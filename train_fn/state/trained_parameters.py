@@ -1,7 +1,8 @@
-"""What a run trains, and how fast, is fixed when it is built. What a task's code changes later is refused by name.
+"""What a run trains, and how fast, is fixed when it is built. What a task's code changes later is
+refused by name.
 
-Ranks exchange the gradients of the parameters that were there then, and the optimizer moves those that it held then: a layer that
-is unfrozen later would never learn, and nobody would be told.
+Ranks exchange the gradients of the parameters that were there then, and the optimizer moves those
+that it held then: a layer that is unfrozen later would never learn, and nobody would be told.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from train_fn.state.contents import few
 
 _is_trained = operator.attrgetter("requires_grad")
 _WAY_OUT = (
-    "Build the model with everything that it will ever train, and let requires_grad be; to train other layers from some point on, "
+    "Build the model with everything that it will ever train, and let requires_grad be; to train "
+    "other layers from some point on, "
     "start a new run with resume_from"
 )
 
@@ -32,14 +34,22 @@ class TrainedParameters:
         self._held = _held(optimizer)
 
     def check_flags(self) -> None:
-        """Raise BadTask where ``requires_grad`` is not what it was. Cheap: called at every step, before it is committed."""
+        """Raise BadTask where ``requires_grad`` is not what it was. Cheap: called at every step,
+        before it is committed."""
         if list(map(_is_trained, self._parameters)) == self._flags:
             return
         pairs = list(zip(self._parameters, self._flags, strict=True))
         thawed = [self._names[id(value)] for value, was in pairs if value.requires_grad and not was]
         frozen = [self._names[id(value)] for value, was in pairs if was and not value.requires_grad]
-        said = [f"requires_grad of {few(names)} became {value}" for names, value in ((thawed, True), (frozen, False)) if names]
-        raise BadTask(f"{' and '.join(said)} after the run was built: what is trained cannot change within a run. {_WAY_OUT}")
+        said = [
+            f"requires_grad of {few(names)} became {value}"
+            for names, value in ((thawed, True), (frozen, False))
+            if names
+        ]
+        raise BadTask(
+            f"{' and '.join(said)} after the run was built: what is trained cannot change within "
+            f"a run. {_WAY_OUT}"
+        )
 
     def check(self, source: str) -> None:
         """Raise BadTask where ``source``, which has just run, changed what is trained."""
@@ -52,13 +62,16 @@ class TrainedParameters:
             built, found = _by_name(self._names), _by_name(now)
             changed = [name for name in {**built, **found} if built.get(name) != found.get(name)]
             raise BadTask(
-                f"{source} put other parameters in place of those that were built, or took some away: {few(changed)}. The "
-                "optimizer and the exchange between ranks still have the old ones; change values in place, by copy_(). "
+                f"{source} put other parameters in place of those that were built, or took some "
+                f"away: {few(changed)}. The "
+                "optimizer and the exchange between ranks still have the old ones; change values "
+                "in place, by copy_(). "
                 f"{_WAY_OUT}"
             )
         if _held(self._optimizer) != self._held:
             raise BadTask(
-                f"{source} changed which parameters the optimizer holds: it had {sum(map(len, self._held))} in {len(self._held)} "
+                f"{source} changed which parameters the optimizer holds: it had "
+                f"{sum(map(len, self._held))} in {len(self._held)} "
                 f"groups. {_WAY_OUT}"
             )
 
@@ -72,7 +85,8 @@ class LearningRates:
         self._set: list[float] | None = None
 
     def set(self, factor: float) -> float:
-        """Scale every parameter group's own peak learning rate; the first group's, as this step uses it."""
+        """Scale every parameter group's own peak learning rate; the first group's, as this step
+        uses it."""
         for group in self._optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         self._set = [group["lr"] for group in self._optimizer.param_groups]
@@ -86,11 +100,18 @@ class LearningRates:
         if now == self._set:
             return
         pairs = enumerate(zip(now, self._set, strict=False))
-        said = [f"that of parameter group {number} is {value:g}, not {was:g}" for number, (value, was) in pairs if value != was]
+        said = [
+            f"that of parameter group {number} is {value:g}, not {was:g}"
+            for number, (value, was) in pairs
+            if value != was
+        ]
         raise BadTask(
-            f"a learning rate was changed past the spec: {few(said) or 'there are other parameter groups'}. The optimizer is "
-            f"from {self._source}. Everstep sets every learning rate before each step, so that a step's is the same after a "
-            "restart: remove the scheduler, or what else changes it in a hook or in loss, and use schedule: in the spec"
+            "a learning rate was changed past the spec: "
+            f"{few(said) or 'there are other parameter groups'}. The optimizer is "
+            f"from {self._source}. Everstep sets every learning rate before each step, so that a "
+            "step's is the same after a "
+            "restart: remove the scheduler, or what else changes it in a hook or in loss, and use "
+            "schedule: in the spec"
         )
 
 
@@ -98,7 +119,8 @@ def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
     """Raise BadTask for a new optimizer that a scheduler of torch's has been made for."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise BadTask(
-            f"{source} made a scheduler for its optimizer. Everstep sets every learning rate before each step, so that a step's is "
+            f"{source} made a scheduler for its optimizer. Everstep sets every learning rate "
+            "before each step, so that a step's is "
             "the same after a restart: remove the scheduler and use schedule: in the spec"
         )
 

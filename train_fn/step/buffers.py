@@ -1,11 +1,14 @@
-"""What forward passes change in a model, running statistics above all: one change a step, the same at every world size.
+"""What forward passes change in a model, running statistics above all: one change a step, the same
+at every world size.
 
-Every micro-batch starts from the values that the step began with. Of every tensor that its forward passes change the step commits
+Every micro-batch starts from the values that the step began with. Of every tensor that its forward
+passes change the step commits
 
-- ``mean``: the mean of the values after each micro-batch, weighted by its samples. So running statistics take one momentum update
-  a step, and ``num_batches_tracked`` counts steps;
-- ``first``: the value after the global batch's first micro-batch, where a mean has no meaning: of integers and booleans, of buffers
-  beside such in one module (a queue and the pointer into it), and of parameters that are not trained (a teacher's).
+- ``mean``: the mean of the values after each micro-batch, weighted by its samples. So running
+  statistics take one momentum update a step, and ``num_batches_tracked`` counts steps;
+- ``first``: the value after the global batch's first micro-batch, where a mean has no meaning: of
+  integers and booleans, of buffers beside such in one module (a queue and the pointer into it), and
+  of parameters that are not trained (a teacher's).
 
 A module chooses for all of its own by an attribute ``buffers_take = "mean"`` or ``"first"``.
 """
@@ -25,7 +28,16 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from train_fn.errors import BadTask
 from train_fn.step.peers import Peers
-from train_fn.step.untrained import Kept, Place, Watch, copy_all, is_alike, keep, present, shape_fault
+from train_fn.step.untrained import (
+    Kept,
+    Place,
+    Watch,
+    copy_all,
+    is_alike,
+    keep,
+    present,
+    shape_fault,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +62,19 @@ class _Late:
 class VolatileBuffers:
     """What forward passes change in one replica.
 
-    A step is ``begin``; ``passed`` after each forward pass and ``rewind`` before each but the first; ``start`` before the last
-    backward and ``wait`` after it; ``agree`` where the totals say that some rank saw something move for the first time; ``adopt``.
-    A step that fails is ``put_back``.
+    A step is ``begin``; ``passed`` after each forward pass and ``rewind`` before each but the
+    first; ``start`` before the last backward and ``wait`` after it; ``agree`` where the totals say
+    that some rank saw something move for the first time; ``adopt``. A step that fails is
+    ``put_back``.
 
     Args:
         places: of all tensors that the optimizer does not move.
         moving: numbers of those that are known to move, the same on every rank.
-        ignored: numbers of those that follow from the batch (a mask made for its length, say), and are left alone.
+        ignored: numbers of those that follow from the batch (a mask made for its length, say), and
+            are left alone.
         carry: hears of what moves.
-        runs_again: whether backward passes run forward passes again, which moves buffers a second time.
+        runs_again: whether backward passes run forward passes again, which moves buffers a second
+            time.
     """
 
     def __init__(
@@ -87,7 +102,9 @@ class VolatileBuffers:
         """Take these for the ones that move, and what is there now for their values."""
         self._moving = sorted(set(moving) - self._ignored)
         left = set(range(len(self._places))) - self._ignored - set(self._moving) - set(self._late)
-        self._watch = Watch({number: self._places[number] for number in sorted(left - set(self._unfit))})
+        self._watch = Watch(
+            {number: self._places[number] for number in sorted(left - set(self._unfit))}
+        )
         self._carry(self.moving)
         self._slots = [(place.holder, place.key) for place in self.moving]
         self._tensors = [present(place) for place in self.moving]
@@ -95,12 +112,19 @@ class VolatileBuffers:
         rules = rules_of(self.moving)
         self._means = [at for at, rule in enumerate(rules) if rule == "mean"]
         self._firsts = [at for at, rule in enumerate(rules) if rule == "first"]
-        means, firsts = ([self._tensors[at] for at in group] for group in (self._means, self._firsts))
+        means, firsts = (
+            [self._tensors[at] for at in group] for group in (self._means, self._firsts)
+        )
         sizes = [tensor.numel() for tensor in means]
         self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._peers.device)
         self._values = torch.zeros_like(self._sums)
         self._sum_of, self._value_of = (
-            [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), means, strict=True)] if means else []
+            [
+                part.view(tensor.shape)
+                for part, tensor in zip(torch.split(flat, sizes), means, strict=True)
+            ]
+            if means
+            else []
             for flat in (self._sums, self._values)
         )
         self._bytes, self._first_of = _flat_like(firsts, self._peers.device)
@@ -116,10 +140,11 @@ class VolatileBuffers:
         return bool(self._late)
 
     def renew(self) -> None:
-        """Take everything as it is: the state was restored, or code of the task's ran between two steps."""
+        """Take everything as it is: the state was restored, or code of the task's ran between two
+        steps."""
         self._follow(self._moving)
 
-    # -- a step ------------------------------------------------------------------------------------------------------------
+    # -- a step
 
     def begin(self, num_samples: int, num_passes: int) -> None:
         """Remember the values that the step begins with.
@@ -150,7 +175,8 @@ class VolatileBuffers:
                 copy_all([late.tensor], [late.before])
 
     def passed(self, num_samples: int) -> None:
-        """Take in what a forward pass on so many samples changed; on none, where it only kept other ranks' company."""
+        """Take in what a forward pass on so many samples changed; on none, where it only kept other
+        ranks' company."""
         fault = self._note_late(num_samples)
         if fault is not None:
             raise fault
@@ -170,13 +196,15 @@ class VolatileBuffers:
             copy_all(self._first_of, [now[at] for at in self._firsts])
 
     def start(self) -> None:
-        """Begin to add up over ranks: after the step's last forward pass, so that it travels while its backward runs."""
+        """Begin to add up over ranks: after the step's last forward pass, so that it travels while
+        its backward runs."""
         sums = self._peers.start_sum(self._sums) if self._means else None
         firsts = self._peers.start_broadcast(self._bytes, 0) if self._firsts else None
         self._works = [work for work in (sums, firsts) if work is not None]
 
     def wait(self) -> None:
-        """Until all ranks' values are here; raises what the collective raised when a peer is gone."""
+        """Until all ranks' values are here; raises what the collective raised when a peer is
+        gone."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -186,7 +214,11 @@ class VolatileBuffers:
         now = self._now() if self._is_plain else []
         self._put_own_in_place()
         if self._is_plain:
-            replaced = [(own, there) for own, there in zip(self._tensors, now, strict=True) if own is not there]
+            replaced = [
+                (own, there)
+                for own, there in zip(self._tensors, now, strict=True)
+                if own is not there
+            ]
             copy_all([own for own, _ in replaced], [there for _, there in replaced])
         elif self._tensors:
             self._sums.div_(self._num_samples)
@@ -199,7 +231,8 @@ class VolatileBuffers:
     def put_back(self) -> list[str]:
         """Take back what the forward passes of a step that was not committed changed.
 
-        Returns the names of the tensors of which that cannot be done, or not known: the state with them in it is no step's.
+        Returns the names of the tensors of which that cannot be done, or not known: the state with
+        them in it is no step's.
         """
         torn: list[int] = []
         if self._is_kept:
@@ -219,7 +252,8 @@ class VolatileBuffers:
         return self._places[number].is_saved and kept.differs(kept.tensor)
 
     def _now(self) -> list[torch.Tensor]:
-        """What is in place; where that has another shape than before, what was there when the step began."""
+        """What is in place; where that has another shape than before, what was there when the step
+        began."""
         now = [holder[key] for holder, key in self._slots]
         for at, (tensor, own) in enumerate(zip(now, self._tensors, strict=True)):
             if tensor is not own and (tensor is None or not is_alike(tensor, own)):
@@ -233,11 +267,12 @@ class VolatileBuffers:
         for (holder, key), tensor in zip(self._slots, self._tensors, strict=True):
             holder[key] = tensor
 
-    # -- an evaluation -----------------------------------------------------------------------------------------------------
+    # -- an evaluation
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave no trace of the forward passes inside, an evaluation's. ``rewind`` before each lets all start alike."""
+        """Leave no trace of the forward passes inside, an evaluation's. ``rewind`` before each lets
+        all start alike."""
         self._keep()
         try:
             yield
@@ -246,22 +281,26 @@ class VolatileBuffers:
             self._is_kept = False
 
     def find_unnoticed(self) -> None:
-        """Between two steps: find what was written through ``.data``, or moved by an evaluation, and follow it from now on."""
+        """Between two steps: find what was written through ``.data``, or moved by an evaluation,
+        and follow it from now on."""
         moved = set(self._watch.moved())
         for number, kept in self._watch.drop(moved | set(self._watch.differing())).items():
             place = self._places[number]
             logger.warning(
-                "%s was changed through its .data, or by an evaluation; its changes are followed from now on", place.name
+                "%s was changed through its .data, or by an evaluation; its changes are followed "
+                "from now on",
+                place.name,
             )
             if number in moved:
                 place.holder[place.key] = kept.tensor
                 copy_all([kept.tensor], [kept.copy if kept.copy is not None else kept.tensor])
             self._late[number] = _late_of(kept, kept.tensor, 0, 0, is_first=True)
 
-    # -- what moves for the first time -------------------------------------------------------------------------------------
+    # -- what moves for the first time
 
     def _note_late(self, num_samples: int) -> BadTask | None:
-        """After a forward pass: find what moved for the first time, and add up what moves since this step began.
+        """After a forward pass: find what moved for the first time, and add up what moves since
+        this step began.
 
         Returns what is wrong with the shape of something that moved.
         """
@@ -281,26 +320,56 @@ class VolatileBuffers:
                 self._unfit[number] = kept  # if it is no fault, it follows from the batch
                 continue
             logger.info("%s moved in a forward pass for the first time", place.name)
-            self._late[number] = _late_of(kept, now, self._own_samples, num_samples, is_first=is_first)
+            self._late[number] = _late_of(
+                kept, now, self._own_samples, num_samples, is_first=is_first
+            )
         return fault
 
     def agree(self) -> None:
-        """Agree over ranks on what moved for the first time in this step, and on its value. A collective."""
+        """Agree over ranks on what moved for the first time in this step, and on its value. A
+        collective."""
         peers = self._peers
         numbers = sorted({number for each in peers.gather(list(self._late)) for number in each})
         for number in numbers:
             if number not in self._late:
                 self._late[number] = self._unmoved(number)
-        rules = dict(zip(numbers, rules_of([self._places[number] for number in numbers], self.moving), strict=True))
-        firsts = peers.share({number: self._late[number].first.cpu() for number in numbers if rules[number] == "first"}, 0)
-        totals = peers.gather({number: self._late[number].total.cpu() for number in numbers if rules[number] == "mean"})
-        means = {number: sum(each[number] for each in totals) / self._num_samples for number in totals[0]}
+        rules = dict(
+            zip(
+                numbers,
+                rules_of([self._places[number] for number in numbers], self.moving),
+                strict=True,
+            )
+        )
+        firsts = peers.share(
+            {
+                number: self._late[number].first.cpu()
+                for number in numbers
+                if rules[number] == "first"
+            },
+            0,
+        )
+        totals = peers.gather(
+            {
+                number: self._late[number].total.cpu()
+                for number in numbers
+                if rules[number] == "mean"
+            }
+        )
+        means = {
+            number: sum(each[number] for each in totals) / self._num_samples for number in totals[0]
+        }
         self._agreed = firsts | means
 
     def _unmoved(self, number: int) -> _Late:
         """Something that moved on other ranks alone."""
         [kept] = (self._watch.drop([number]) or {number: self._unfit.pop(number)}).values()
-        return _late_of(keep([kept.tensor], kept.tensor.nbytes)[0], kept.tensor, self._own_samples, 0, is_first=True)
+        return _late_of(
+            keep([kept.tensor], kept.tensor.nbytes)[0],
+            kept.tensor,
+            self._own_samples,
+            0,
+            is_first=True,
+        )
 
     def _adopt_agreed(self) -> None:
         for number, value in self._agreed.items():
@@ -312,14 +381,17 @@ class VolatileBuffers:
         self._follow(moving)
 
 
-def _late_of(kept: Kept, now: torch.Tensor, own_samples: int, num_samples: int, *, is_first: bool) -> _Late:
+def _late_of(
+    kept: Kept, now: torch.Tensor, own_samples: int, num_samples: int, *, is_first: bool
+) -> _Late:
     before = now.detach() if kept.copy is None else kept.copy
     total = before.double() * own_samples + now.detach().double() * num_samples
     return _Late(kept.tensor, kept.copy, (now.detach() if is_first else before).clone(), total)
 
 
 def rules_of(places: Sequence[Place], others: Sequence[Place] = ()) -> list[Rule]:
-    """What the step commits of each of these tensors, by what else moves in its module: ``places`` and ``others``.
+    """What the step commits of each of these tensors, by what else moves in its module: ``places``
+    and ``others``.
 
     Raises BadTask for a module that asks for something else.
     """
@@ -328,23 +400,35 @@ def rules_of(places: Sequence[Place], others: Sequence[Place] = ()) -> list[Rule
     for place in places:
         asked = getattr(place.module, "buffers_take", None)
         if asked not in (None, "mean", "first"):
-            raise BadTask(f"buffers_take of {type(place.module).__name__} is {asked!r}; it is 'mean' or 'first'")
+            raise BadTask(
+                f"buffers_take of {type(place.module).__name__} is {asked!r}; it is 'mean' or "
+                "'first'"
+            )
         if asked == "mean" and not present(place).is_complex() and _is_number(place):
             rules.append("mean")
         else:
-            meant = asked is None and place.is_buffer and _is_number(place) and place.module not in counting
+            meant = (
+                asked is None
+                and place.is_buffer
+                and _is_number(place)
+                and place.module not in counting
+            )
             rules.append("mean" if meant else "first")
     return rules
 
 
 def _is_number(place: Place) -> bool:
-    """Whether a mean of its values has a meaning by itself: real numbers, and BatchNorm's count, which every pass raises by one."""
+    """Whether a mean of its values has a meaning by itself: real numbers, and BatchNorm's count,
+    which every pass raises by one."""
     is_count = place.key == "num_batches_tracked" and isinstance(place.module, _NormBase)
     return present(place).is_floating_point() or is_count
 
 
-def _flat_like(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Bytes for all of them one after the other, and of these the tensors of each one's dtype and shape."""
+def _flat_like(
+    tensors: list[torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Bytes for all of them one after the other, and of these the tensors of each one's dtype and
+    shape."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     begins = [0]
     for size in sizes:

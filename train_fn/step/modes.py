@@ -1,4 +1,5 @@
-"""Train and eval modes of a model's modules: as the task built them, and back to what they were after an evaluation."""
+"""Train and eval modes of a model's modules: as the task built them, and back to what they were
+after an evaluation."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ def modes_of(model: nn.Module) -> Modes:
 
 
 class BuiltModes:
-    """The modes in which a model begins, and what its state keeps of later ones: those that differ, by the modules' names."""
+    """The modes in which a model begins, and what its state keeps of later ones: those that differ,
+    by the modules' names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._built = [(name, module, module.training) for name, module in model.named_modules()]
 
     def state_dict(self) -> dict[str, bool]:
-        return {name: module.training for name, module, built in self._built if module.training != built}
+        return {
+            name: module.training for name, module, built in self._built if module.training != built
+        }
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
         _set_modes([(module, state.get(name, built)) for name, module, built in self._built])
@@ -34,8 +38,9 @@ class BuiltModes:
 def set_modes_for_training(model: nn.Module) -> list[str]:
     """Put a new model into train mode, except for the modules that the task put into eval mode.
 
-    A module in eval mode inside a model in train mode is the task's choice: a frozen BatchNorm, say. A model that is in eval mode
-    as a whole is not: ``from_pretrained`` of Hugging Face's libraries returns such models.
+    A module in eval mode inside a model in train mode is the task's choice: a frozen BatchNorm,
+    say. A model that is in eval mode as a whole is not: ``from_pretrained`` of Hugging Face's
+    libraries returns such models.
 
     Returns the names of the outermost modules that are in eval mode now.
     """
@@ -60,7 +65,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _set_modes(modes: Modes) -> None:
-    """Set modes by each module's own ``train``, which may do more: LoRA layers merge their weights in eval mode."""
+    """Set modes by each module's own ``train``, which may do more: LoRA layers merge their weights
+    in eval mode."""
     for module, training in modes:
         if module.training != training:
             module.train(training)
@@ -71,4 +77,8 @@ def _set_modes(modes: Modes) -> None:
 def _outermost_in_eval(module: nn.Module, name: str) -> list[str]:
     if not module.training and not any(inner.training for inner in module.modules()):
         return [name or "the whole model"]
-    return [each for inner, child in module.named_children() for each in _outermost_in_eval(child, f"{name}.{inner}".strip("."))]
+    return [
+        each
+        for inner, child in module.named_children()
+        for each in _outermost_in_eval(child, f"{name}.{inner}".strip("."))
+    ]

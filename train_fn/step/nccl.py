@@ -1,8 +1,10 @@
-"""NCCL where peers die: their collectives neither fail nor end, and once aborted they end without a result and without an error.
+"""NCCL where peers die: their collectives neither fail nor end, and once aborted they end without a
+result and without an error.
 
-So somebody who knows (the controller, or torch's own watchdog after the time-out) aborts the communicator, and a rank looks at it
-before it believes in what was added up. ``recovery/environment.py`` keeps torch from ending the process meanwhile: it holds the
-state that the run goes on from.
+So somebody who knows (the controller, or torch's own watchdog after the time-out) aborts the
+communicator, and a rank looks at it before it believes in what was added up.
+``recovery/environment.py`` keeps torch from ending the process meanwhile: it holds the state that
+the run goes on from.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def abort_collectives() -> None:
-    """Free this process from collectives that will never end; for gloo, whose collectives fail by themselves, nothing happens.
+    """Free this process from collectives that will never end; for gloo, whose collectives fail by
+    themselves, nothing happens.
 
     Called from any thread but the one that trains.
     """
@@ -35,7 +38,8 @@ def abort_collectives() -> None:
 
 
 def require_whole() -> None:
-    """Raise PeersGone where collectives of this process were aborted: what they left in memory is no result.
+    """Raise PeersGone where collectives of this process were aborted: what they left in memory is
+    no result.
 
     To be called after the device has finished them.
     """
@@ -44,7 +48,9 @@ def require_whole() -> None:
         return
     problem = "its peers are gone" if _aborted.is_set() else backend.get_error().name
     if problem != "SUCCESS":
-        raise PeersGone(f"NCCL's communicator was aborted ({problem}); the step's sums are not to be used")
+        raise PeersGone(
+            f"NCCL's communicator was aborted ({problem}); the step's sums are not to be used"
+        )
 
 
 def begin_attempt() -> None:

@@ -1,4 +1,5 @@
-"""The ranks of an attempt and what they tell each other. With one rank every call returns at once, and no caller needs to care."""
+"""The ranks of an attempt and what they tell each other. With one rank every call returns at once,
+and no caller needs to care."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ class Peers:
         return self.world_size == 1
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned before reading it."""
+        """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned
+        before reading it."""
         return None if self.alone else dist.broadcast(tensor, source, async_op=True)
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to overwrite ``tensor`` by the sum of all ranks' ones; wait for what is returned before reading it."""
+        """Begin to overwrite ``tensor`` by the sum of all ranks' ones; wait for what is returned
+        before reading it."""
         return None if self.alone else dist.all_reduce(tensor, async_op=True)
 
     def gather(self, value: Any) -> list[Any]:
@@ -61,7 +64,8 @@ class Peers:
         return values[0]
 
     def require_whole(self) -> None:
-        """Raise PeersGone where what the collectives so far left behind is no result; the device has finished them."""
+        """Raise PeersGone where what the collectives so far left behind is no result; the device
+        has finished them."""
         if not self.alone and not self.on_cpu:
             require_whole()
 
@@ -71,7 +75,8 @@ def end_process_group() -> None:
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()  # destroying waits for collectives that will never finish
+        # destroying waits for collectives that will never finish
+        dist.distributed_c10d._abort_process_group()
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         _close_connections(group)
@@ -79,12 +84,15 @@ def end_process_group() -> None:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Let every collective of gloo that this process is still in fail, and those of its peers with it.
+    """Let every collective of gloo that this process is still in fail, and those of its peers with
+    it.
 
-    Destroying the group would wait for them first. They wait for peers which do the same, or are in a collective that this rank has
-    left: nobody would ever leave. Where a message does not arrive in time, gloo closes all connections of the group.
+    Destroying the group would wait for them first. They wait for peers which do the same, or are in
+    a collective that this rank has left: nobody would ever leave. Where a message does not arrive
+    in time, gloo closes all connections of the group.
     """
     for peer in range(group.size()):
         if peer != group.rank():
-            with contextlib.suppress(RuntimeError):  # that it did not arrive, or that this connection is closed already
+            # that it did not arrive, or that this connection is closed already
+            with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

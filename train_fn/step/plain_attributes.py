@@ -1,4 +1,5 @@
-"""Plain attributes of modules and of the task: which of them a first pass changes, since no state holds them, and how they were."""
+"""Plain attributes of modules and of the task: which of them a first pass changes, since no state
+holds them, and how they were."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.Generator: (lambda own: own.bit_generator.state, lambda own, state: setattr(own.bit_generator, "state", state)),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, state: setattr(own.bit_generator, "state", state),
+    ),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
-"""Generators of a module's own, which no seed of ours reaches, with what gets and sets their states."""
+"""Generators of a module's own, which no seed of ours reaches, with what gets and sets their
+states."""
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
@@ -37,20 +42,29 @@ class _State:
 
 
 class PlainAttributes:
-    """Numbers, strings, tensors, small containers of these, and random generators, as they are when this is made.
+    """Numbers, strings, tensors, small containers of these, and random generators, as they are when
+    this is made.
 
     Args:
         owners: by the name to call them.
     """
 
     def __init__(self, owners: dict[str, object]) -> None:
-        self._owners = {name: owner for name, owner in owners.items() if not type(owner).__module__.startswith("torch.")}
+        self._owners = {
+            name: owner
+            for name, owner in owners.items()
+            if not type(owner).__module__.startswith("torch.")
+        }
         self._before = {name: _values_of(owner) for name, owner in self._owners.items()}
         self._keys = {name: set(vars(owner)) for name, owner in self._owners.items()}
 
     def changed(self) -> list[str]:
         """Names of the attributes that have another value now."""
-        return [f"{name}.{key}".strip(".") for name, owner in self._owners.items() for key in self._changed(name, owner)]
+        return [
+            f"{name}.{key}".strip(".")
+            for name, owner in self._owners.items()
+            for key in self._changed(name, owner)
+        ]
 
     def put_back(self) -> None:
         """Give every attribute the value that it had."""
@@ -63,7 +77,11 @@ class PlainAttributes:
 
     def _changed(self, name: str, owner: object) -> list[str]:
         before, now = self._before[name], _values_of(owner)
-        changed = [key for key, (_, value) in before.items() if key in now and not _is_same(value, now[key][1])]
+        changed = [
+            key
+            for key, (_, value) in before.items()
+            if key in now and not _is_same(value, now[key][1])
+        ]
         gone = [key for key in before if key not in vars(owner)]
         return changed + gone + [key for key in now if key not in self._keys[name]]
 
@@ -71,7 +89,9 @@ class PlainAttributes:
 def _values_of(owner: object) -> dict[str, tuple[Any, Any]]:
     """Each plain attribute and a copy of it."""
     internal = _OWN_TO_MODULES if isinstance(owner, nn.Module) else ()
-    named = ((key, value, _copied(value)) for key, value in vars(owner).items() if key not in internal)
+    named = (
+        (key, value, _copied(value)) for key, value in vars(owner).items() if key not in internal
+    )
     return {key: (value, copied) for key, value, copied in named if copied is not _ABSENT}
 
 
@@ -80,7 +100,11 @@ def _copied(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if type(value) is torch.Tensor:  # not a parameter, and no part of a graph
-        is_fit = value.grad_fn is None and value.layout is torch.strided and value.nbytes <= _MAX_TENSOR_BYTES
+        is_fit = (
+            value.grad_fn is None
+            and value.layout is torch.strided
+            and value.nbytes <= _MAX_TENSOR_BYTES
+        )
         return value.detach().clone() if is_fit else _ABSENT
     if type(value) in _GENERATORS:
         return _State(_GENERATORS[type(value)][0](value))
@@ -102,9 +126,15 @@ def _is_same(first: Any, second: Any) -> bool:
     if isinstance(first, _State):
         return bool(first.text == second.text)
     if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+        return (
+            first.shape == second.shape
+            and first.dtype == second.dtype
+            and torch.equal(first, second)
+        )
     if isinstance(first, dict):
-        return list(first) == list(second) and all(_is_same(first[key], second[key]) for key in first)
+        return list(first) == list(second) and all(
+            _is_same(first[key], second[key]) for key in first
+        )
     if isinstance(first, list | tuple | deque):
         return len(first) == len(second) and all(map(_is_same, first, second))
     return bool(first == second) or (first != first and second != second)
@@ -117,7 +147,11 @@ def _restored(value: Any, copied: Any) -> Any:
         _GENERATORS[type(value)][1](value, copied.state)
         return value
     copied = copy.deepcopy(copied)
-    if isinstance(value, torch.Tensor) and value.shape == copied.shape and value.dtype == copied.dtype:
+    if (
+        isinstance(value, torch.Tensor)
+        and value.shape == copied.shape
+        and value.dtype == copied.dtype
+    ):
         value.copy_(copied)
     elif isinstance(value, list):
         value[:] = copied

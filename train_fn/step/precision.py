@@ -13,7 +13,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context that a forward pass runs in. Casts are not cached: ranks run different numbers of micro-batches."""
+    """The context that a forward pass runs in. Casts are not cached: ranks run different numbers of
+    micro-batches."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=_DTYPES[precision])

@@ -1,4 +1,5 @@
-"""How long a rank works by itself in a step, apart from waiting for its peers: a clock that no collective is added for."""
+"""How long a rank works by itself in a step, apart from waiting for its peers: a clock that no
+collective is added for."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import torch
 
 
 class StepClock:
-    """One rank's own time: from the gate of the last step, which all ranks pass together, to its last gradient of this one.
+    """One rank's own time: from the gate of the last step, which all ranks pass together, to its
+    last gradient of this one.
 
-    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower ranks. Which parameter gets the
-    last gradient is learned in the first step; it alone is asked after that. On CUDA the stream's own times are taken, without
-    waiting for it.
+    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower
+    ranks. Which parameter gets the last gradient is learned in the first step; it alone is asked
+    after that. On CUDA the stream's own times are taken, without waiting for it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
@@ -27,12 +29,18 @@ class StepClock:
         }
 
     def restart(self) -> None:
-        """Something that is no step's work came between: the time until the next gate is not told."""
+        """Something that is no step's work came between: the time until the next gate is not
+        told."""
         self._began = None
 
     def gate(self) -> float:
-        """Seconds of this rank's own work in the step whose gate it has just passed; 0 where they are not known."""
-        own_s = self._elapsed_s() if self._began is not None and self._last_gradient is not None else 0.0
+        """Seconds of this rank's own work in the step whose gate it has just passed; 0 where they
+        are not known."""
+        own_s = (
+            self._elapsed_s()
+            if self._began is not None and self._last_gradient is not None
+            else 0.0
+        )
         if self._newest is not None and len(self._hooks) > 1:
             self._keep_hook_of(self._newest)
         self._began, self._last_gradient = self._now(), None

@@ -1,7 +1,8 @@
 """What a rank is to do at each step, worked out for many steps at once.
 
-Between a model's passes, which leave nothing of this code in a core's caches, a call of numpy costs as much as hashing thousands of
-samples does: what depends on nothing but the step is not done there.
+Between a model's passes, which leave nothing of this code in a core's caches, a call of numpy costs
+as much as hashing thousands of samples does: what depends on nothing but the step is not done
+there.
 """
 
 from __future__ import annotations
@@ -56,11 +57,20 @@ class StepPlans:
             shares.append((sampler.size_of(k), share))
             places += [(epoch, step)] * len(share)
             num_samples += sum(len(micro.indices) for micro in share)
-        hashes = iter(sample_hashes(places, [micro.indices for _, share in shares for micro in share]))
+        hashes = iter(
+            sample_hashes(places, [micro.indices for _, share in shares for micro in share])
+        )
         of_steps = [[next(hashes) for _ in share] for _, share in shares]
         sums = [sum(each) & MASK64 for each in of_steps]
         told = told_hashes(sums, self._world_size)
         return [
-            StepPlan(size, share, each, Expected(Count(sum(len(micro.indices) for micro in share), 0, 0, total), told_hash))
-            for (size, share), each, total, told_hash in zip(shares, of_steps, sums, told, strict=True)
+            StepPlan(
+                size,
+                share,
+                each,
+                Expected(Count(sum(len(micro.indices) for micro in share), 0, 0, total), told_hash),
+            )
+            for (size, share), each, total, told_hash in zip(
+                shares, of_steps, sums, told, strict=True
+            )
         ]

@@ -1,12 +1,14 @@
-"""What all ranks need to know of a step, carried by the all-reduce of its gradients: no collective is added for it.
+"""What all ranks need to know of a step, carried by the all-reduce of its gradients: no collective
+is added for it.
 
-The numbers of a rank are the gradient of a parameter that nothing else uses (``Carrier``). DDP adds them up with the first bucket
-that backward fills. A step is taken only if its totals are whole: every rank spoke, of this step, and all samples of the global
-batch are accounted for (``StepTotals.fault``). All ranks hold the same numbers, so that they agree to stop, to refuse the step, to
-report.
+The numbers of a rank are the gradient of a parameter that nothing else uses (``Carrier``). DDP adds
+them up with the first bucket that backward fills. A step is taken only if its totals are whole:
+every rank spoke, of this step, and all samples of the global batch are accounted for
+(``StepTotals.fault``). All ranks hold the same numbers, so that they agree to stop, to refuse the
+step, to report.
 
-DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and whole ones byte by byte, since
-the sums of bytes are small enough to come out exact.
+DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and
+whole ones byte by byte, since the sums of bytes are small enough to come out exact.
 """
 
 from __future__ import annotations
@@ -28,29 +30,36 @@ from train_fn.samples.randomness import MASK64
 from train_fn.step.peers import Peers
 
 _FIELDS = "QBIIIQBBBBQ"
-"""Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step; cancel, pause, save, news; a hash.
+"""Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step;
+cancel, pause, save, news; a hash.
 
 All but the last are the same from step to step, mostly."""
 _WHOLE = struct.Struct(f"<{_FIELDS[:-1]}")
 _MOST_WEIGHT = 1 << 48
 """A weight below it is sent exactly; of one above, the digits of a float32."""
 _NUM_FRACTIONS = 3
-"""Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too large. They come first."""
+"""Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too
+large. They come first."""
 _HASH = struct.Struct(f"<{_FIELDS[-1]}")
 _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size + _HASH.size
 """All but those that each rank has a place of its own for: the step, and its own time."""
 _FLOAT_BYTES = 4
 _LAYOUT = f"={_NUM_FRACTIONS}f{_FLOAT_BYTES * _WHOLE.size}s{_FLOAT_BYTES * _HASH.size}s"
-"""The numbers as float32; those of whole numbers' bytes, which are worked out before, as they are in memory."""
+"""The numbers as float32; those of whole numbers' bytes, which are worked out before, as they are
+in memory."""
 _SENT = struct.Struct(_LAYOUT)
-_ENDS = list(itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS[:-1])), initial=0))
+_ENDS = list(
+    itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS[:-1])), initial=0)
+)
 _REMEMBERED = 16
 _STEP_MARKS = 1 << 12
-"""Steps are told apart modulo this: a float32 holds the mark exactly, also as many times as large as there are ranks."""
+"""Steps are told apart modulo this: a float32 holds the mark exactly, also as many times as large
+as there are ranks."""
 
 
 class Expected(NamedTuple):
-    """What one rank tells of its samples where the loader yields what the sampler expects, worked out before the step."""
+    """What one rank tells of its samples where the loader yields what the sampler expects, worked
+    out before the step."""
 
     samples: Count
     told_hash: bytes
@@ -75,7 +84,8 @@ class Facts(NamedTuple):
     pauses: int
     saves: int
     num_with_news: int = 0
-    """Ranks that saw a tensor move in a forward pass which the ranks have not agreed on yet (``VolatileBuffers.agree``)."""
+    """Ranks that saw a tensor move in a forward pass which the ranks have not agreed on yet
+    (``VolatileBuffers.agree``)."""
 
     @property
     def stop(self) -> Stop | None:
@@ -84,7 +94,8 @@ class Facts(NamedTuple):
 
     @property
     def save(self) -> bool:
-        """Whether the state after this step is to be saved: rank 0's word, on every rank the same."""
+        """Whether the state after this step is to be saved: rank 0's word, on every rank the
+        same."""
         return self.saves > 0
 
 
@@ -100,7 +111,8 @@ class StepTotals(NamedTuple):
     step_marks: tuple[float, ...]
     """Of each rank, ``step_mark`` of the step that it spoke of; 0 where it did not speak."""
     own_s: tuple[float, ...]
-    """Of each rank, the seconds of its own work in the step before this one; 0 where it does not know them."""
+    """Of each rank, the seconds of its own work in the step before this one; 0 where it does not
+    know them."""
     nonfinite_ranks: float
     """Their sum, each one more than it is."""
 
@@ -112,15 +124,26 @@ class StepTotals(NamedTuple):
             num_samples: of its global batch.
         """
         mark = step_mark(step)
-        apart = [rank for rank, found in enumerate(self.step_marks) if not mark - 0.5 < found < mark + 0.5]
+        apart = [
+            rank
+            for rank, found in enumerate(self.step_marks)
+            if not mark - 0.5 < found < mark + 0.5
+        ]
         if apart:
             silent = [rank for rank in apart if self.step_marks[rank] == 0]
-            said = f"rank {apart[0]} " + ("sent nothing" if silent else f"sent {self.step_marks[apart[0]]:g}, not {mark}")
-            return f"{len(self.step_marks) - len(apart)} of {len(self.step_marks)} ranks took part in it; {said}"
+            said = f"rank {apart[0]} " + (
+                "sent nothing" if silent else f"sent {self.step_marks[apart[0]]:g}, not {mark}"
+            )
+            return (
+                f"{len(self.step_marks) - len(apart)} of {len(self.step_marks)} ranks took part "
+                f"in it; {said}"
+            )
         facts = self.facts
         found = facts.num_samples - facts.num_unexpected + facts.num_missing
         if found != num_samples:
-            return f"the ranks accounted for {found} samples, but the global batch has {num_samples}"
+            return (
+                f"the ranks accounted for {found} samples, but the global batch has {num_samples}"
+            )
         return None
 
     @property
@@ -135,16 +158,19 @@ class StepTotals(NamedTuple):
 
 
 class Carrier:
-    """Gathers what a rank tells of a step, and has it added up: as the gradient of ``numbers``, a parameter of the module that DDP
-    wraps, of no model, and of no optimizer.
+    """Gathers what a rank tells of a step, and has it added up: as the gradient of ``numbers``, a
+    parameter of the module that DDP wraps, of no model, and of no optimizer.
 
-    A step is ``begin``, ``add`` for each micro-batch, ``backward`` with the last, and ``take``. With cold caches, as between a
-    model's passes, a call of torch costs as much as all of this does, and so do five objects not looked at since the last step.
+    A step is ``begin``, ``add`` for each micro-batch, ``backward`` with the last, and ``take``.
+    With cold caches, as between a model's passes, a call of torch costs as much as all of this
+    does, and so do five objects not looked at since the last step.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self.numbers = nn.Parameter(torch.zeros(_NUM_NUMBERS + 2 * peers.world_size, device=peers.device))
+        self.numbers = nn.Parameter(
+            torch.zeros(_NUM_NUMBERS + 2 * peers.world_size, device=peers.device)
+        )
         self._written = np.zeros(_NUM_NUMBERS + 2 * peers.world_size, np.float32)
         """Of which the places of other ranks stay zero."""
         self._told = torch.from_numpy(self._written)
@@ -152,14 +178,18 @@ class Carrier:
         self.begin(0)
 
     def begin(self, step: int, expected: Expected = _NOTHING) -> None:
-        """Begin the step before which ``step`` were done. This rank's loader is to yield what is ``expected``."""
+        """Begin the step before which ``step`` were done. This rank's loader is to yield what is
+        ``expected``."""
         self._step, self._expected = step, expected
         self._loss, self._weight = 0.0, 0.0
         self._of_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         """Losses and weights that the device alone knows."""
 
-    def add(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None) -> None:
-        """One micro-batch. ``difference`` is what the loader yielded in place of what was expected of it."""
+    def add(
+        self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None
+    ) -> None:
+        """One micro-batch. ``difference`` is what the loader yielded in place of what was expected
+        of it."""
         if self._peers.on_cpu:
             self._loss += loss_sum.item()
             self._weight += float(weight)
@@ -182,12 +212,16 @@ class Carrier:
 
         Args:
             stop: what this rank has heard that the user asked for.
-            checkpoint_step: of a checkpoint that has been committed since and is to be reported; 0 for none.
+            checkpoint_step: of a checkpoint that has been committed since and is to be reported; 0
+                for none.
             save: whether the state after this step is to be saved.
             has_news: whether this rank saw a tensor move that the ranks have not agreed on.
             own_s: of this rank's own work in the step before.
         """
-        torch.autograd.backward((loss, self.numbers), (None, self.gradient(stop, checkpoint_step, save, own_s, has_news)))
+        torch.autograd.backward(
+            (loss, self.numbers),
+            (None, self.gradient(stop, checkpoint_step, save, own_s, has_news)),
+        )
 
     def gradient(
         self,
@@ -197,7 +231,8 @@ class Carrier:
         own_s: float = 0.0,
         has_news: bool = False,
     ) -> torch.Tensor:
-        """Return what ``backward`` sends, in a tensor which the next call overwrites. On CUDA nothing here waits for the device."""
+        """Return what ``backward`` sends, in a tensor which the next call overwrites. On CUDA
+        nothing here waits for the device."""
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
@@ -205,7 +240,11 @@ class Carrier:
         counted = (samples.num_samples, samples.num_unexpected, samples.num_missing)
         words = (checkpoint_step, stop == "cancel", stop == "pause", save, has_news)
         fields = _told_fields((whole, nonfinite, *counted, *words), world_size)
-        fractions = (world_size * loss, world_size * nonfinite * (rank + 1), world_size * (weight - whole))
+        fractions = (
+            world_size * loss,
+            world_size * nonfinite * (rank + 1),
+            world_size * (weight - whole),
+        )
         _SENT.pack_into(self._written.data, 0, *fractions, fields, told_hash)
         self._written[_NUM_NUMBERS + rank] = world_size * step_mark(self._step)
         self._written[_NUM_NUMBERS + world_size + rank] = world_size * own_s
@@ -216,7 +255,8 @@ class Carrier:
         return torch.cat([of_losses * world_size, rest])
 
     def take(self) -> StepTotals:
-        """Return the totals over all ranks, once backward has returned; the device has finished it then, too."""
+        """Return the totals over all ranks, once backward has returned; the device has finished it
+        then, too."""
         sums, self.numbers.grad = self.numbers.grad, None
         assert sums is not None
         copied = (sums if self._peers.on_cpu else sums.cpu()).numpy().tobytes()
@@ -228,18 +268,29 @@ class Carrier:
         loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
         facts, world_size = _facts_of(fields), self._peers.world_size
         marks, own_s = tuple(of_ranks[:world_size]), tuple(of_ranks[world_size:])
-        return StepTotals(loss, fraction + facts.weight, facts, hash_sums, marks, own_s, nonfinite_ranks)
+        return StepTotals(
+            loss, fraction + facts.weight, facts, hash_sums, marks, own_s, nonfinite_ranks
+        )
 
     def _of_losses_on_device(self) -> torch.Tensor:
-        """The first of the numbers, where the device alone knows the losses, and those weights that are tensors."""
+        """The first of the numbers, where the device alone knows the losses, and those weights that
+        are tensors."""
         device = self._peers.device
         losses, weights = zip(*self._of_device, strict=True)
         loss = torch.stack(losses).sum(dtype=torch.float64)
         known = sum(float(weight) for weight in weights if not isinstance(weight, torch.Tensor))
-        tensors = [weight.detach().double().to(device) for weight in weights if isinstance(weight, torch.Tensor)]
-        weight = torch.stack([torch.full((), known, dtype=torch.float64, device=device), *tensors]).sum()
+        tensors = [
+            weight.detach().double().to(device)
+            for weight in weights
+            if isinstance(weight, torch.Tensor)
+        ]
+        weight = torch.stack(
+            [torch.full((), known, dtype=torch.float64, device=device), *tensors]
+        ).sum()
         nonfinite = torch.logical_not(torch.isfinite(loss)).double()
-        whole = torch.where((weight >= 0) & (weight < _MOST_WEIGHT), weight.floor(), torch.zeros_like(weight))
+        whole = torch.where(
+            (weight >= 0) & (weight < _MOST_WEIGHT), weight.floor(), torch.zeros_like(weight)
+        )
         sizes = torch.pow(256.0, torch.arange(_ENDS[1], dtype=torch.float64, device=device))
         bytes_of_weight = (whole / sizes).floor().remainder(256.0)
         fractions = torch.stack([loss, nonfinite * (self._peers.rank + 1), weight - whole])
@@ -251,7 +302,8 @@ def expected(samples: Count, world_size: int) -> Expected:
 
 
 def step_mark(step: int) -> int:
-    """Return what a rank sends of the step before which ``step`` were done: never 0, which is what a silent rank adds."""
+    """Return what a rank sends of the step before which ``step`` were done: never 0, which is what
+    a silent rank adds."""
     return step % _STEP_MARKS + 1
 
 
@@ -279,7 +331,8 @@ def _sent(whole: bytes, world_size: int) -> bytes:
 
 
 def _numbers_of(sums: bytes, ends: Sequence[int]) -> list[int]:
-    """Fields' sums modulo 2**64, as the hash is, from the sums of their bytes, each field's lowest first.
+    """Fields' sums modulo 2**64, as the hash is, from the sums of their bytes, each field's lowest
+    first.
 
     Args:
         sums: float32.
@@ -287,6 +340,7 @@ def _numbers_of(sums: bytes, ends: Sequence[int]) -> list[int]:
     """
     sums_of_bytes = np.rint(np.nan_to_num(np.frombuffer(sums, np.float32))).tolist()
     return [
-        sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end])) & MASK64
+        sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end]))
+        & MASK64
         for begin, end in itertools.pairwise(ends)
     ]

@@ -1,4 +1,5 @@
-"""Which rank the others wait for: every rank's own time by step, folded on rank 0, and told when one stays slow."""
+"""Which rank the others wait for: every rank's own time by step, folded on rank 0, and told when
+one stays slow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ WINDOW_S = 5.0
 WINDOW_STEPS = 20
 """Fewest steps that are compared."""
 PERSISTS = 3
-"""So many windows in a row a rank must be slow, or not, before that is told: a busy moment is no straggler."""
+"""So many windows in a row a rank must be slow, or not, before that is told: a busy moment is no
+straggler."""
 SLOW_RATIO = 1.15
 """A straggler takes so many times what its peers take for the same work,"""
 SLOW_S = 0.003
@@ -30,12 +32,16 @@ Emit = Callable[[EventKind, dict[str, Any]], None]
 class StragglerWatch:
     """Takes every rank's own seconds of each step; rank 0 alone keeps one.
 
-    Ranks are compared by their time for one micro-batch, because their shares of a global batch may differ by one. Medians: a
-    checkpoint or an evaluation now and then makes nobody a straggler.
+    Ranks are compared by their time for one micro-batch, because their shares of a global batch may
+    differ by one. Medians: a checkpoint or an evaluation now and then makes nobody a straggler.
     """
 
     def __init__(
-        self, emit: Emit, node_ids: Sequence[str], shares: Sequence[int], monotonic: Callable[[], float] = time.monotonic
+        self,
+        emit: Emit,
+        node_ids: Sequence[str],
+        shares: Sequence[int],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -56,7 +62,8 @@ class StragglerWatch:
         self._slow = [False] * len(self._node_ids)
 
     def note(self, step: int, own_s: Sequence[float], step_s: float) -> None:
-        """Take one step: every rank's own seconds (0 for not known), and the seconds of the whole step."""
+        """Take one step: every rank's own seconds (0 for not known), and the seconds of the whole
+        step."""
         now = self._monotonic()
         if self._window_began is None:
             self._window_began = now
@@ -73,7 +80,10 @@ class StragglerWatch:
         changed = self._compare(step, own)
         if changed or now - self._told_at >= TELL_EVERY_S:
             self._told_at = now
-            self._emit(EventKind.RANK_TIMES, {"step": step, "step_s": round(typical_s, 6), "ranks": self._rows(own, typical_s)})
+            self._emit(
+                EventKind.RANK_TIMES,
+                {"step": step, "step_s": round(typical_s, 6), "ranks": self._rows(own, typical_s)},
+            )
 
     def _rows(self, own: Sequence[float], step_s: float) -> list[dict[str, Any]]:
         return [
@@ -94,7 +104,11 @@ class StragglerWatch:
 
     def _peers_s(self, own: Sequence[float], rank: int) -> float:
         """What a typical peer would take for this rank's share, in seconds."""
-        others = [seconds / share for peer, (seconds, share) in enumerate(zip(own, self._shares, strict=True)) if peer != rank]
+        others = [
+            seconds / share
+            for peer, (seconds, share) in enumerate(zip(own, self._shares, strict=True))
+            if peer != rank
+        ]
         return max(median(others) * self._shares[rank], 1e-9)
 
     def _compare(self, step: int, own: Sequence[float]) -> bool:

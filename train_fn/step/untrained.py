@@ -1,4 +1,5 @@
-"""The tensors of a model that its optimizer does not move: buffers, and parameters that are not trained. What else moves them?"""
+"""The tensors of a model that its optimizer does not move: buffers, and parameters that are not
+trained. What else moves them?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from train_fn.errors import BadTask
 
 COPIED_BYTES = 64 << 20
-"""Copies of tensors that are not known to move take no more than this together; of each tensor beyond, a sample is kept."""
+"""Copies of tensors that are not known to move take no more than this together; of each tensor
+beyond, a sample is kept."""
 _SEEN_BYTES = 1 << 20
 _SAMPLED = 256
 """Elements in a sample, about."""
@@ -22,7 +24,8 @@ _SAMPLED = 256
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module has a tensor. A forward pass may put another one there (``self.mean = 0.9 * self.mean + …``)."""
+    """Where a module has a tensor. A forward pass may put another one there (``self.mean = 0.9 *
+    self.mean + …``)."""
 
     name: str
     """As ``named_buffers`` has it."""
@@ -45,14 +48,20 @@ class Place:
 
 
 def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[Place]:
-    """The places of all tensors that are not among ``trained`` and share no memory with them, each once, in the modules' order."""
+    """The places of all tensors that are not among ``trained`` and share no memory with them, each
+    once, in the modules' order."""
     taken = {parameter.untyped_storage().data_ptr() for parameter in trained}
     seen: set[int] = set()
     places = []
     for prefix, module in model.named_modules():
         for is_buffer, holder in ((True, module._buffers), (False, module._parameters)):
             for key, tensor in holder.items():
-                if tensor is None or id(tensor) in seen or is_lazy(tensor) or tensor.layout is not torch.strided:
+                if (
+                    tensor is None
+                    or id(tensor) in seen
+                    or is_lazy(tensor)
+                    or tensor.layout is not torch.strided
+                ):
                     continue
                 seen.add(id(tensor))
                 if not tensor.numel() or tensor.untyped_storage().data_ptr() not in taken:
@@ -61,8 +70,11 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
 
 
 def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether one can take the other's value: the same shape, and the same dtype or both floating-point numbers."""
-    same_kind = first.dtype == second.dtype or (first.is_floating_point() and second.is_floating_point())
+    """Whether one can take the other's value: the same shape, and the same dtype or both
+    floating-point numbers."""
+    same_kind = first.dtype == second.dtype or (
+        first.is_floating_point() and second.is_floating_point()
+    )
     return first.shape == second.shape and same_kind
 
 
@@ -72,14 +84,19 @@ def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None
         torch._foreach_copy_(list(to), list(source))
 
 
-def shape_fault(place: Place, now: torch.Tensor | None, before: torch.Tensor | None) -> BadTask | None:
-    """Return why a tensor of the model's state may not be replaced by one that is not ``is_alike``; None where it may."""
+def shape_fault(
+    place: Place, now: torch.Tensor | None, before: torch.Tensor | None
+) -> BadTask | None:
+    """Return why a tensor of the model's state may not be replaced by one that is not ``is_alike``;
+    None where it may."""
     fits = now is before or (now is not None and before is not None and is_alike(now, before))
     if fits or not place.is_saved:
         return None
     return BadTask(
-        f"the forward pass replaced {place.name}, {_described(before)}, by {_described(now)}. No checkpoint could be loaded with "
-        "it. Give it its final shape in build_model, or register it with persistent=False if it follows from the batch"
+        f"the forward pass replaced {place.name}, {_described(before)}, by {_described(now)}. No "
+        "checkpoint could be loaded with "
+        "it. Give it its final shape in build_model, or register it with persistent=False if it "
+        "follows from the batch"
     )
 
 
@@ -126,18 +143,24 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Tells which of the tensors at some places were moved since it last looked, by their versions and memory.
+    """Tells which of the tensors at some places were moved since it last looked, by their versions
+    and memory.
 
     A write through ``tensor.data`` leaves both as they are: ``differing`` compares contents.
     """
 
     def __init__(self, places: dict[int, Place]) -> None:
-        self._places = {number: place for number, place in places.items() if place.tensor is not None}
-        self._kept = dict(zip(self._places, keep(present(place) for place in self._places.values()), strict=True))
+        self._places = {
+            number: place for number, place in places.items() if place.tensor is not None
+        }
+        self._kept = dict(
+            zip(self._places, keep(present(place) for place in self._places.values()), strict=True)
+        )
         self._look()
 
     def moved(self) -> list[int]:
-        """Numbers of the places whose tensor has another version or memory than before, or is another one."""
+        """Numbers of the places whose tensor has another version or memory than before, or is
+        another one."""
         now = [holder[key] for holder, key in self._slots]
         marks = _marks(self._tensors)
         if marks == self._marks and all(map(operator.is_, now, self._tensors)):
@@ -145,7 +168,9 @@ class Watch:
         before = zip(self._tensors, self._marks, strict=True)
         return [
             number
-            for number, tensor, mark, (was, its_mark) in zip(self._kept, now, marks, before, strict=True)
+            for number, tensor, mark, (was, its_mark) in zip(
+                self._kept, now, marks, before, strict=True
+            )
             if tensor is not was or mark != its_mark
         ]
 
@@ -189,7 +214,8 @@ class WarmUp:
     """Finds out what a first pass moves, by contents, and undoes it.
 
     Args:
-        is_fresh: whether nothing is loaded afterwards: copies of large parameters are kept then, too, in the host's memory.
+        is_fresh: whether nothing is loaded afterwards: copies of large parameters are kept then,
+            too, in the host's memory.
     """
 
     def __init__(self, model: nn.Module, places: list[Place], *, is_fresh: bool) -> None:
@@ -207,7 +233,8 @@ class WarmUp:
                 self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
 
     def look(self) -> tuple[set[int], set[int]]:
-        """Numbers of the places where something moved, and of those where something is that follows from the batch.
+        """Numbers of the places where something moved, and of those where something is that follows
+        from the batch.
 
         Raises BadTask where one of another shape is part of the model's state.
         """
@@ -219,7 +246,8 @@ class WarmUp:
                 faults.append(shape_fault(place, now, kept.form))
                 ignored.add(number)
             elif not place.is_saved and now is not kept.tensor and not kept.differs(now):
-                ignored.add(number)  # made anew in every pass, from nothing that training changes: a mask, say
+                # made anew in every pass, from nothing that training changes: a mask, say
+                ignored.add(number)
             elif now is not kept.tensor or kept.differs(now):
                 moving.add(number)
                 [self._seen[number]] = keep([now], _SEEN_BYTES)
@@ -229,8 +257,12 @@ class WarmUp:
         return moving, ignored
 
     def has_moved_again(self) -> bool:
-        """Whether what moved has other contents than at the last look: gradient checkpointing runs forward passes again."""
-        return any((now := self._places[number].tensor) is None or seen.differs(now) for number, seen in self._seen.items())
+        """Whether what moved has other contents than at the last look: gradient checkpointing runs
+        forward passes again."""
+        return any(
+            (now := self._places[number].tensor) is None or seen.differs(now)
+            for number, seen in self._seen.items()
+        )
 
     @torch.no_grad()
     def put_back(self) -> None:

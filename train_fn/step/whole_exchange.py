@@ -1,8 +1,9 @@
 """Completes the exchange of gradients where a backward did not reach every parameter.
 
-DDP adds a bucket up once all of its parameters have a gradient. A parameter that the last micro-batch of a share does not use never
-gets one: its bucket, and those after it, stay this rank's own, while the other ranks wait for it or take part without it. Such a
-parameter adds zero, or what earlier micro-batches of the share gave it.
+DDP adds a bucket up once all of its parameters have a gradient. A parameter that the last
+micro-batch of a share does not use never gets one: its bucket, and those after it, stay this rank's
+own, while the other ranks wait for it or take part without it. Such a parameter adds zero, or what
+earlier micro-batches of the share gave it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _UNREADY = re.compile(r"Parameter indices which did not receive grad for rank \d
 
 
 class _Reach(torch.autograd.Function):
-    """Lets a backward reach parameters without giving them anything: DDP's hooks run as they do after a gradient."""
+    """Lets a backward reach parameters without giving them anything: DDP's hooks run as they do
+    after a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -33,8 +35,11 @@ class _Reach(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def finish_exchange(wrapped: DistributedDataParallel, exchanged: Sequence[nn.Parameter], step: int) -> None:
-    """Let the parameters take part that the backward just done did not reach. Nearly free where it reached all.
+def finish_exchange(
+    wrapped: DistributedDataParallel, exchanged: Sequence[nn.Parameter], step: int
+) -> None:
+    """Let the parameters take part that the backward just done did not reach. Nearly free where it
+    reached all.
 
     Args:
         exchanged: what DDP adds up, in its own order.
@@ -57,8 +62,8 @@ def finish_exchange(wrapped: DistributedDataParallel, exchanged: Sequence[nn.Par
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give a zero gradient to those that no micro-batch used, as an exchange does: the optimizer then treats a parameter the same
-    at every world size."""
+    """Give a zero gradient to those that no micro-batch used, as an exchange does: the optimizer
+    then treats a parameter the same at every world size."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,5 @@
-"""What is given as a data set and is none: a DataLoader, a sampler, or an iterable around one, whose items are whole batches."""
+"""What is given as a data set and is none: a DataLoader, a sampler, or an iterable around one,
+whose items are whole batches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _LOADERS = frozenset(
 """Classes that yield batches, by name: most are of packages that need not be installed."""
 
 _WAY_OUT = (
-    "Everstep batches, shuffles and divides samples itself (train.global_batch_size, train.micro_batch_size) and reads them by "
+    "Everstep batches, shuffles and divides samples itself (train.global_batch_size, "
+    "train.micro_batch_size) and reads them by "
     "processes of its own (train.loader). A collate_fn becomes the task's method collate"
 )
 
@@ -36,23 +38,31 @@ def refuse_batches(source: str, dataset: Any, *, iterable: bool) -> None:
     Args:
         source: What made it, in words.
         dataset: What was returned as a data set.
-        iterable: Whether it is read from one end to the other. What one that is read by index holds inside is its own business.
+        iterable: Whether it is read from one end to the other. What one that is read by index holds
+            inside is its own business.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, list | tuple) and dataset and _is_loader(dataset[0]):
         first = type(dataset[0]).__name__
-        raise BadTask(f"{source} is a {kind} of {first}: return torch.utils.data.ConcatDataset of their data sets. {_WAY_OUT}")
+        raise BadTask(
+            f"{source} is a {kind} of {first}: return torch.utils.data.ConcatDataset of their "
+            f"data sets. {_WAY_OUT}"
+        )
     if _is_loader(dataset):
-        raise BadTask(f"{source} is a {kind}, which yields batches: return loader.dataset. {_WAY_OUT}")
+        raise BadTask(
+            f"{source} is a {kind}, which yields batches: return loader.dataset. {_WAY_OUT}"
+        )
     if isinstance(dataset, Sampler) or hasattr(dataset, "batch_sampler"):
         raise BadTask(
-            f"{source} is a {kind}, which gives indices and no samples: return the data set that it draws from. {_WAY_OUT}"
+            f"{source} is a {kind}, which gives indices and no samples: return the data set that "
+            f"it draws from. {_WAY_OUT}"
         )
     held = vars(dataset).values() if iterable and hasattr(dataset, "__dict__") else ()
     loader = next((value for value in held if isinstance(value, DataLoader)), None)
     if loader is not None and _is_batch(_first_of(dataset), loader.batch_size):
         raise BadTask(
-            f"{source} is a {kind} around a DataLoader, and its first item is a batch of {loader.batch_size}: return the loader's "
+            f"{source} is a {kind} around a DataLoader, and its first item is a batch of "
+            f"{loader.batch_size}: return the loader's "
             f"data set. {_WAY_OUT}"
         )
 

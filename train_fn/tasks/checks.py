@@ -1,4 +1,5 @@
-"""What a task hands over, checked where it is handed over: a fault is told with the file and line of the method that made it."""
+"""What a task hands over, checked where it is handed over: a fault is told with the file and line
+of the method that made it."""
 
 from __future__ import annotations
 
@@ -20,26 +21,35 @@ _NAMES_SHOWN = 5
 
 
 def told(task: Task, method: str) -> str:
-    """A task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line 12)``."""
+    """A task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
+    12)``."""
     return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
 
 
 def checked_model(task: Task, model: Any) -> nn.Module:
-    """What ``build_model`` returned. Raises BadTask where it is no module, or has nothing to train."""
+    """What ``build_model`` returned. Raises BadTask where it is no module, or has nothing to
+    train."""
     if not isinstance(model, nn.Module):
-        raise BadTask(f"{told(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}")
+        raise BadTask(
+            f"{told(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadTask(
-            f"{told(task, 'build_model')} returned a model of which no parameter requires a gradient; nothing would be trained"
+            f"{told(task, 'build_model')} returned a model of which no parameter requires a "
+            "gradient; nothing would be trained"
         )
     return model
 
 
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
-    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}`` of data sets."""
+    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}``
+    of data sets."""
     source = told(task, "build_datasets")
     if not isinstance(datasets, dict) or datasets.get("train") is None:
-        raise BadTask(f'{source} must return {{"train": dataset, "val": dataset or None}}, not {datasets!r:.200}')
+        raise BadTask(
+            f'{source} must return {{"train": dataset, "val": dataset or None}}, not '
+            f"{datasets!r:.200}"
+        )
     unknown = sorted(str(name) for name in datasets if name not in ("train", "val"))
     if unknown:
         raise BadTask(f"{source} returned {', '.join(unknown)} beside train and val; leave it out")
@@ -53,11 +63,14 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a data set is read from one end to the other, and not by index."""
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
 
 
 def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
-    """Samples in an epoch of iterable data: its length, where it has one, else ``max_steps`` in ``epochs`` equal parts.
+    """Samples in an epoch of iterable data: its length, where it has one, else ``max_steps`` in
+    ``epochs`` equal parts.
 
     Raises BadTask where neither is known.
     """
@@ -66,8 +79,10 @@ def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
         return length
     if train.max_steps is None:
         raise BadTask(
-            f"{source}: train ({_kind(dataset)}) is iterable and has no __len__; set train.max_steps, so that the run has an end "
-            "(train.epochs then divides it into so many parts, each followed by an evaluation), or give it __len__"
+            f"{source}: train ({_kind(dataset)}) is iterable and has no __len__; set "
+            "train.max_steps, so that the run has an end "
+            "(train.epochs then divides it into so many parts, each followed by an evaluation), "
+            "or give it __len__"
         )
     return -(-train.max_steps // train.epochs) * train.global_batch_size
 
@@ -88,7 +103,8 @@ def _check_dataset(source: str, dataset: Any) -> None:
     lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if lacking and not (lacking == ["__getitem__"] and hasattr(dataset, "fetch")):
         raise BadTask(
-            f"{source} ({_kind(dataset)}) has no {' and no '.join(lacking)}; a data set says how long it is and gives sample i"
+            f"{source} ({_kind(dataset)}) has no {' and no '.join(lacking)}; a data set says how "
+            "long it is and gives sample i"
         )
     try:
         length = len(dataset)
@@ -98,14 +114,21 @@ def _check_dataset(source: str, dataset: Any) -> None:
 
 
 def _check_iterable(source: str, dataset: Any) -> None:
-    keeps, loads = (callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    keeps, loads = (
+        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+    )
     if keeps != loads:
         lacking = "load_state_dict" if keeps else "state_dict"
-        raise BadTask(f"{source} ({_kind(dataset)}) has no {lacking}; a restart goes on from what the two of them keep")
+        raise BadTask(
+            f"{source} ({_kind(dataset)}) has no {lacking}; a restart goes on from what the two "
+            "of them keep"
+        )
     if isinstance(dataset, Iterator) and not keeps:
         raise BadTask(
-            f"{source} is {_kind(dataset)}, which is used up after one pass and cannot go back after a restart; give an object "
-            "whose __iter__ begins anew each time, with state_dict and load_state_dict where reading again would take long"
+            f"{source} is {_kind(dataset)}, which is used up after one pass and cannot go back "
+            "after a restart; give an object "
+            "whose __iter__ begins anew each time, with state_dict and load_state_dict where "
+            "reading again would take long"
         )
 
 
@@ -116,19 +139,26 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
     if _needs_closure(optimizer):
         raise BadTask(
-            f"{source} returned {_kind(optimizer)}, whose step needs a closure that computes the loss again. Everstep computes the "
-            "gradient of a global batch once, over all ranks, and calls step() without one: use SGD, Adam, AdamW or another that "
+            f"{source} returned {_kind(optimizer)}, whose step needs a closure that computes the "
+            "loss again. Everstep computes the "
+            "gradient of a global batch once, over all ranks, and calls step() without one: use "
+            "SGD, Adam, AdamW or another that "
             "needs none"
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in own for parameter in held):
-        raise BadTask(f"{source} returned an optimizer that holds no parameter of the model it was given; use model.parameters()")
+        raise BadTask(
+            f"{source} returned an optimizer that holds no parameter of the model it was given; "
+            "use model.parameters()"
+        )
     foreign = sum(id(parameter) not in own for parameter in held)
     if foreign:
         raise BadTask(
-            f"{source} returned an optimizer that holds {foreign} parameters which are not the model's: ranks would not agree on "
-            "them, and no checkpoint would have them. Register them in the module that build_model returns"
+            f"{source} returned an optimizer that holds {foreign} parameters which are not the "
+            "model's: ranks would not agree on "
+            "them, and no checkpoint would have them. Register them in the module that "
+            "build_model returns"
         )
     return optimizer
 
@@ -136,7 +166,8 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` cannot be called without arguments, as that of LBFGS."""
     try:
-        inspect.signature(type(optimizer).step).bind(optimizer)  # a scheduler wraps the object's own
+        # a scheduler wraps the object's own
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
     except ValueError:  # made by C code, which does not say what it takes
@@ -149,16 +180,29 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     if isinstance(answer, torch.Tensor):
         shape = "a 0-d tensor" if answer.ndim == 0 else f"a tensor of shape {tuple(answer.shape)}"
         raise BadTask(
-            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed over the micro-batch, and how many "
-            'samples or tokens that is, for example `return F.cross_entropy(logits, labels, reduction="sum"), len(labels)`'
+            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed "
+            "over the micro-batch, and how many "
+            "samples or tokens that is, for example `return F.cross_entropy(logits, labels, "
+            'reduction="sum"), len(labels)`'
         )
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor) and answer[0].ndim == 0):
-        shown = tuple(f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part for part in _parts(answer))
+    if not (
+        isinstance(answer, tuple)
+        and len(answer) == 2
+        and isinstance(answer[0], torch.Tensor)
+        and answer[0].ndim == 0
+    ):
+        shown = tuple(
+            f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part
+            for part in _parts(answer)
+        )
         raise BadTask(f"{told(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
     weight = answer[1]
-    if not isinstance(weight, int | float) and not (isinstance(weight, torch.Tensor) and weight.ndim == 0):
+    if not isinstance(weight, int | float) and not (
+        isinstance(weight, torch.Tensor) and weight.ndim == 0
+    ):
         raise BadTask(
-            f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d tensor: samples or tokens"
+            f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d "
+            "tensor: samples or tokens"
         )
     return answer
 
@@ -167,22 +211,31 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
     """Raises BadTask for a loss that no parameter has a part in."""
     if not loss_sum.requires_grad:
         raise BadTask(
-            f"the loss moves no parameter: {told(task, 'loss')} returned one without a gradient. Look for .detach(), .item(), "
+            f"the loss moves no parameter: {told(task, 'loss')} returned one without a gradient. "
+            "Look for .detach(), .item(), "
             "torch.no_grad() or numpy on the way from the model's output"
         )
 
 
 def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
-    """After a first backward. Raises BadTask where parameters had no part in the loss, which ranks could not agree on."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """After a first backward. Raises BadTask where parameters had no part in the loss, which ranks
+    could not agree on."""
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     unused = [name for name, parameter in trained if parameter.grad is None]
     if len(unused) == len(trained):
-        raise BadTask(f"the loss moves no parameter: {told(task, 'loss')} does not use the model that it was given")
+        raise BadTask(
+            f"the loss moves no parameter: {told(task, 'loss')} does not use the model that it "
+            "was given"
+        )
     if unused and not alone:
         shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
         raise BadTask(
-            f"{len(unused)} of {len(trained)} parameters have no part in the loss of {told(task, 'loss')}: {shown}. Ranks add up "
-            "gradients of all parameters: leave these out of the model, or set requires_grad=False on them; if later batches use "
+            f"{len(unused)} of {len(trained)} parameters have no part in the loss of "
+            f"{told(task, 'loss')}: {shown}. Ranks add up "
+            "gradients of all parameters: leave these out of the model, or set "
+            "requires_grad=False on them; if later batches use "
             "them, add 0.0 * parameter.sum() to the loss"
         )
 

@@ -16,7 +16,8 @@ _FEW_CLASSES = 10
 
 
 class ImageClassification:
-    """Reports ``loss`` (without label smoothing), ``accuracy`` and, of more than ten classes, ``top5_accuracy`` of validation."""
+    """Reports ``loss`` (without label smoothing), ``accuracy`` and, of more than ten classes,
+    ``top5_accuracy`` of validation."""
 
     def __init__(self, spec: ImageClassificationSpec) -> None:
         self.spec = spec
@@ -28,9 +29,13 @@ class ImageClassification:
 
     def build_model(self) -> nn.Module:
         model = build_image_model(
-            self.spec.model, in_channels=self._channels, num_classes=self.data.num_classes, image_size=self.data.image_size
+            self.spec.model,
+            in_channels=self._channels,
+            num_classes=self.data.num_classes,
+            image_size=self.data.image_size,
         )
-        # Channels innermost: convolutions are about a fifth faster on CPUs, more in half precision on GPUs.
+        # Channels innermost: convolutions are about a fifth faster on CPUs, more in half precision
+        # on GPUs.
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def build_datasets(self) -> dict[str, ImageSet | None]:
@@ -39,7 +44,9 @@ class ImageClassification:
     def loss(self, model: nn.Module, batch: ImageBatch) -> tuple[torch.Tensor, int]:
         images, labels = batch
         logits = model(self._prepare(images))
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.spec.label_smoothing), len(labels)
+        return F.cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=self.spec.label_smoothing
+        ), len(labels)
 
     def metrics(self, model: nn.Module, batch: ImageBatch) -> dict[str, tuple[torch.Tensor, int]]:
         images, labels = batch
@@ -53,17 +60,22 @@ class ImageClassification:
         return {name: (total, len(labels)) for name, total in sums.items()}
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Bytes from 0 to 255 as float32, each channel with mean 0 and standard deviation 1 over the data set."""
+        """Bytes from 0 to 255 as float32, each channel with mean 0 and standard deviation 1 over
+        the data set."""
         if self._scale_and_shift is None or self._scale_and_shift[0].device != images.device:
             channels = self.data.bytes_as
             assert channels is not None
-            mean, std = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (channels.mean, channels.std))
+            mean, std = (
+                torch.tensor(values, device=images.device).view(-1, 1, 1)
+                for values in (channels.mean, channels.std)
+            )
             self._scale_and_shift = (1 / (255 * std), mean / std)
         scale, offset = self._scale_and_shift
         return images.float().mul_(scale).sub_(offset)
 
     def _prepare(self, images: torch.Tensor) -> torch.Tensor:
-        """Bytes become numbers; grey images get the channels, and all the size, that the model expects."""
+        """Bytes become numbers; grey images get the channels, and all the size, that the model
+        expects."""
         if images.dtype == torch.uint8:
             images = self._normalise(images)
         if images.shape[1] != self._channels:

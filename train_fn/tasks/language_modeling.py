@@ -14,7 +14,8 @@ from train_fn.models.gpt import Gpt
 
 
 class LanguageModeling:
-    """Batches are int64 [n, context_length + 1]. Losses are sums over tokens, in nats; exp(``loss``) is the perplexity."""
+    """Batches are int64 [n, context_length + 1]. Losses are sums over tokens, in nats;
+    exp(``loss``) is the perplexity."""
 
     def __init__(self, spec: LanguageModelingSpec) -> None:
         self.spec = spec
@@ -30,7 +31,9 @@ class LanguageModeling:
         logits = model(batch[:, :-1])
         return _cross_entropy(logits, batch[:, 1:]), batch[:, 1:].numel()
 
-    def metrics(self, model: nn.Module, batch: torch.Tensor) -> dict[str, tuple[torch.Tensor, float]]:
+    def metrics(
+        self, model: nn.Module, batch: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, float]]:
         logits, following = model(batch[:, :-1]), batch[:, 1:]
         loss_sum, num_tokens = _cross_entropy(logits, following), following.numel()
         return {

@@ -1,7 +1,9 @@
-"""Metrics of a task's own that are no quotients of sums, as torchmetrics has them: an F1 score, an AUC.
+"""Metrics of a task's own that are no quotients of sums, as torchmetrics has them: an F1 score, an
+AUC.
 
-``build_metrics`` makes them, and what ``metrics`` returns under the name of one is what its ``update`` is called with. Each rank
-updates its own with its share of the validation set; their states are merged in the order of ranks, which is that of the samples.
+``build_metrics`` makes them, and what ``metrics`` returns under the name of one is what its
+``update`` is called with. Each rank updates its own with its share of the validation set; their
+states are merged in the order of ranks, which is that of the samples.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ class OwnMetrics:
             metric.to(device)
 
     def update(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Enter what ``metrics`` returned of a micro-batch, but for None; return the rest of it, which are sums. Raises BadTask."""
+        """Enter what ``metrics`` returned of a micro-batch, but for None; return the rest of it,
+        which are sums. Raises BadTask."""
         for name, metric in self._metrics.items():
             if name in values and values[name] is None:
                 continue
             if not isinstance(values.get(name), tuple | list):
                 raise BadTask(
-                    f"{told(self._task, 'metrics')} must return {name!r} as well, a tuple of what {type(metric).__name__}.update "
-                    f"takes, for it is in {told(self._task, 'build_metrics')}; None for a batch that has nothing for it"
+                    f"{told(self._task, 'metrics')} must return {name!r} as well, a tuple of what "
+                    f"{type(metric).__name__}.update "
+                    f"takes, for it is in {told(self._task, 'build_metrics')}; None for a batch "
+                    "that has nothing for it"
                 )
             metric.update(*values[name])
         return {name: value for name, value in values.items() if name not in self._metrics}
@@ -46,7 +51,8 @@ class OwnMetrics:
         return {name: metric.cpu() for name, metric in self._metrics.items() if metric.update_count}
 
     def computed(self, states: list[dict[str, Any]]) -> dict[str, float]:
-        """The metrics over all ranks' states, by name; of a metric that computes a dict one for each key. Raises BadTask."""
+        """The metrics over all ranks' states, by name; of a metric that computes a dict one for
+        each key. Raises BadTask."""
         found: dict[str, float] = {}
         for name in self._metrics:
             whole = None
@@ -56,7 +62,11 @@ class OwnMetrics:
                 else:
                     self._merge(name, whole, metric)
             value = math.nan if whole is None else whole.compute()
-            parts = {f"{name}_{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            parts = (
+                {f"{name}_{key}": part for key, part in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
+            )
             found |= {key: self._number(key, part) for key, part in parts.items()}
         return found
 
@@ -65,12 +75,17 @@ class OwnMetrics:
             whole.merge_state(metric)
         except (RuntimeError, ValueError) as exc:
             source = told(self._task, "build_metrics")
-            raise BadTask(f"{source}: {name} ({type(whole).__name__}) cannot be merged over ranks: {exc}") from exc
+            raise BadTask(
+                f"{source}: {name} ({type(whole).__name__}) cannot be merged over ranks: {exc}"
+            ) from exc
 
     def _number(self, name: str, value: Any) -> float:
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             source = told(self._task, "build_metrics")
-            raise BadTask(f"{source}: {name} has {value.numel()} values; a metric is one number (average='macro', say)")
+            raise BadTask(
+                f"{source}: {name} has {value.numel()} values; a metric is one number "
+                "(average='macro', say)"
+            )
         return float(value)
 
 
@@ -80,12 +95,20 @@ def build_own_metrics(task: Task) -> OwnMetrics:
     metrics = build() if build is not None else {}
     source = told(task, "build_metrics")
     if not isinstance(metrics, dict):
-        raise BadTask(f"{source} must return a dict of torchmetrics' metrics by name, not {type(metrics).__name__}")
+        raise BadTask(
+            f"{source} must return a dict of torchmetrics' metrics by name, not "
+            f"{type(metrics).__name__}"
+        )
     for name, metric in metrics.items():
         lacking = [method for method in _NEEDED if not callable(getattr(metric, method, None))]
         if lacking:
-            raise BadTask(f"{source}: {name} ({type(metric).__name__}) has no {', '.join(lacking)}; give a torchmetrics.Metric")
+            raise BadTask(
+                f"{source}: {name} ({type(metric).__name__}) has no {', '.join(lacking)}; give a "
+                "torchmetrics.Metric"
+            )
         metric.sync_on_compute = False  # the ranks' states are merged here
     if metrics and not hasattr(task, "metrics"):
-        raise BadTask(f"{source} needs a method metrics(model, batch), which says what they are updated with")
+        raise BadTask(
+            f"{source} needs a method metrics(model, batch), which says what they are updated with"
+        )
     return OwnMetrics(task, metrics)

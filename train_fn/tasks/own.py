@@ -1,4 +1,5 @@
-"""A task of the user's: a plain class that is found by its name and made with the spec's arguments."""
+"""A task of the user's: a plain class that is found by its name and made with the spec's
+arguments."""
 
 from __future__ import annotations
 
@@ -13,17 +14,21 @@ REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 
 def build_own_task(code: CodeSpec) -> Task:
-    """Import and make it. Raises BadTask, naming file and line, for what is no task; what its own code raises passes."""
+    """Import and make it. Raises BadTask, naming file and line, for what is no task; what its own
+    code raises passes."""
     assert code.task is not None
     make = load_named(code.task)
     if not callable(make):
         raise BadTask(
-            f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with {', '.join(REQUIRED_METHODS)}"
+            f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with "
+            f"{', '.join(REQUIRED_METHODS)}"
         )
     try:
         inspect.signature(make).bind(**code.args)
     except TypeError as exc:
-        raise BadTask(f"{code.task}{place_of(make)} cannot be made with code.args {code.args!r:.200}: {exc}") from exc
+        raise BadTask(
+            f"{code.task}{place_of(make)} cannot be made with code.args {code.args!r:.200}: {exc}"
+        ) from exc
     except ValueError:
         pass  # made by C code, which does not say what it takes
     try:
@@ -32,5 +37,8 @@ def build_own_task(code: CodeSpec) -> Task:
         raise ended_program(f"{code.task} cannot be made", exc) from exc
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
     if missing:
-        raise BadTask(f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs {', '.join(REQUIRED_METHODS)}")
+        raise BadTask(
+            f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs "
+            f"{', '.join(REQUIRED_METHODS)}"
+        )
     return task

@@ -1,4 +1,5 @@
-"""What a task is: a plain class that says what is trained on what. Everstep calls it on every rank."""
+"""What a task is: a plain class that says what is trained on what. Everstep calls it on every
+rank."""
 
 from __future__ import annotations
 
@@ -12,21 +13,25 @@ Sum = torch.Tensor | float | int
 
 
 class Task(Protocol):
-    """The part that every task has. Optional methods: ``metrics``, ``build_metrics``, ``build_optimizer``, ``collate``,
-    ``on_epoch_end``, ``state_dict`` and ``load_state_dict``."""
+    """The part that every task has. Optional methods: ``metrics``, ``build_metrics``,
+    ``build_optimizer``, ``collate``, ``on_epoch_end``, ``state_dict`` and ``load_state_dict``."""
 
     def build_model(self) -> nn.Module:
-        """The model on CPU; its weights may be drawn from torch's global generator, which is seeded."""
+        """The model on CPU; its weights may be drawn from torch's global generator, which is
+        seeded."""
 
     def build_datasets(self) -> dict[str, Any]:
-        """``{"train": dataset, "val": dataset or None}``, map-style or iterable; a ``fingerprint`` attribute guards resumes."""
+        """``{"train": dataset, "val": dataset or None}``, map-style or iterable; a ``fingerprint``
+        attribute guards resumes."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Sum]:
-        """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum over)."""
+        """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum
+        over)."""
 
 
 class MetricsTask(Task, Protocol):
     """A task that measures more than its loss on the validation set."""
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Sum, Sum]]:
-        """For each name (sum, weight) over the micro-batch; their quotient over all micro-batches is the metric."""
+        """For each name (sum, weight) over the micro-batch; their quotient over all micro-batches
+        is the metric."""

@@ -1,4 +1,5 @@
-"""Users' code on a node: unpacked once, kept for every later attempt, and imported with faults told by file and line."""
+"""Users' code on a node: unpacked once, kept for every later attempt, and imported with faults told
+by file and line."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ _IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
 
 
 def add_to_path(storage: Storage, digest: str) -> None:
-    """Make an archive's modules importable in this process, before all others. Raises StorageError where it cannot be fetched."""
+    """Make an archive's modules importable in this process, before all others. Raises StorageError
+    where it cannot be fetched."""
     if digest not in _on_disk:
         directory = _on_node(storage, digest)
         _import_from(directory, files_of(directory).keys())
 
 
 def work_on(archive: bytes, directory: Path) -> None:
-    """Import an archive's modules from the directory that it was packed from, in this process: breakpoints there hold."""
+    """Import an archive's modules from the directory that it was packed from, in this process:
+    breakpoints there hold."""
     _on_disk[f"sha256:{hashlib.sha256(archive).hexdigest()}"] = directory.resolve()
     _import_from(directory.resolve(), {member.path for member in read_members(archive)})
 
@@ -58,25 +61,34 @@ def load_named(entry: str) -> Any:
         owner = getattr(taken, "__file__", None) or "another package"
         raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
     declare_missing_ops()  # for torchvision, which the module may import
-    sys.argv = [_file_of(module_name)]  # what user code reads from then on: not the words that started the rank's process
+    # what user code reads from then on: not the words that started the rank's process
+    sys.argv = [_file_of(module_name)]
     try:
         module = importlib.import_module(module_name)
     except SystemExit as exc:
         raise ended_program(f"{module_name} cannot be imported", exc) from exc
     except Exception as exc:
         place = user_place("".join(traceback.format_exception(exc)))
-        raise BadTask(f"{module_name} cannot be imported: {type(exc).__name__}: {exc}{f' ({place})' if place else ''}") from exc
+        raise BadTask(
+            f"{module_name} cannot be imported: {type(exc).__name__}: "
+            f"{exc}{f' ({place})' if place else ''}"
+        ) from exc
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise BadTask(f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}")
+        raise BadTask(
+            f"{_short(getattr(module, '__file__', None) or module_name)} has no {name!r}{hint}"
+        )
     return getattr(module, name)
 
 
 def _file_of(module_name: str) -> str:
-    """Where a module lies, without importing it or the packages around it; its name where it is not found."""
+    """Where a module lies, without importing it or the packages around it; its name where it is not
+    found."""
     path = module_name.replace(".", "/")
-    candidates = (Path(root, f"{path}{end}") for root in sys.path for end in (".py", "/__init__.py"))
+    candidates = (
+        Path(root, f"{path}{end}") for root in sys.path for end in (".py", "/__init__.py")
+    )
     return str(next((candidate for candidate in candidates if candidate.is_file()), module_name))
 
 
@@ -93,7 +105,11 @@ def place_of(thing: Any) -> str:
 def _is_uploaded(module: ModuleType) -> bool:
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
     known = [place for place in places if place is not None]
-    return any(_IN_CACHE.match(place) or any(Path(place).is_relative_to(mine) for mine in _on_disk.values()) for place in known)
+    return any(
+        _IN_CACHE.match(place)
+        or any(Path(place).is_relative_to(mine) for mine in _on_disk.values())
+        for place in known
+    )
 
 
 def _short(file: str) -> str:
@@ -102,7 +118,8 @@ def _short(file: str) -> str:
 
 
 def _on_node(storage: Storage, digest: str) -> Path:
-    """The directory with the archive's files, which is made by the first process of this node that asks."""
+    """The directory with the archive's files, which is made by the first process of this node that
+    asks."""
     directory = cache_root() / "code" / digest.partition(":")[2]
     once_a_node(directory, lambda temporary: unpack(CodeStore(storage).read(digest), temporary))
     return directory

@@ -1,8 +1,10 @@
-"""Packages that a run brings (``runtime_env.pip``): installed once a node, beside what is there, and found there by later attempts.
+"""Packages that a run brings (``runtime_env.pip``): installed once a node, beside what is there,
+and found there by later attempts.
 
-Ray's own runtime_env is not used for it: with one, every rank would need a new process, and every recovery would take seconds
-longer. pip says what the node lacks; that is installed into a directory of the requirements' own, which comes last on the path, so
-that nothing which ranks run with is ever replaced.
+Ray's own runtime_env is not used for it: with one, every rank would need a new process, and every
+recovery would take seconds longer. pip says what the node lacks; that is installed into a directory
+of the requirements' own, which comes last on the path, so that nothing which ranks run with is ever
+replaced.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 def bring_packages(ctx: WorkerContext) -> None:
-    """Make the packages of a rank's spec importable, where it has such, and wait until all ranks have them: a node that installs
-    takes longer than a collective would wait. Raises BadTask."""
+    """Make the packages of a rank's spec importable, where it has such, and wait until all ranks
+    have them: a node that installs takes longer than a collective would wait. Raises BadTask."""
     if ctx.spec.runtime_env is None:
         return
     add_packages(ctx.spec.runtime_env.pip)
     if ctx.world_size > 1:
         store = dist.distributed_c10d._get_default_store()
         store.set(_ready_key(ctx, ctx.world_rank), "")
-        store.wait([_ready_key(ctx, rank) for rank in range(ctx.world_size)], timedelta(seconds=2 * INSTALL_S))
+        store.wait(
+            [_ready_key(ctx, rank) for rank in range(ctx.world_size)],
+            timedelta(seconds=2 * INSTALL_S),
+        )
 
 
 def _ready_key(ctx: WorkerContext, rank: int) -> str:
@@ -50,7 +55,8 @@ def _ready_key(ctx: WorkerContext, rank: int) -> str:
 
 
 def add_packages(requirements: Sequence[str]) -> None:
-    """Make the packages importable in this process. Raises BadTask where pip cannot, or would replace what ranks run with."""
+    """Make the packages importable in this process. Raises BadTask where pip cannot, or would
+    replace what ranks run with."""
     directory = packages_dir(requirements)
     once_a_node(directory, partial(_install, requirements))
     if str(directory) not in sys.path:
@@ -59,7 +65,8 @@ def add_packages(requirements: Sequence[str]) -> None:
 
 
 def packages_dir(requirements: Sequence[str]) -> Path:
-    """Where this node keeps what such requirements brought, for the Python that asks: another one has a directory of its own."""
+    """Where this node keeps what such requirements brought, for the Python that asks: another one
+    has a directory of its own."""
     asked = json.dumps([sys.version, sys.prefix, sorted(requirements)])
     return cache_root() / "packages" / hashlib.sha256(asked.encode()).hexdigest()
 
@@ -72,14 +79,20 @@ def _install(requirements: Sequence[str], directory: Path) -> None:
 
 
 def _lacking(requirements: Sequence[str]) -> list[str]:
-    """What pip would install, each with its version. Raises BadTask where it would replace a package."""
-    report: dict[str, Any] = json.loads(_pip("install", "--dry-run", "--report", "-", *requirements))
-    chosen = {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in report["install"]}
+    """What pip would install, each with its version. Raises BadTask where it would replace a
+    package."""
+    report: dict[str, Any] = json.loads(
+        _pip("install", "--dry-run", "--report", "-", *requirements)
+    )
+    chosen = {
+        entry["metadata"]["name"]: entry["metadata"]["version"] for entry in report["install"]
+    }
     for name, version in chosen.items():
         present = _version_of(name)
         if present is not None:
             raise BadTask(
-                f"runtime_env.pip asks for {name} {version}, and this node's ranks run with {name} {present}; allow {present} in "
+                f"runtime_env.pip asks for {name} {version}, and this node's ranks run with "
+                f"{name} {present}; allow {present} in "
                 f"runtime_env.pip, or have {version} installed on the nodes"
             )
     return [f"{name}=={version}" for name, version in chosen.items()]
@@ -94,12 +107,23 @@ def _version_of(name: str) -> str | None:
 
 def _pip(*arguments: str) -> str:
     """pip's standard output. Raises BadTask with the end of what it says."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+        *arguments,
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
     except subprocess.TimeoutExpired as exc:
         raise BadTask(
-            f"runtime_env.pip: pip took longer than {INSTALL_S:g} s on this node; is its package index in reach?"
+            f"runtime_env.pip: pip took longer than {INSTALL_S:g} s on this node; is its package "
+            "index in reach?"
         ) from exc
     if done.returncode:
         told = "; ".join(done.stderr.strip().splitlines()[-_LINES_SHOWN:])

@@ -1,8 +1,9 @@
 """Makes torchvision importable beside a CPU build of torch.
 
-torchvision's wheel carries operators compiled for CUDA torch. Where they do not load, importing torchvision fails, because it
-registers shape functions for operators that do not exist. Declaring their schemas first cures that; the operators themselves
-(box suppression) serve detection, which nothing here uses.
+torchvision's wheel carries operators compiled for CUDA torch. Where they do not load, importing
+torchvision fails, because it registers shape functions for operators that do not exist. Declaring
+their schemas first cures that; the operators themselves (box suppression) serve detection, which
+nothing here uses.
 """
 
 from __future__ import annotations

@@ -30,14 +30,18 @@ def test_a_kill_costs_its_recovery_and_a_node_its_return_too() -> None:
 def test_steps_since_the_last_save_are_lost_where_nobody_keeps_them() -> None:
     costs = small(TORCHRUN, recovery_s=40.0, again_s=40.0, most_interval_s=100.0)
     assert predict(costs, [(250.0, "process")], 1000) == pytest.approx((1000 - 40 - 50) / 1000)
-    assert predict(replace(costs, loses_steps=False), [(250.0, "process")], 1000) == pytest.approx(0.96)
+    assert predict(replace(costs, loses_steps=False), [(250.0, "process")], 1000) == pytest.approx(
+        0.96
+    )
 
 
 def test_a_failure_within_a_recovery_begins_it_again() -> None:
     kills = [(100.0, "process"), (100.4, "process")]
     assert predict(PLAIN, kills, 200) == pytest.approx(1 - (0.4 + 0.58) / 200)
     slow = replace(PLAIN, warm_after_s=20.0)
-    assert predict(slow, [(100.0, "process"), (105.0, "process")], 200) == pytest.approx(1 - (0.58 + 4.5) / 200)
+    assert predict(slow, [(100.0, "process"), (105.0, "process")], 200) == pytest.approx(
+        1 - (0.58 + 4.5) / 200
+    )
 
 
 def test_a_run_that_has_lost_every_node_waits_for_one() -> None:
@@ -45,8 +49,11 @@ def test_a_run_that_has_lost_every_node_waits_for_one() -> None:
 
 
 def test_goodput_at_scale_is_what_the_rates_say() -> None:
-    """No node is away for long, nothing is lost: what is left is the recovery at each failure, and a growth for each node's."""
-    goodput, shares = simulate(replace(PLAIN, recovery_s=60.0, again_s=60.0, grow_s=0.0), 16_384, num_failures=2000)
+    """No node is away for long, nothing is lost: what is left is the recovery at each failure, and
+    a growth for each node's."""
+    goodput, shares = simulate(
+        replace(PLAIN, recovery_s=60.0, again_s=60.0, grow_s=0.0), 16_384, num_failures=2000
+    )
     assert shares["restarting"] == pytest.approx(60 / MTTF_AT_16384_S, rel=0.1)
     assert goodput + sum(shares.values()) == pytest.approx(1.0, abs=0.01)
 
@@ -58,4 +65,6 @@ def test_spares_cost_their_share_and_save_the_waiting() -> None:
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
-    assert simulate(EVERSTEP, 4096, seed=1, num_failures=50) == simulate(EVERSTEP, 4096, seed=1, num_failures=50)
+    assert simulate(EVERSTEP, 4096, seed=1, num_failures=50) == simulate(
+        EVERSTEP, 4096, seed=1, num_failures=50
+    )

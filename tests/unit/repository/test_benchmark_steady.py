@@ -11,9 +11,15 @@ from benchmarks.steady import NUM_KINDS, quiet_steps, results_of, rounds_of, set
 
 
 def make_turn(kind: Kind, step_s: float, slow: dict[int, set[int]] | None = None) -> Turn:
-    """``slow``: before which steps which rank's work takes twice as long; steps beside that take twice as long, too."""
-    works_s = [[0.002 if at in (slow or {}).get(rank, ()) else 0.001 for at in range(BLOCK + 1)] for rank in range(2)]
-    steps_s = [step_s * max(works[at] + works[at + 1] for works in works_s) / 0.002 for at in range(BLOCK)]
+    """``slow``: before which steps which rank's work takes twice as long; steps beside that take
+    twice as long, too."""
+    works_s = [
+        [0.002 if at in (slow or {}).get(rank, ()) else 0.001 for at in range(BLOCK + 1)]
+        for rank in range(2)
+    ]
+    steps_s = [
+        step_s * max(works[at] + works[at + 1] for works in works_s) / 0.002 for at in range(BLOCK)
+    ]
     return Turn(kind, steps_s, works_s)
 
 
@@ -41,5 +47,8 @@ def test_quiet_steps_tell_what_a_noisy_machine_hides() -> None:
         turns.append(make_turn(kind, 0.02525 if kind == "protected" else 0.025, slow))
     quiet = results_of(rounds_of(turns, quiet_steps(turns)))
     assert quiet["rounds"] == 19, "the first one does not count"
-    assert quiet["ratio_of_means"]["mean"] == pytest.approx(1.01) and quiet["ratio_of_means"]["standard_error"] < 1e-6
+    assert (
+        quiet["ratio_of_means"]["mean"] == pytest.approx(1.01)
+        and quiet["ratio_of_means"]["standard_error"] < 1e-6
+    )
     assert results_of(rounds_of(turns, settled_steps))["ratio_of_means"]["standard_error"] > 1e-3

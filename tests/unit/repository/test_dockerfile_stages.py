@@ -9,7 +9,9 @@ from scripts.try_dockerfile import REPOSITORY, read_stages
 
 def test_stages_are_read_with_their_arguments() -> None:
     stages = read_stages(
-        "ARG BASE=debian\nFROM ${BASE} AS a\nRUN one \\\n  && two\nFROM a AS b\nARG X=1\nRUN say ${X}\n", {"X": "2"}
+        "ARG BASE=debian\nFROM ${BASE} AS a\nRUN one \\\n  && two\nFROM a AS b\nARG X=1\nRUN say "
+        "${X}\n",
+        {"X": "2"},
     )
     assert stages["a"].instructions == [("RUN", "one  && two")] and stages["a"].base == "debian"
     assert stages["b"].instructions == [("RUN", "say 2")]
@@ -21,6 +23,10 @@ def test_both_targets_of_ours_copy_what_their_own_build_installed() -> None:
     stages = read_stages((REPOSITORY / "Dockerfile").read_text(), {})
     for target in ("cpu", "cuda"):
         assert stages[target].base == "runtime"
-        assert ("COPY", f"--from=build-{target} /opt/everstep /opt/everstep") in stages[target].instructions
-    assert stages["runtime"].base == stages["build"].base, "a virtual environment moves only to the same Python"
+        assert ("COPY", f"--from=build-{target} /opt/everstep /opt/everstep") in stages[
+            target
+        ].instructions
+    assert stages["runtime"].base == stages["build"].base, (
+        "a virtual environment moves only to the same Python"
+    )
     assert ("USER", "everstep") in stages["runtime"].instructions

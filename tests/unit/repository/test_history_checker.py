@@ -53,13 +53,20 @@ async def found(api: ApiService, run_id: str, *allowed: RunStatus) -> list[str]:
     return await asyncio.to_thread(check)
 
 
-async def ended(api: ApiService, outcome: str, *failures: dict[str, Any], checkpoint: int | None = None) -> str:
+async def ended(
+    api: ApiService, outcome: str, *failures: dict[str, Any], checkpoint: int | None = None
+) -> str:
     run_id, journal = await api.running()
     reason = None if outcome == "succeeded" else {"code": "user_error", "message": "broken"}
-    events = [journal.steps(2), *(journal.event(EventKind.FAILURE, **failure) for failure in failures)]
+    events = [
+        journal.steps(2),
+        *(journal.event(EventKind.FAILURE, **failure) for failure in failures),
+    ]
     if checkpoint is not None:
         events.append(journal.checkpoint(checkpoint))
-    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2)])
+    api.apply(
+        run_id, [*events, journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2)]
+    )
     return run_id
 
 
@@ -74,7 +81,11 @@ async def test_a_run_that_does_not_end_or_ends_as_it_may_not(api: ApiService) ->
 
 
 async def test_a_success_without_its_last_checkpoint_steps_and_samples(api: ApiService) -> None:
-    assert await found(api, await ended(api, "succeeded"), RunStatus.SUCCEEDED) == ["I5", "I3", "I3"]
+    assert await found(api, await ended(api, "succeeded"), RunStatus.SUCCEEDED) == [
+        "I5",
+        "I3",
+        "I3",
+    ]
 
 
 async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
@@ -84,14 +95,27 @@ async def test_a_checkpoint_that_is_listed_and_gone(api: ApiService) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_rank_of_an_older_attempt_that_tells_once_a_newer_one_has_begun(api: ApiService, is_late: bool) -> None:
+async def test_a_rank_of_an_older_attempt_that_tells_once_a_newer_one_has_begun(
+    api: ApiService, is_late: bool
+) -> None:
     run_id, journal = await api.running()
     newer = Journal(submission=journal.submission, attempt=journal.attempt + 1, at=journal.at)
     newer.n = journal.n
     events = newer.start(0)
     journal.n = newer.n
-    late = [journal.event(EventKind.METRICS, points=[{"step": 1, "at": journal.at, "values": {"loss": 1.0}}])] if is_late else []
-    failed = [journal.event(EventKind.FAILURE, **FAILURE), journal.event(EventKind.FINISHED, outcome="failed", reason=None, step=0)]
+    late = (
+        [
+            journal.event(
+                EventKind.METRICS, points=[{"step": 1, "at": journal.at, "values": {"loss": 1.0}}]
+            )
+        ]
+        if is_late
+        else []
+    )
+    failed = [
+        journal.event(EventKind.FAILURE, **FAILURE),
+        journal.event(EventKind.FINISHED, outcome="failed", reason=None, step=0),
+    ]
     api.apply(run_id, [*events, *late, *failed])
     assert await found(api, run_id, RunStatus.FAILED) == (["I1"] if is_late else [])
 
@@ -102,15 +126,34 @@ async def test_a_failure_that_names_nobody(api: ApiService) -> None:
 
 
 def hung(journal: Journal, detect_s: float) -> list[JournalEvent]:
-    """Rank 1 is stopped after step 2; 12.8 s later it is taken for hung, and a second later step 3 is done."""
+    """Rank 1 is stopped after step 2; 12.8 s later it is taken for hung, and a second later step 3
+    is done."""
     noon = journal.at
-    seconds = [journal.event(EventKind.METRICS, at=noon + 2, points=[{"step": 2, "at": noon + 2, "values": {"loss": 1.0}}])]
+    seconds = [
+        journal.event(
+            EventKind.METRICS,
+            at=noon + 2,
+            points=[{"step": 2, "at": noon + 2, "values": {"loss": 1.0}}],
+        )
+    ]
     failed = FAILURE | {"verdict": "hang", "detect_s": detect_s}
     seconds.append(journal.event(EventKind.FAILURE, at=noon + 15, **failed))
     seconds.append(journal.event(EventKind.ATTEMPT_ENDED, at=noon + 15, cause="hang", last_step=2))
-    told = {"detect_s": detect_s, "recovery_s": 1.0, "steps_lost": 0, "world_size_before": 2, "world_size_after": 2}
+    told = {
+        "detect_s": detect_s,
+        "recovery_s": 1.0,
+        "steps_lost": 0,
+        "world_size_before": 2,
+        "world_size_after": 2,
+    }
     seconds.append(journal.event(EventKind.RECOVERED, at=noon + 15.8, phases={}, **told))
-    seconds.append(journal.event(EventKind.METRICS, at=noon + 16, points=[{"step": 3, "at": noon + 15.8, "values": {"loss": 1.0}}]))
+    seconds.append(
+        journal.event(
+            EventKind.METRICS,
+            at=noon + 16,
+            points=[{"step": 3, "at": noon + 15.8, "values": {"loss": 1.0}}],
+        )
+    )
     return seconds
 
 
@@ -122,11 +165,16 @@ async def test_a_failure_that_tells_another_time_than_it_took_to_notice(
     api.clock.now += 20
     events = hung(journal, detect_s)
     reason = {"code": "user_error", "message": "broken"}
-    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)])
+    api.apply(
+        run_id,
+        [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)],
+    )
     assert await found(api, run_id, RunStatus.FAILED) == broken
 
 
-async def test_time_without_progress_that_is_booked_as_work(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_time_without_progress_that_is_booked_as_work(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ledger as it was: only as long as the driver says is taken out of the work."""
 
     def as_it_was(self: TimeLedger, detect_s: float | None) -> None:
@@ -138,7 +186,10 @@ async def test_time_without_progress_that_is_booked_as_work(api: ApiService, mon
     api.clock.now += 20
     events = hung(journal, 0.0)
     reason = {"code": "user_error", "message": "broken"}
-    api.apply(run_id, [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)])
+    api.apply(
+        run_id,
+        [*events, journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=3)],
+    )
     assert await found(api, run_id, RunStatus.FAILED) == ["I6", "I6"]
 
 
@@ -146,7 +197,9 @@ async def test_what_strangers_are_told(api: ApiService) -> None:
     run_id = await api.create()
     elsewhere, own = api.token("submitter", "elsewhere"), api.token("submitter", "default")
     assert await asyncio.to_thread(lambda: list(strangers(api.url, elsewhere, run_id))) == []
-    assert await asyncio.to_thread(lambda: list(strangers(api.url, own, run_id))), "somebody of the project is no stranger"
+    assert await asyncio.to_thread(lambda: list(strangers(api.url, own, run_id))), (
+        "somebody of the project is no stranger"
+    )
 
 
 def test_every_fault_of_a_soak_can_be_done() -> None:

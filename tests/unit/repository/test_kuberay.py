@@ -1,6 +1,8 @@
-"""Manifests for Kubernetes: the shape of KubeRay's v1 API, names that exist, and settings that agree with the compose file's.
+"""Manifests for Kubernetes: the shape of KubeRay's v1 API, names that exist, and settings that
+agree with the compose file's.
 
-The schemas below hold the fields of the public API that matter here; anything else in those places is a mistake of ours.
+The schemas below hold the fields of the public API that matter here; anything else in those places
+is a mistake of ours.
 """
 
 from __future__ import annotations
@@ -19,16 +21,37 @@ DEPLOY = ROOT / "deploy" / "kuberay"
 
 
 def closed(required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+    return {
+        "type": "object",
+        "required": required,
+        "properties": properties,
+        "additionalProperties": False,
+    }
 
 
-STRING, COUNT, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, True
+STRING, COUNT, FLAG, ANY = (
+    {"type": "string"},
+    {"type": "integer", "minimum": 0},
+    {"type": "boolean"},
+    True,
+)
 STRINGS = {"type": "object", "additionalProperties": STRING}
 CONTAINER = closed(
     ["name", "image", "securityContext", "resources"],
     **{name: STRING for name in ("name", "image")},
     **{name: {"type": "array", "items": STRING} for name in ("command", "args")},
-    **{name: ANY for name in ("env", "ports", "resources", "volumeMounts", "livenessProbe", "readinessProbe", "startupProbe")},
+    **{
+        name: ANY
+        for name in (
+            "env",
+            "ports",
+            "resources",
+            "volumeMounts",
+            "livenessProbe",
+            "readinessProbe",
+            "startupProbe",
+        )
+    },
     securityContext=closed(
         ["allowPrivilegeEscalation", "runAsNonRoot", "capabilities"],
         allowPrivilegeEscalation={"const": False},
@@ -43,7 +66,16 @@ POD = closed(
     spec=closed(
         ["containers"],
         containers={"type": "array", "minItems": 1, "items": CONTAINER},
-        **{name: ANY for name in ("volumes", "securityContext", "nodeSelector", "tolerations", "topologySpreadConstraints")},
+        **{
+            name: ANY
+            for name in (
+                "volumes",
+                "securityContext",
+                "nodeSelector",
+                "tolerations",
+                "topologySpreadConstraints",
+            )
+        },
         terminationGracePeriodSeconds=COUNT,
         automountServiceAccountToken={"const": False},
         priorityClassName=STRING,
@@ -59,7 +91,9 @@ RAY_CLUSTER = closed(
         upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
         idleTimeoutSeconds=COUNT,
     ),
-    headGroupSpec=closed(["rayStartParams", "template"], rayStartParams=STRINGS, template=POD, serviceType=STRING),
+    headGroupSpec=closed(
+        ["rayStartParams", "template"], rayStartParams=STRINGS, template=POD, serviceType=STRING
+    ),
     workerGroupSpecs={
         "type": "array",
         "items": closed(
@@ -77,7 +111,9 @@ RAY_CLUSTER = closed(
 
 def manifests() -> list[dict[str, Any]]:
     listed = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["resources"]
-    return [document for name in listed for document in yaml.safe_load_all((DEPLOY / name).read_text())]
+    return [
+        document for name in listed for document in yaml.safe_load_all((DEPLOY / name).read_text())
+    ]
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -126,9 +162,12 @@ def test_what_pods_mount_exists() -> None:
 
 def test_ray_s_own_settings_are_those_of_the_compose_file() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-ray-environment"]
-    other_there = re.compile("RAY_AUTH_TOKEN_PATH|RAY_.*TLS")  # pods' addresses can be in no certificate
+    # pods' addresses can be in no certificate
+    other_there = re.compile("RAY_AUTH_TOKEN_PATH|RAY_.*TLS")
     settings = {
-        name: value for name, value in compose.items() if name.startswith(("RAY_", "PYTHON")) and not other_there.match(name)
+        name: value
+        for name, value in compose.items()
+        if name.startswith(("RAY_", "PYTHON")) and not other_there.match(name)
     }
     assert settings
     for pod in list(pods())[:-1]:
@@ -142,11 +181,18 @@ def test_a_node_has_time_to_drain_and_gets_the_signal_itself() -> None:
         drain_s = int(environment(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
         assert 0 < drain_s < pod["terminationGracePeriodSeconds"] - 20
         assert "exec $KUBERAY_GEN_RAY_START_CMD" in pod["containers"][0]["args"][0]
-        assert group["template"]["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+        assert group["template"]["metadata"]["annotations"] == {
+            "ray.io/overwrite-container-cmd": "true"
+        }
 
 
 def test_only_the_service_gets_at_the_database_and_the_head_runs_no_ranks() -> None:
-    with_database = [pod["containers"][0]["name"] for pod in pods() if "EVERSTEP_DATABASE" in environment(pod)]
+    with_database = [
+        pod["containers"][0]["name"] for pod in pods() if "EVERSTEP_DATABASE" in environment(pod)
+    ]
     assert with_database == ["service"]
-    assert of_kind("RayCluster")["everstep"]["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert (
+        of_kind("RayCluster")["everstep"]["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"]
+        == "0"
+    )
     assert of_kind("NetworkPolicy")["ray"]["spec"]["policyTypes"] == ["Ingress", "Egress"]

@@ -1,4 +1,5 @@
-"""The locks with hashes: they say what constraints.txt says, for each platform, and name what they leave out."""
+"""The locks with hashes: they say what constraints.txt says, for each platform, and name what they
+leave out."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ LOCKS = sorted((ROOT / "locks").glob("*.txt"))
 
 
 def pins_of(lock: Path) -> dict[str, str]:
-    body = "".join(line for line in lock.read_text().splitlines(keepends=True) if not line.startswith("#"))
+    body = "".join(
+        line for line in lock.read_text().splitlines(keepends=True) if not line.startswith("#")
+    )
     assert PIN.sub("", body) == "", "nothing but pins, each with a hash: no index, no option"
     return dict(PIN.findall(body))
 
@@ -28,9 +31,13 @@ def test_a_lock_pins_what_the_constraints_pin(lock: Path) -> None:
     pins, wanted = pins_of(lock), constraints()
     pins.pop("setuptools")  # constraints.txt leaves Python's own packaging tools to the environment
     assert len(pins) > 100 and pins.items() <= wanted.items()
-    assert {"torch", "everstep"}.isdisjoint(pins) and "Left out, and so without a hash: everstep and torch" in lock.read_text()
+    assert {"torch", "everstep"}.isdisjoint(
+        pins
+    ) and "Left out, and so without a hash: everstep and torch" in lock.read_text()
 
 
 def test_every_platform_has_the_same_packages() -> None:
-    assert [lock.name for lock in LOCKS] == [f"server-linux-x86_64-cp{python}.txt" for python in (311, 312)]
+    assert [lock.name for lock in LOCKS] == [
+        f"server-linux-x86_64-cp{python}.txt" for python in (311, 312)
+    ]
     assert len({tuple(pins_of(lock)) for lock in LOCKS}) == 1

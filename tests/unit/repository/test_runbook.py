@@ -1,4 +1,5 @@
-"""The runbook names every alert that can ring and every verdict that can be given, and its links lead somewhere."""
+"""The runbook names every alert that can ring and every verdict that can be given, and its links
+lead somewhere."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ def test_every_alert_has_its_section() -> None:
 
 def test_every_verdict_has_its_row() -> None:
     table = RUNBOOK.partition("\n## Verdicts\n")[2]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {verdict.value for verdict in Verdict}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {
+        verdict.value for verdict in Verdict
+    }
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
     for document in (ROOT / "docs").glob("*.md"):
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
+        for target, anchor in re.findall(
+            r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", document.read_text()
+        ):
             path = document.parent / target if target else document
             assert path.exists(), f"{document.name}: {target}"
             if anchor and path.suffix == ".md":
                 headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                slugs = {
+                    re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                    for heading in headings
+                }
                 assert anchor in slugs, f"{document.name}: {target}#{anchor}"

@@ -1,4 +1,5 @@
-"""Copies of a service's database and storage: made while others write, never over anything, whole when taken back."""
+"""Copies of a service's database and storage: made while others write, never over anything, whole
+when taken back."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def names(settings: Settings) -> list[str]:
         database.close()
 
 
-def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: Settings, tmp_path: Path) -> None:
+def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(
+    served: Settings, tmp_path: Path
+) -> None:
     database = Database(served.database_url)
     runs, stop, begun = RunStore(database), threading.Event(), threading.Event()
 
@@ -70,11 +73,15 @@ def test_a_copy_taken_while_others_write_is_one_moment_of_the_database(served: S
     there = Settings(home=tmp_path / "other")
     back = restore(there, tmp_path / "copy")
     copied = names(there)
-    assert copied == ["first", *(f"run {number:05d}" for number in range(len(copied) - 1))], "a prefix of what was written"
+    assert copied == ["first", *(f"run {number:05d}" for number in range(len(copied) - 1))], (
+        "a prefix of what was written"
+    )
     assert back.num_runs == len(copied) and made.missing == back.missing == ()
     run = Path(there.storage_uri) / "runs" / "run_a"
     assert (run / "events" / "s001.jsonl").read_bytes() == b'{"n":1}\n'
-    assert {path.name for path in run.iterdir()} == {"events"}, "drafts are nobody's, and links lead anywhere"
+    assert {path.name for path in run.iterdir()} == {"events"}, (
+        "drafts are nobody's, and links lead anywhere"
+    )
     assert (there.home / "everstep.db").stat().st_mode & 0o077 == 0
 
 
@@ -97,7 +104,9 @@ def test_a_copied_journal_tells_of_no_checkpoint_that_was_committed_after_it_was
     assert any("/events/" in path for path in copied[:-1]) and "/checkpoints/" in copied[-1]
 
 
-def test_nothing_is_overwritten_and_no_running_service_is_disturbed(served: Settings, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_no_running_service_is_disturbed(
+    served: Settings, tmp_path: Path
+) -> None:
     create(served, tmp_path / "copy")
     with pytest.raises(BackupError, match="never changed"):
         create(served, tmp_path / "copy")
@@ -111,7 +120,9 @@ def test_nothing_is_overwritten_and_no_running_service_is_disturbed(served: Sett
         restore(other, tmp_path / "copy")
 
 
-def test_a_copy_that_was_damaged_or_never_finished_is_refused(served: Settings, tmp_path: Path) -> None:
+def test_a_copy_that_was_damaged_or_never_finished_is_refused(
+    served: Settings, tmp_path: Path
+) -> None:
     copy, other = tmp_path / "copy", Settings(home=tmp_path / "other")
     create(served, copy)
     data = bytearray((copy / "everstep.db").read_bytes())
@@ -125,14 +136,18 @@ def test_a_copy_that_was_damaged_or_never_finished_is_refused(served: Settings, 
 
 
 @pytest.mark.parametrize("url", ["nonsense", "mysql://host/name"])
-def test_a_database_that_is_not_served_is_neither_copied_nor_put_back(served: Settings, tmp_path: Path, url: str) -> None:
+def test_a_database_that_is_not_served_is_neither_copied_nor_put_back(
+    served: Settings, tmp_path: Path, url: str
+) -> None:
     other = Settings(home=tmp_path / "other", database_url=url)
     with pytest.raises(DatabaseError, match="sqlite:///PATH"):
         create(other, tmp_path / "none", with_storage=False)
     create(served, tmp_path / "copy", with_storage=False)
     with pytest.raises(DatabaseError, match="sqlite:///PATH"):
         restore(other, tmp_path / "copy")
-    assert not [path.name for path in tmp_path.iterdir() if "none" in path.name], "nothing is left of it"
+    assert not [path.name for path in tmp_path.iterdir() if "none" in path.name], (
+        "nothing is left of it"
+    )
 
 
 def test_an_object_store_is_the_bucket_s_own_matter(served: Settings, tmp_path: Path) -> None:
@@ -161,7 +176,10 @@ def test_postgresql_is_copied_by_its_own_programs(
 
 
 def test_the_command_line(
-    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
     assert backup.main(["create", str(tmp_path / "copy")]) == 0
@@ -171,7 +189,10 @@ def test_the_command_line(
 
 
 def test_the_database_may_be_named_in_a_file(
-    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "url").write_text(f"{served.database_url}\n")
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "elsewhere"))
@@ -183,9 +204,13 @@ def test_the_database_may_be_named_in_a_file(
 
 
 def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
-    served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A link at the storage's root was followed (a private key was copied), and any FIFO ended the backup."""
+    """A link at the storage's root was followed (a private key was copied), and any FIFO ended the
+    backup."""
     outside, root = tmp_path / "keys", Path(served.storage_uri)
     outside.mkdir()
     (outside / "id_rsa").write_text("private")
@@ -198,21 +223,29 @@ def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
         file.truncate(1 << 40)
     made = create(served, tmp_path / "copy")
     copied = tmp_path / "copy" / "storage"
-    assert not list(copied.rglob("id_rsa")) and not [path for path in copied.rglob("*") if path.is_symlink()]
+    assert not list(copied.rglob("id_rsa")) and not [
+        path for path in copied.rglob("*") if path.is_symlink()
+    ]
     assert {path.name for path in copied.rglob("*") if not path.is_dir()} >= {"s001.jsonl", "huge"}
     assert (copied / "runs" / "run_a" / "huge").stat().st_blocks == 0
-    assert made.num_skipped == 6 and any("pipe: not a regular file" in words for words in made.skipped)
+    assert made.num_skipped == 6 and any(
+        "pipe: not a regular file" in words for words in made.skipped
+    )
     assert any("planted: a link" in words for words in made.skipped)
     monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
     assert backup.main(["create", str(tmp_path / "told")]) == 0
     assert "left out: 6 links" in capsys.readouterr().out
 
 
-def test_an_operators_own_link_is_followed_where_it_is_named(served: Settings, tmp_path: Path) -> None:
+def test_an_operators_own_link_is_followed_where_it_is_named(
+    served: Settings, tmp_path: Path
+) -> None:
     root = Path(served.storage_uri)
     (root / "runs").rename(tmp_path / "disk")
     (root / "runs").symlink_to(tmp_path / "disk")
     with pytest.raises(LinkedRoot, match="give --follow runs"):
         create(served, tmp_path / "copy")
     create(served, tmp_path / "copy", follow=["runs"])
-    assert (tmp_path / "copy" / "storage" / "runs" / "run_a" / "events" / "s001.jsonl").read_bytes() == b'{"n":1}\n'
+    assert (
+        tmp_path / "copy" / "storage" / "runs" / "run_a" / "events" / "s001.jsonl"
+    ).read_bytes() == b'{"n":1}\n'

@@ -1,4 +1,5 @@
-"""The proxy of the deployment: other programs behind it do not see Everstep's log-ins and tokens."""
+"""The proxy of the deployment: other programs behind it do not see Everstep's log-ins and
+tokens."""
 
 from __future__ import annotations
 
@@ -51,13 +52,17 @@ def grafana(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Telling)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
     text = CONFIGURATION.read_text()
-    rules = text[text.index("backend grafana\n") :].replace("grafana:3000", f"127.0.0.1:{upstream.server_port}")
+    rules = text[text.index("backend grafana\n") :].replace(
+        "grafana:3000", f"127.0.0.1:{upstream.server_port}"
+    )
     port = free_port()
     file = tmp_path_factory.mktemp("proxy") / "haproxy.cfg"
     file.write_text(FRONT.format(port=port, backend="grafana") + rules)
     process = subprocess.Popen([program, "-db", "-q", "-f", str(file)])
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10
+        ) as client:
             wait_for(lambda: answers(client), 30, "the proxy")
             yield client
     finally:
@@ -81,7 +86,10 @@ def answers(client: httpx.Client) -> bool:
         ("__Host-everstep_session=secret", ""),
         ("everstep_session=secret; everstep_theme=dark; grafana_session=g", "; grafana_session=g"),
         ("grafana_session=g;everstep_session=secret", "grafana_session=g"),
-        ("grafana_session=g; my_everstep_session=mine", "grafana_session=g; my_everstep_session=mine"),
+        (
+            "grafana_session=g; my_everstep_session=mine",
+            "grafana_session=g; my_everstep_session=mine",
+        ),
     ],
 )
 def test_grafana_sees_its_own_cookies_only(grafana: httpx.Client, cookie: str, passed: str) -> None:
@@ -89,10 +97,22 @@ def test_grafana_sees_its_own_cookies_only(grafana: httpx.Client, cookie: str, p
 
 
 def test_grafana_sees_no_token(grafana: httpx.Client) -> None:
-    assert "authorization" not in grafana.get("/", headers={"Authorization": "Bearer evs_secret"}).json()
-    assert grafana.get("/", headers={"Authorization": "Basic Zzpn"}).json()["authorization"] == "Basic Zzpn"
+    assert (
+        "authorization"
+        not in grafana.get("/", headers={"Authorization": "Bearer evs_secret"}).json()
+    )
+    assert (
+        grafana.get("/", headers={"Authorization": "Basic Zzpn"}).json()["authorization"]
+        == "Basic Zzpn"
+    )
 
 
 def test_several_headers_of_cookies_are_cleaned_together(grafana: httpx.Client) -> None:
-    told = grafana.get("/", headers=[("Cookie", "a=1; everstep_session=secret"), ("Cookie", "b=2; everstep_session=secret")])
+    told = grafana.get(
+        "/",
+        headers=[
+            ("Cookie", "a=1; everstep_session=secret"),
+            ("Cookie", "b=2; everstep_session=secret"),
+        ],
+    )
     assert "secret" not in told.text

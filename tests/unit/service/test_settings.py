@@ -42,12 +42,17 @@ def test_a_dashboard_address_becomes_a_url(address: str, url: str) -> None:
 
 
 def test_the_public_url_is_kept_without_its_slash() -> None:
-    assert Settings(home=Path("/srv/es"), public_url="https://es.example.org/").public_url == "https://es.example.org"
+    assert (
+        Settings(home=Path("/srv/es"), public_url="https://es.example.org/").public_url
+        == "https://es.example.org"
+    )
     with pytest.raises(SettingsError, match="EVERSTEP_PUBLIC_URL"):
         Settings(home=Path("/srv/es"), public_url="es.example.org")
 
 
-@pytest.mark.parametrize("address", ["ray://head:10001", "redis://head:6379", "", "http://", ":8265"])
+@pytest.mark.parametrize(
+    "address", ["ray://head:10001", "redis://head:6379", "", "http://", ":8265"]
+)
 def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
     with pytest.raises(SettingsError, match="http://head:8265"):
         dashboard_url(address)
@@ -56,8 +61,19 @@ def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        *({"port": 70_000}, {"port": -1}, {"nodes": 0}, {"cpus_per_node": 0}, {"home": Path("rel")}),
-        *({"cordon_runs": -1}, {"cordon_failures": -1}, {"cordon_window_s": 0.0}, {"cordon_window_s": float("nan")}),
+        *(
+            {"port": 70_000},
+            {"port": -1},
+            {"nodes": 0},
+            {"cpus_per_node": 0},
+            {"home": Path("rel")},
+        ),
+        *(
+            {"cordon_runs": -1},
+            {"cordon_failures": -1},
+            {"cordon_window_s": 0.0},
+            {"cordon_window_s": float("nan")},
+        ),
     ],
 )
 def test_a_number_that_cannot_be_is_named(values: dict[str, int | float | Path]) -> None:
@@ -74,14 +90,21 @@ def test_an_existing_cluster_s_token_is_found_where_ray_looks(tmp_path: Path) ->
     file = tmp_path / "token"
     file.write_text("from-file\n")
     assert existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file)}) == "from-file"
-    assert existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": "direct"}) == "direct"
+    assert (
+        existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": "direct"})
+        == "direct"
+    )
     with pytest.raises(SettingsError, match="RAY_AUTH_TOKEN_PATH"):
         existing_ray_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")})
 
 
 def test_the_rule_of_cordons_comes_from_the_environment() -> None:
     assert cordon_settings({}) == (3, 5, 3600.0)
-    given = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "9", "EVERSTEP_CORDON_WINDOW_S": "60"}
+    given = {
+        "EVERSTEP_CORDON_RUNS": "0",
+        "EVERSTEP_CORDON_FAILURES": "9",
+        "EVERSTEP_CORDON_WINDOW_S": "60",
+    }
     assert cordon_settings(given) == (0, 9, 60.0)
     with pytest.raises(SettingsError, match="EVERSTEP_CORDON_FAILURES"):
         cordon_settings({"EVERSTEP_CORDON_FAILURES": "many"})
@@ -90,18 +113,31 @@ def test_the_rule_of_cordons_comes_from_the_environment() -> None:
 def test_secrets_may_come_by_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("postgresql+psycopg://everstep:hidden@db/everstep\n")
-    assert database_url({"EVERSTEP_DATABASE_FILE": str(path)}) == "postgresql+psycopg://everstep:hidden@db/everstep"
-    assert database_url({"EVERSTEP_DATABASE_FILE": str(path), "EVERSTEP_DATABASE": "sqlite:////x"}) == "sqlite:////x"
+    assert (
+        database_url({"EVERSTEP_DATABASE_FILE": str(path)})
+        == "postgresql+psycopg://everstep:hidden@db/everstep"
+    )
+    assert (
+        database_url({"EVERSTEP_DATABASE_FILE": str(path), "EVERSTEP_DATABASE": "sqlite:////x"})
+        == "sqlite:////x"
+    )
     assert (database_url({}), metrics_token({})) == ("", "")
     path.write_text("m" * 32 + "\n")
     assert metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(path)}) == "m" * 32
-    for read, name in ((database_url, "EVERSTEP_DATABASE_FILE"), (metrics_token, "EVERSTEP_METRICS_TOKEN_FILE")):
+    for read, name in (
+        (database_url, "EVERSTEP_DATABASE_FILE"),
+        (metrics_token, "EVERSTEP_METRICS_TOKEN_FILE"),
+    ):
         with pytest.raises(SettingsError, match=name):
             read({name: str(tmp_path / "nowhere")})
 
 
-@pytest.mark.parametrize("secret", ["too-short", "two words of which neither is a secret", "ü" * 40])
-def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(secret: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "secret", ["too-short", "two words of which neither is a secret", "ü" * 40]
+)
+def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(
+    secret: str, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text(secret)
     with pytest.raises(SettingsError) as refused:
         metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(tmp_path / "secret")})
@@ -110,13 +146,23 @@ def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(secret:
 
 @pytest.mark.parametrize(
     ("text", "allowed"),
-    [("", ()), ("0", ()), ("1", ("*",)), ("einops, vision:Tim_M", ("einops", "tim-m")), ("speech:*, einops", ("einops",))],
+    [
+        ("", ()),
+        ("0", ()),
+        ("1", ("*",)),
+        ("einops, vision:Tim_M", ("einops", "tim-m")),
+        ("speech:*, einops", ("einops",)),
+    ],
 )
 def test_packages_that_a_project_may_bring(text: str, allowed: tuple[str, ...]) -> None:
     assert pip_rule({"EVERSTEP_ALLOW_PIP": text}).allowed("vision") == allowed
 
 
-@pytest.mark.parametrize("text", ["einops,", "vision:", "einops>=0.8", "--index-url=x", "https://x/y.whl", "yes please"])
+@pytest.mark.parametrize(
+    "text", ["einops,", "vision:", "einops>=0.8", "--index-url=x", "https://x/y.whl", "yes please"]
+)
 def test_what_is_no_package_is_told(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"EVERSTEP_ALLOW_PIP: .* neither PACKAGE nor PROJECT:PACKAGE"):
+    with pytest.raises(
+        SettingsError, match=r"EVERSTEP_ALLOW_PIP: .* neither PACKAGE nor PROJECT:PACKAGE"
+    ):
         pip_rule({"EVERSTEP_ALLOW_PIP": text})

@@ -1,4 +1,5 @@
-"""A driver that slept while another took over: it stops before it touches anything that is no longer its own."""
+"""A driver that slept while another took over: it stops before it touches anything that is no
+longer its own."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ def driver(tmp_path: Path) -> Driver:
 
 def test_it_does_not_begin(driver: Driver) -> None:
     take_over(driver._run_dir)
-    with pytest.raises(Replaced, match="submission 2 of run run_a has taken over from submission 1"):
+    with pytest.raises(
+        Replaced, match="submission 2 of run run_a has taken over from submission 1"
+    ):
         driver.run()
 
 
-def test_it_ends_when_it_finds_itself_replaced(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_when_it_finds_itself_replaced(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver_module, "FENCE_POLL_S", 0.0)
     monkeypatch.setattr(driver_module, "STOP_POLL_S", 0.01)
 
@@ -51,7 +56,9 @@ def test_it_ends_when_it_finds_itself_replaced(driver: Driver, monkeypatch: pyte
 
 
 @pytest.mark.timeout(20)
-def test_a_storage_that_does_not_answer_replaces_nobody(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_does_not_answer_replaces_nobody(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver_module, "FENCE_POLL_S", 0.0)
     monkeypatch.setattr(driver_module, "STOP_POLL_S", 0.01)
     (Path(driver._run_dir.storage.uri) / "runs").symlink_to("runs")  # every look ends with an error
@@ -70,7 +77,9 @@ def lineage_bytes(run_dir: RunDir) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("place", ["local", "objects"])
-def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(place: str, local_storage: Storage) -> None:
+def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
+    place: str, local_storage: Storage
+) -> None:
     """Also on an object store without conditional writes: nothing but names fences."""
     run_dir = local_storage.run_dir("run_a") if place == "local" else memory_run_dir()[0]
     JournalWriter(run_dir, 1).close()
@@ -82,12 +91,16 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
     save(run_dir, 100, 2)
     before = lineage_bytes(run_dir)
     assert set(before) == {
-        f"step-000000{step}.s00{n}.a001/{file}" for step, n in (("050", 1), ("100", 2)) for file in ("model.pt", "train_state.pt")
+        f"step-000000{step}.s00{n}.a001/{file}"
+        for step, n in (("050", 1), ("100", 2))
+        for file in ("model.pt", "train_state.pt")
     }
 
     asleep.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     save(run_dir, 150, 1)
-    assert RunDir(run_dir.storage, run_dir.run_id).checkpoints.retain(1, None, (1, 1)) == [], "it deletes nothing"
+    assert RunDir(run_dir.storage, run_dir.run_id).checkpoints.retain(1, None, (1, 1)) == [], (
+        "it deletes nothing"
+    )
     assert lineage_bytes(run_dir) == before
     save(run_dir, 150, 2)
     run_dir.checkpoints.retain(2, None, (2, 1))
@@ -105,12 +118,17 @@ for step in itertools.count(50, 50):
 """
 
 
-def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_takeover(any_storage: Storage) -> None:
+def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_takeover(
+    any_storage: Storage,
+) -> None:
     """A real SIGSTOP and SIGCONT, on S3 without conditional writes too."""
     run_dir = any_storage.run_dir("run_a")
     JournalWriter(run_dir, 1).close()
     asleep = subprocess.Popen(
-        [sys.executable, "-c", WRITER, any_storage.uri], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, any_storage.uri],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert asleep.stdout is not None
 
@@ -138,7 +156,9 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
         asleep.wait()
         asleep.stdout.close()
     again = RunDir(run_dir.storage, run_dir.run_id)
-    assert [each.step for each in again.checkpoints.list() if each.submission == 1][-1] >= 300, "it went on"
+    assert [each.step for each in again.checkpoints.list() if each.submission == 1][-1] >= 300, (
+        "it went on"
+    )
     assert lineage_bytes(again) == before
     newest, rejected = again.checkpoints.newest_valid()
     assert newest is not None and newest.name == "step-000000200.s002.a001" and rejected == []

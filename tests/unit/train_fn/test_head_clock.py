@@ -34,7 +34,11 @@ def nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_quick_reply_tells_how_far_this_hosts_clock_is_off(
-    monkeypatch: pytest.MonkeyPatch, asked_at: float, head_at: float, answered_at: float, ahead_s: float
+    monkeypatch: pytest.MonkeyPatch,
+    asked_at: float,
+    head_at: float,
+    answered_at: float,
+    ahead_s: float,
 ) -> None:
     head_clock.learn(asked_at, head_at, answered_at)
     monkeypatch.setattr(time, "time", lambda: 2000.0)

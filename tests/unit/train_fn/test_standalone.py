@@ -1,4 +1,5 @@
-"""The loop without Ray: it trains, goes on bit for bit where it was, and refuses to mix two runs."""
+"""The loop without Ray: it trains, goes on bit for bit where it was, and refuses to mix two
+runs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def own_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("a text that is long enough for some steps, and that a small model can learn a little of. " * 20)
+    path.write_text(
+        "a text that is long enough for some steps, and that a small model can learn a little of. "
+        * 20
+    )
     return path
 
 
@@ -61,7 +65,10 @@ def make_spec(path: Path, **changes: Any) -> RunSpec:
 
 def newest(run_dir: RunDir) -> dict[str, Any]:
     manifest = run_dir.checkpoints.list()[-1]
-    files = {name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name))) for name in manifest.files}
+    files = {
+        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        for name in manifest.files
+    }
     for name in ("parent", "tail"):
         del files["train_state.pt"][name]
     return files
@@ -71,7 +78,9 @@ def equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[name], second[name]) for name in first)
+        return first.keys() == second.keys() and all(
+            equal(first[name], second[name]) for name in first
+        )
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(equal, first, second))
     return bool(first == second)
@@ -81,15 +90,27 @@ def kinds(run_dir: RunDir, submission: int) -> list[EventKind]:
     return [event.kind for event in read_journal(run_dir, submission, None, 1000)[0]]
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text)
     assert standalone.run_local(spec, storage.uri, "whole").code == 0
     whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
-    [finished] = [event.data for event in read_journal(whole, 1, None, 1000)[0] if event.kind is EventKind.FINISHED]
+    [finished] = [
+        event.data
+        for event in read_journal(whole, 1, None, 1000)[0]
+        if event.kind is EventKind.FINISHED
+    ]
     assert finished["outcome"] == "succeeded" and kinds(whole, 1)[-1] is EventKind.FINISHED
     saved = [manifest.step for manifest in whole.checkpoints.list()]
-    assert saved[-1] == finished["step"] and set(saved) <= {3, 6, finished["step"]}, "one that is due beside another is merged"
-    [evaluated] = [event.data for event in read_journal(whole, 1, None, 1000)[0] if event.kind is EventKind.EVALUATED]
+    assert saved[-1] == finished["step"] and set(saved) <= {3, 6, finished["step"]}, (
+        "one that is due beside another is merged"
+    )
+    [evaluated] = [
+        event.data
+        for event in read_journal(whole, 1, None, 1000)[0]
+        if event.kind is EventKind.EVALUATED
+    ]
     measured = ("val_loss", "val_accuracy", "val_bits_per_token")
     assert evaluated["metrics"].keys() == {*measured, *(f"ema_{name}" for name in measured)}
     assert evaluated["metrics"]["ema_val_loss"] != evaluated["metrics"]["val_loss"]
@@ -98,7 +119,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     stopping = threading.Event()
     step_done = Reporter.step_done
 
-    def stop_at_four(reporter: Reporter, values: dict[str, float | None], num_samples: int) -> float:
+    def stop_at_four(
+        reporter: Reporter, values: dict[str, float | None], num_samples: int
+    ) -> float:
         if reporter._state.step == 4:
             stopping.set()
         return step_done(reporter, values, num_samples)
@@ -106,18 +129,27 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text: Path, tmp_pa
     monkeypatch.setattr(Reporter, "step_done", stop_at_four)
     place = standalone.Place(0, 1, 0, 1, "here", "first")
     standalone._join(spec, place, 60)
-    assert standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping).code == standalone.EXIT_STOPPED
+    assert (
+        standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping).code
+        == standalone.EXIT_STOPPED
+    )
     monkeypatch.undo()
     end_process_group()
     assert standalone.run_local(spec, storage.uri, "parts").code == 0
     assert parts.submissions() == [1, 2]
-    [restored] = [event.data for event in read_journal(parts, 2, None, 1000)[0] if event.kind is EventKind.RESTORED]
+    [restored] = [
+        event.data
+        for event in read_journal(parts, 2, None, 1000)[0]
+        if event.kind is EventKind.RESTORED
+    ]
     assert (restored["source"], restored["step"]) == ("checkpoint", 5)
     assert equal(newest(whole), newest(parts))
     assert not (shared_memory_root() / "parts").exists()
 
 
-def test_what_raises_keeps_its_frames(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_raises_keeps_its_frames(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: object, model: object, batch: torch.Tensor) -> None:
         where_it_broke = batch.shape
         raise LookupError(f"broken at {where_it_broke}")
@@ -135,13 +167,18 @@ def test_what_raises_keeps_its_frames(text: Path, tmp_path: Path, monkeypatch: p
 def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
     in_the_open: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text, checkpoint={"every_steps": 1000})
+    storage, spec = (
+        open_storage(str(tmp_path / "runs")),
+        make_spec(text, checkpoint={"every_steps": 1000}),
+    )
     assert standalone.run_local(spec, storage.uri, "whole").code == 0
     whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
     raising = threading.Event()
     step_done, loss = Reporter.step_done, LanguageModeling.loss
 
-    def break_at_four(reporter: Reporter, values: dict[str, float | None], num_samples: int) -> float:
+    def break_at_four(
+        reporter: Reporter, values: dict[str, float | None], num_samples: int
+    ) -> float:
         if reporter._state.step == 4:
             raising.set()
         return step_done(reporter, values, num_samples)
@@ -161,14 +198,24 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
             said: list[str] = []
             place = standalone.Place(0, 1, 0, 1, "here", "first")
             standalone._join(spec, place, 60)
-            ended = standalone.run_rank(spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append)
+            ended = standalone.run_rank(
+                spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append
+            )
             end_process_group()
             assert ended.code == standalone.EXIT_FAILED
-            assert said[-1] == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
+            assert (
+                said[-1]
+                == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
+            )
     assert [manifest.step for manifest in parts.checkpoints.list()] == [4]
-    told = [event.data["step"] for event in read_journal(parts, 1, None, 1000)[0] if event.kind is EventKind.CHECKPOINT_COMMITTED]
+    told = [
+        event.data["step"]
+        for event in read_journal(parts, 1, None, 1000)[0]
+        if event.kind is EventKind.CHECKPOINT_COMMITTED
+    ]
     assert told == [4]
-    shutil.rmtree(shared_memory_root() / "parts", ignore_errors=True)  # it goes on from the checkpoint alone
+    # it goes on from the checkpoint alone
+    shutil.rmtree(shared_memory_root() / "parts", ignore_errors=True)
     assert standalone.run_local(spec, storage.uri, "parts").code == 0
     assert equal(newest(whole), newest(parts))
 
@@ -176,10 +223,14 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
 def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_path: Path) -> None:
     run_dir, spec = open_storage(str(tmp_path)).run_dir("run"), make_spec(text)
     assert standalone.begin_run(run_dir, spec, "a", fresh=False) == standalone.Start(1, 1)
-    same = make_spec(text, checkpoint={"every_steps": 7}, scaling={"use_gpu": False, "max_workers": 4})
+    same = make_spec(
+        text, checkpoint={"every_steps": 7}, scaling={"use_gpu": False, "max_workers": 4}
+    )
     standalone.begin_run(run_dir, same, "a", fresh=False)
     other = make_spec(
-        text, train={"global_batch_size": 8, "micro_batch_size": 4, "seed": 3, "ema_decay": 0.9}, optimizer={"name": "adamw"}
+        text,
+        train={"global_batch_size": 8, "micro_batch_size": 4, "seed": 3, "ema_decay": 0.9},
+        optimizer={"name": "adamw"},
     )
     with pytest.raises(UsageError, match=r"train\.global_batch_size differ"):
         standalone.begin_run(run_dir, other, "a", fresh=False)
@@ -187,7 +238,9 @@ def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_pat
     assert run_dir.read_spec() == other
 
 
-def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attempt(text: Path, tmp_path: Path) -> None:
+def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attempt(
+    text: Path, tmp_path: Path
+) -> None:
     run_dir, spec = open_storage(str(tmp_path)).run_dir("run"), make_spec(text)
     journal = standalone.open_local_journal(run_dir, 1, 1, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": 1, "workers": [], "launch": "agent"})
@@ -198,7 +251,16 @@ def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attemp
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
     with pytest.raises(UsageError, match=r"RANK, WORLD_SIZE.*torchrun --nproc-per-node"):
-        standalone.place_from_env({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        standalone.place_from_env(
+            {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        )
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     place = standalone.place_from_env(env)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)

@@ -1,4 +1,5 @@
-"""The launch script for several hosts: one torchrun a host, told apart by number, with the user's words unbroken."""
+"""The launch script for several hosts: one torchrun a host, told apart by number, with the user's
+words unbroken."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def test_every_host_runs_its_part_of_one_rendezvous(seen: Path) -> None:
     assert [found["--node-rank"] for found in options] == ["0", "1"]
     assert options[0]["--rdzv-id"] == options[1]["--rdzv-id"]
     for words, found in zip(commands, options, strict=True):
-        assert (found["--nnodes"], found["--nproc-per-node"], found["--rdzv-endpoint"]) == ("2", "4", "one:29500")
+        assert (found["--nnodes"], found["--nproc-per-node"], found["--rdzv-endpoint"]) == (
+            "2",
+            "4",
+            "one:29500",
+        )
         assert "PYTHONHASHSEED=0" in words
         assert "NCCL_SOCKET_IFNAME=eth1" in words
         assert words[-5:] == ["-m", "train_fn.standalone", "a spec.yaml", "--set", "name=it's mine"]

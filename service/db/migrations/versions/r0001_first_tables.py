@@ -86,7 +86,12 @@ def upgrade() -> None:
         sa.Column("name", sa.String(length=128), nullable=False),
         sa.Column("verified_at", sa.Double(), nullable=False),
         sa.Column("problem", sa.Text()),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_checkpoint_checks_run_id_runs"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["run_id"],
+            ["runs.id"],
+            name=op.f("fk_checkpoint_checks_run_id_runs"),
+            ondelete="CASCADE",
+        ),
         sa.PrimaryKeyConstraint("run_id", "name", name=op.f("pk_checkpoint_checks")),
     )
     op.create_table(
@@ -98,7 +103,9 @@ def upgrade() -> None:
         sa.Column("submission", sa.Integer(), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("data", sa.JSON(), nullable=False),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_events_run_id_runs"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_events_run_id_runs"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_events")),
         sqlite_with_rowid=False,
     )
@@ -110,7 +117,9 @@ def upgrade() -> None:
         sa.Column("step", sa.Integer(), nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
         sa.Column("value", sa.Double()),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_metrics_run_id_runs"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_metrics_run_id_runs"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("run_id", "name", "step", name=op.f("pk_metrics")),
         sqlite_with_rowid=False,
     )
@@ -119,7 +128,9 @@ def upgrade() -> None:
         sa.Column("run_id", sa.String(length=32), nullable=False),
         sa.Column("key", sa.String(length=64), nullable=False),
         sa.Column("value", sa.String(length=256), nullable=False),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_tags_run_id_runs"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_run_tags_run_id_runs"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("run_id", "key", name=op.f("pk_run_tags")),
     )
     op.create_index(op.f("ix_run_tags_key_value"), "run_tags", ["key", "value"])
@@ -132,11 +143,22 @@ def upgrade() -> None:
         sa.Column("at", sa.Double(), nullable=False),
         sa.Column("reason_code", sa.String(length=64)),
         sa.Column("reason_message", sa.Text()),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_transitions_run_id_runs"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.id"], name=op.f("fk_transitions_run_id_runs"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_transitions")),
     )
 
 
 def downgrade() -> None:
-    for table in ("transitions", "run_tags", "metrics", "events", "checkpoint_checks", "tokens", "runs", "idempotency_keys"):
+    for table in (
+        "transitions",
+        "run_tags",
+        "metrics",
+        "events",
+        "checkpoint_checks",
+        "tokens",
+        "runs",
+        "idempotency_keys",
+    ):
         op.drop_table(table)

@@ -22,7 +22,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("node_id", name=op.f("pk_node_marks")),
     )
     failures_only = sa.text("kind = 'failure'")
-    op.create_index("ix_events_failures_at", "events", ["at"], sqlite_where=failures_only, postgresql_where=failures_only)
+    op.create_index(
+        "ix_events_failures_at",
+        "events",
+        ["at"],
+        sqlite_where=failures_only,
+        postgresql_where=failures_only,
+    )
 
 
 def downgrade() -> None:

@@ -1,4 +1,5 @@
-"""Projects with quotas, an audit log, leases, when tokens were used, and what a run was preempted by"""
+"""Projects with quotas, an audit log, leases, when tokens were used, and what a run was preempted
+by"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -21,8 +22,10 @@ def upgrade() -> None:
     )
     op.execute(
         "INSERT INTO projects (name, created_at) "
-        "SELECT name, max(at) FROM (SELECT project AS name, min(created_at) AS at FROM runs GROUP BY project "
-        "UNION ALL SELECT project, min(created_at) FROM tokens WHERE project IS NOT NULL GROUP BY project "
+        "SELECT name, max(at) FROM (SELECT project AS name, min(created_at) AS at FROM runs GROUP "
+        "BY project "
+        "UNION ALL SELECT project, min(created_at) FROM tokens WHERE project IS NOT NULL GROUP BY "
+        "project "
         "UNION ALL SELECT 'default', 0.0) AS known GROUP BY name"
     )
     op.create_table(

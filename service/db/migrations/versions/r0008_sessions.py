@@ -16,7 +16,12 @@ def upgrade() -> None:
         sa.Column("token_id", sa.String(length=32), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=False),
-        sa.ForeignKeyConstraint(["token_id"], ["tokens.id"], name=op.f("fk_sessions_token_id_tokens"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["token_id"],
+            ["tokens.id"],
+            name=op.f("fk_sessions_token_id_tokens"),
+            ondelete="CASCADE",
+        ),
         sa.PrimaryKeyConstraint("sha256", name=op.f("pk_sessions")),
     )
     op.create_index(op.f("ix_sessions_token_id_created_at"), "sessions", ["token_id", "created_at"])

@@ -19,7 +19,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("project", "digest", name=op.f("pk_code_archives")),
     )
-    # What runs of a project have used stays usable there. Its size is not known here, and counts as nothing.
+    # What runs of a project have used stays usable there. Its size is not known here, and counts as
+    # nothing.
     runs = sa.table(
         "runs",
         sa.column("project", sa.String()),
@@ -27,11 +28,24 @@ def upgrade() -> None:
         sa.column("created_by", sa.String()),
         sa.column("created_at", sa.Double()),
     )
-    made = sa.table("code_archives", *map(sa.column, ("project", "digest", "size_bytes", "created_by", "created_at")))
+    made = sa.table(
+        "code_archives",
+        *map(sa.column, ("project", "digest", "size_bytes", "created_by", "created_at")),
+    )
     digest = runs.c.spec[("code", "archive")].as_string()
-    firsts = sa.select(runs.c.project, digest, sa.literal(0), sa.func.min(runs.c.created_by), sa.func.min(runs.c.created_at))
+    firsts = sa.select(
+        runs.c.project,
+        digest,
+        sa.literal(0),
+        sa.func.min(runs.c.created_by),
+        sa.func.min(runs.c.created_at),
+    )
     used = firsts.where(digest.is_not(None)).group_by(runs.c.project, digest)
-    op.execute(made.insert().from_select(["project", "digest", "size_bytes", "created_by", "created_at"], used))
+    op.execute(
+        made.insert().from_select(
+            ["project", "digest", "size_bytes", "created_by", "created_at"], used
+        )
+    )
 
 
 def downgrade() -> None:

@@ -1,4 +1,5 @@
-"""The command line as a user types it, against the service's real API: output for people, pipes and programs, and exit codes."""
+"""The command line as a user types it, against the service's real API: output for people, pipes and
+programs, and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from everstep.wire.events import EventKind
 from service.process.arguments import settings_of
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from tests.support.api_service import NOON, ApiService, spec
-from tests.support.scripted_http import RUN_ID, ScriptedServer, event, frame, problem, reply, run_answer, scripted, silent_after
+from tests.support.scripted_http import (
+    RUN_ID,
+    ScriptedServer,
+    event,
+    frame,
+    problem,
+    reply,
+    run_answer,
+    scripted,
+    silent_after,
+)
 from tests.unit.service.api.test_api_checkpoints import save
 
 
@@ -34,7 +45,9 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def run_cli(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False)
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False
+    )
 
 
 async def everstep(*arguments: object, stdin: str | None = None) -> Result:
@@ -44,7 +57,10 @@ async def everstep(*arguments: object, stdin: str | None = None) -> Result:
 @pytest.fixture
 def spec_file(tmp_path: Path) -> Path:
     path = tmp_path / "digits.yaml"
-    path.write_text("name: by hand\ntask: {name: image_classification, model: {name: mini_resnet}, data: {name: digits}}\n")
+    path.write_text(
+        "name: by hand\ntask: {name: image_classification, model: {name: mini_resnet}, data: "
+        "{name: digits}}\n"
+    )
     return path
 
 
@@ -65,7 +81,9 @@ FAILURE: dict[str, Any] = {
 }
 
 
-async def finish(api: ApiService, outcome: str = "succeeded", reason: dict[str, str] | None = None, **fields: Any) -> str:
+async def finish(
+    api: ApiService, outcome: str = "succeeded", reason: dict[str, str] | None = None, **fields: Any
+) -> str:
     """A run with a history: steps, an evaluation, a failure, an end."""
     run_id, journal = await api.running(**fields)
     events = [
@@ -82,24 +100,38 @@ async def finish(api: ApiService, outcome: str = "succeeded", reason: dict[str, 
 
 
 async def test_submit_prints_the_id_alone_for_scripts(api: ApiService, spec_file: Path) -> None:
-    result = await everstep("submit", spec_file, "--set", "train.epochs=7", "--set", "tags.team=vision")
+    result = await everstep(
+        "submit", spec_file, "--set", "train.epochs=7", "--set", "tags.team=vision"
+    )
     run_id = result.stdout.strip()
     assert result.exit_code == 0 and run_id.startswith("run_") and "everstep watch" in result.stderr
     run = await api.get(f"/v1/runs/{run_id}/spec")
-    assert run["train"]["epochs"] == 7 and run["tags"] == {"team": "vision"} and run["name"] == "by hand"
+    assert (
+        run["train"]["epochs"] == 7
+        and run["tags"] == {"team": "vision"}
+        and run["name"] == "by hand"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--json", "submit"], ["submit", "--json"]])
-async def test_json_may_stand_before_and_behind_the_command(api: ApiService, spec_file: Path, arguments: list[str]) -> None:
+async def test_json_may_stand_before_and_behind_the_command(
+    api: ApiService, spec_file: Path, arguments: list[str]
+) -> None:
     result = await everstep(*arguments, spec_file)
     assert json.loads(result.stdout)["status"] == "QUEUED" and result.stderr == ""
 
 
 async def test_a_spec_comes_from_standard_input_too(api: ApiService) -> None:
-    result = await everstep("submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="piped")))
-    again = await everstep("submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="piped")))
+    result = await everstep(
+        "submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="piped"))
+    )
+    again = await everstep(
+        "submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="piped"))
+    )
     assert result.exit_code == again.exit_code == 0 and result.stdout == again.stdout
-    other = await everstep("submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="other")))
+    other = await everstep(
+        "submit", "-", "--idempotency-key", "k", stdin=json.dumps(spec(name="other"))
+    )
     assert other.exit_code == 2 and "key" in other.stderr.lower()
 
 
@@ -138,12 +170,18 @@ def test_a_file_with_a_fault_is_exit_code_2(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- exit codes
 
 
-def test_a_service_that_is_not_there_is_exit_code_3_and_says_what_to_do(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_is_not_there_is_exit_code_3_and_says_what_to_do(
+    spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVERSTEP_URL", "http://127.0.0.1:9")
     for arguments in (["runs"], ["submit", str(spec_file)], ["cluster", "--json"]):
         result = run_cli(*arguments)
         assert result.exit_code == 3
-        assert "everstep serve" in result.stderr and "EVERSTEP_URL" in result.stderr and "127.0.0.1:9" in result.stderr
+        assert (
+            "everstep serve" in result.stderr
+            and "EVERSTEP_URL" in result.stderr
+            and "127.0.0.1:9" in result.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -163,11 +201,16 @@ def test_errors_have_exit_codes_and_words(answer: Any, code: int) -> None:
     with scripted() as server:
         server.script[f"/v1/runs/{RUN_ID}"] = [answer]
         result = run_cli("show", RUN_ID, "--url", server.url)
-    assert result.exit_code == code and result.stderr.startswith("error: ") and "Traceback" not in result.output
+    assert (
+        result.exit_code == code
+        and result.stderr.startswith("error: ")
+        and "Traceback" not in result.output
+    )
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["show"], ["runs", "--limit", "0"], ["logs", "x", "--rank", "-1"], ["metrics"]]
+    "arguments",
+    [["nonsense"], ["show"], ["runs", "--limit", "0"], ["logs", "x", "--rank", "-1"], ["metrics"]],
 )
 def test_bad_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert run_cli(*arguments).exit_code == 2
@@ -179,7 +222,9 @@ def test_a_url_that_is_none_is_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 1)])
-async def test_watch_ends_with_the_run_and_tells_how(api: ApiService, outcome: str, code: int) -> None:
+async def test_watch_ends_with_the_run_and_tells_how(
+    api: ApiService, outcome: str, code: int
+) -> None:
     reason = {"failed": {"code": "user_error", "message": "it raised twice"}}.get(outcome)
     if outcome == "stopped":
         reason = {"code": "cancelled_by_user", "message": "cancelled"}
@@ -215,18 +260,26 @@ async def test_runs_and_show(api: ApiService) -> None:
     listed = await everstep("runs")
     assert run_id in listed.stdout and "SUCCEEDED" in listed.stdout and "another" in listed.stdout
     assert listed.stdout.split()[0] == "ID"
-    filtered = json.loads((await everstep("runs", "--status", "SUCCEEDED", "--tag", "team", "--json")).stdout)
+    filtered = json.loads(
+        (await everstep("runs", "--status", "SUCCEEDED", "--tag", "team", "--json")).stdout
+    )
     assert [run["id"] for run in filtered] == [run_id]
     assert len(json.loads((await everstep("runs", "-n", "1", "--json")).stdout)) == 1
     shown = await everstep("show", run_id)
-    assert shown.exit_code == 0 and "team=[red]vision[/red]" in shown.stdout and "\x1b" not in shown.stdout
+    assert (
+        shown.exit_code == 0
+        and "team=[red]vision[/red]" in shown.stdout
+        and "\x1b" not in shown.stdout
+    )
     value = json.loads((await everstep("show", run_id, "--json")).stdout)
     assert value["transitions"][0] == value["transitions"][0] | {"from": None, "to": "QUEUED"}
     assert (await everstep("runs", "--name", "none")).stdout == ""
 
 
 async def test_why_tells_failures_in_words(api: ApiService) -> None:
-    run_id = await finish(api, "failed", {"code": "system_failures_exhausted", "message": "too many"})
+    run_id = await finish(
+        api, "failed", {"code": "system_failures_exhausted", "message": "too many"}
+    )
     told = (await everstep("why", run_id)).stdout
     assert "system_failures_exhausted: too many" in told
     assert "rank 1 on node node-2-l died at step 7 (attempt 1, verdict worker_lost)" in told
@@ -241,27 +294,54 @@ async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
     run_id, journal = await api.running()
     api.clock.now += 30
     rank = {"node_id": "node-2-long-name", "micro_batches": 1, "wait_s": 0.0}
-    ranks = [{**rank, "rank": 0, "own_s": 0.01, "skew": 0.2}, {**rank, "rank": 1, "own_s": 0.06, "skew": 6.0}]
-    slow = {"rank": 1, "node_id": "node-2-long-name", "step": 9, "slow": True, "own_s": 0.06, "peers_s": 0.01, "skew": 6.0}
+    ranks = [
+        {**rank, "rank": 0, "own_s": 0.01, "skew": 0.2},
+        {**rank, "rank": 1, "own_s": 0.06, "skew": 6.0},
+    ]
+    slow = {
+        "rank": 1,
+        "node_id": "node-2-long-name",
+        "step": 9,
+        "slow": True,
+        "own_s": 0.06,
+        "peers_s": 0.01,
+        "skew": 6.0,
+    }
     api.apply(
         run_id,
-        [journal.event(EventKind.RANK_TIMES, step=9, step_s=0.06, ranks=ranks), journal.event(EventKind.STRAGGLER, **slow)],
+        [
+            journal.event(EventKind.RANK_TIMES, step=9, step_s=0.06, ranks=ranks),
+            journal.event(EventKind.STRAGGLER, **slow),
+        ],
     )
     told = (await everstep("stragglers", run_id)).stdout
-    assert "rank 1 on node node-2-l holds the others up since" in told and "60 ms of its own in a step, its peers 10 ms" in told
+    assert (
+        "rank 1 on node node-2-l holds the others up since" in told
+        and "60 ms of its own in a step, its peers 10 ms" in told
+    )
     assert "60.0 ms" in told and told in (await everstep("stragglers", run_id)).stdout
-    assert json.loads((await everstep("stragglers", run_id, "--json")).stdout)["ranks"][1]["skew"] == 6.0
+    assert (
+        json.loads((await everstep("stragglers", run_id, "--json")).stdout)["ranks"][1]["skew"]
+        == 6.0
+    )
     assert "holds the others up since" in (await everstep("why", run_id)).stdout
     assert "productive" in (await everstep("goodput", run_id)).stdout
     assert "default: 1 run" in (await everstep("goodput")).stdout
-    assert json.loads((await everstep("goodput", "--json")).stdout)["items"][0]["project"] == "default"
+    assert (
+        json.loads((await everstep("goodput", "--json")).stdout)["items"][0]["project"] == "default"
+    )
     assert (await everstep("goodput", "--project", "none")).stdout == ""
 
 
 async def test_logs_are_printed_without_control_characters(api: ApiService) -> None:
     run_id = await finish(api)
     with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
-        writer.write([LogRecord(NOON, "INFO", "plain"), LogRecord(NOON + 1, "ERROR", "two\nlines \x1b]0;evil\x07")])
+        writer.write(
+            [
+                LogRecord(NOON, "INFO", "plain"),
+                LogRecord(NOON + 1, "ERROR", "two\nlines \x1b]0;evil\x07"),
+            ]
+        )
     for arguments in (["logs", run_id], ["logs", run_id, "-f"]):
         lines = (await everstep(*arguments)).stdout.splitlines()
         assert [line.split(maxsplit=4)[1:4] for line in lines] == [
@@ -270,7 +350,9 @@ async def test_logs_are_printed_without_control_characters(api: ApiService) -> N
             ["a1", "r0", "ERROR"],
         ]
         assert lines[0].endswith("plain") and "\x1b" not in "".join(lines) and "evil" in lines[2]
-    [first, second] = map(json.loads, (await everstep("logs", run_id, "--json")).stdout.splitlines())
+    [first, second] = map(
+        json.loads, (await everstep("logs", run_id, "--json")).stdout.splitlines()
+    )
     assert first["message"] == "plain" and second["message"].startswith("two\nlines")
     assert (await everstep("logs", run_id, "--rank", "3")).stdout == ""
 
@@ -283,30 +365,61 @@ async def test_json_and_words_hold_nothing_that_steers_a_terminal(api: ApiServic
     for arguments in (["logs", run_id], ["show", run_id], ["runs"], ["watch", run_id]):
         for extra in ([], ["--json"]):
             result = await everstep(*arguments, *extra)
-            assert result.exit_code == 0 and not set(result.stdout + result.stderr) & set("\x9b\x85\u202e\u2066\u2028"), arguments
+            assert result.exit_code == 0 and not set(result.stdout + result.stderr) & set(
+                "\x9b\x85\u202e\u2066\u2028"
+            ), arguments
     assert json.loads((await everstep("logs", run_id, "--json")).stdout)["message"] == evil
     assert json.loads((await everstep("show", run_id, "--json")).stdout)["tags"] == {"evil": evil}
 
 
 async def test_metrics_and_samples(api: ApiService) -> None:
     run_id, journal = await api.running()
-    epoch = {"epoch": 0, "samples": 10, "used_once": 10, "duplicates": 0, "missing": 0, "digest": "ab" * 32, "seconds": 1.0}
+    epoch = {
+        "epoch": 0,
+        "samples": 10,
+        "used_once": 10,
+        "duplicates": 0,
+        "missing": 0,
+        "digest": "ab" * 32,
+        "seconds": 1.0,
+    }
     api.apply(
         run_id,
-        [journal.steps(2, loss=0.25), journal.steps(3, loss=None, lr=0.1), journal.event(EventKind.EPOCH_COMPLETED, **epoch)],
+        [
+            journal.steps(2, loss=0.25),
+            journal.steps(3, loss=None, lr=0.1),
+            journal.event(EventKind.EPOCH_COMPLETED, **epoch),
+        ],
     )
-    rows = {line.split()[0]: line for line in (await everstep("metrics", run_id)).stdout.splitlines()}
-    assert "not finite" in rows["loss"] and "0.25 at 2" in rows["loss"] and "0.5 at 1" in rows["loss"] and "lr" in rows
+    rows = {
+        line.split()[0]: line for line in (await everstep("metrics", run_id)).stdout.splitlines()
+    }
+    assert (
+        "not finite" in rows["loss"]
+        and "0.25 at 2" in rows["loss"]
+        and "0.5 at 1" in rows["loss"]
+        and "lr" in rows
+    )
     series = json.loads((await everstep("metrics", run_id, "loss", "--json")).stdout)["series"]
     assert [[step, value] for step, _, value in series["loss"]] == [[1, 0.5], [2, 0.25], [3, None]]
-    assert "0      10       10         0           0        abababababababab" in (await everstep("samples", run_id)).stdout
-    assert json.loads((await everstep("samples", run_id, "--json")).stdout)["epochs"][0]["used_once"] == 10
+    assert (
+        "0      10       10         0           0        abababababababab"
+        in (await everstep("samples", run_id)).stdout
+    )
+    assert (
+        json.loads((await everstep("samples", run_id, "--json")).stdout)["epochs"][0]["used_once"]
+        == 10
+    )
 
 
-async def test_checkpoints_and_download(api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoints_and_download(
+    api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_id, journal = await api.running(checkpoint={"best_metric": "accuracy"})
     assert "no checkpoints yet" in (await everstep("checkpoints", run_id)).stderr
-    manifests = [save(api, run_id, journal, step, accuracy=value) for step, value in ((10, 0.9), (20, 0.8))]
+    manifests = [
+        save(api, run_id, journal, step, accuracy=value) for step, value in ((10, 0.9), (20, 0.8))
+    ]
     listed = (await everstep("checkpoints", run_id)).stdout
     assert manifests[0].digest[:16] in listed and "accuracy 0.9" in listed and "committed" in listed
     monkeypatch.chdir(tmp_path)
@@ -314,21 +427,37 @@ async def test_checkpoints_and_download(api: ApiService, tmp_path: Path, monkeyp
     assert fetched.exit_code == 0 and fetched.stdout.strip() == f"{run_id}-20"
     assert (tmp_path / f"{run_id}-20" / "model.pt").stat().st_size == 700_000
     best = await everstep("download", run_id, "best", tmp_path / "best", "--json")
-    assert json.loads(best.stdout)["checkpoint"]["step"] == 10 and (tmp_path / "best" / "manifest.json").exists()
+    assert (
+        json.loads(best.stdout)["checkpoint"]["step"] == 10
+        and (tmp_path / "best" / "manifest.json").exists()
+    )
     for which, words in (("newest", "names no checkpoint"), ("77", "no checkpoint of step 77")):
         refused = await everstep("download", run_id, which, tmp_path / "none")
-        assert refused.exit_code == 2 and words in refused.stderr and not (tmp_path / "none").exists()
+        assert (
+            refused.exit_code == 2 and words in refused.stderr and not (tmp_path / "none").exists()
+        )
     assert "step-000000020.s001.a001 is sound" in (await everstep("verify", run_id)).stdout
-    (Path(api.storage.run_dir(run_id).checkpoints.path(manifests[0].name)) / "model.pt").write_bytes(b"short")
+    (
+        Path(api.storage.run_dir(run_id).checkpoints.path(manifests[0].name)) / "model.pt"
+    ).write_bytes(b"short")
     corrupt = await everstep("verify", run_id, "best")
-    assert corrupt.exit_code == 1 and "model.pt: expected 700000 bytes, found 5 bytes" in corrupt.stdout
-    assert json.loads((await everstep("verify", run_id, "10", "--json")).stdout)["state"] == "corrupt"
+    assert (
+        corrupt.exit_code == 1
+        and "model.pt: expected 700000 bytes, found 5 bytes" in corrupt.stdout
+    )
+    assert (
+        json.loads((await everstep("verify", run_id, "10", "--json")).stdout)["state"] == "corrupt"
+    )
     assert "step-000000010.s001.a001 is damaged" in (await everstep("why", run_id)).stdout
     assert (await everstep("verify", run_id, "newest")).exit_code == 2
     (tmp_path / "file").write_text("x")
     assert (await everstep("download", run_id, "latest", tmp_path / "file")).exit_code == 2
     unwritable = await everstep("download", run_id, "latest", "/proc/none/out")
-    assert unwritable.exit_code == 1 and "/proc/none" in unwritable.stderr and "Traceback" not in unwritable.output
+    assert (
+        unwritable.exit_code == 1
+        and "/proc/none" in unwritable.stderr
+        and "Traceback" not in unwritable.output
+    )
 
 
 async def test_cancel_pause_and_resume(api: ApiService) -> None:
@@ -343,7 +472,9 @@ async def test_cancel_pause_and_resume(api: ApiService) -> None:
 async def test_cluster(api: ApiService) -> None:
     shown = await everstep("cluster")
     assert "10.0.0.1" in shown.stdout and "2 CPU" in shown.stdout and "2.60.0" in shown.stdout
-    assert json.loads((await everstep("cluster", "--json")).stdout)["nodes"][0]["hostname"] == "host"
+    assert (
+        json.loads((await everstep("cluster", "--json")).stdout)["nodes"][0]["hostname"] == "host"
+    )
     api.cluster.available = False
     assert "does not answer" in (await everstep("cluster")).stderr
 
@@ -359,7 +490,8 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def process(server: ScriptedServer, *arguments: str) -> subprocess.Popen[str]:
-    """The command as in a terminal: a shell that runs the tests in the background would have it ignore Ctrl-C."""
+    """The command as in a terminal: a shell that runs the tests in the background would have it
+    ignore Ctrl-C."""
     return subprocess.Popen(
         ["env", "--default-signal=INT", sys.executable, "-m", "everstep.cli.main", *arguments],
         env={**os.environ, "EVERSTEP_URL": server.url, "EVERSTEP_TOKEN": "token"},
@@ -371,7 +503,14 @@ def process(server: ScriptedServer, *arguments: str) -> subprocess.Popen[str]:
 
 def log_page(count: int) -> dict[str, Any]:
     at = "2026-01-02T03:04:05Z"
-    line = {"at": at, "submission": 1, "attempt": 1, "rank": 0, "level": "INFO", "message": "x" * 200}
+    line = {
+        "at": at,
+        "submission": 1,
+        "attempt": 1,
+        "rank": 0,
+        "level": "INFO",
+        "message": "x" * 200,
+    }
     return {"items": [{**line, "seq": seq} for seq in range(1, count + 1)], "next_cursor": None}
 
 
@@ -400,30 +539,61 @@ def test_control_c_leaves_the_run_and_says_so(server: ScriptedServer) -> None:
 
 
 def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_service, "SERVER_MODULES", ("service.no_such", "no_such_package.module", "json"))
+    monkeypatch.setattr(
+        cli_service, "SERVER_MODULES", ("service.no_such", "no_such_package.module", "json")
+    )
     for command in ("serve", "demo"):
         result = run_cli(command)
-        assert result.exit_code == 2 and "pip install 'everstep[server]'" in result.stderr and "no_such_package" in result.stderr
+        assert (
+            result.exit_code == 2
+            and "pip install 'everstep[server]'" in result.stderr
+            and "no_such_package" in result.stderr
+        )
 
 
 def test_serve_becomes_the_service_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _path, arguments: executed.append(arguments))
-    options = ["--host", "0.0.0.0", "--port", "9000", "--nodes", "4", "--cpus-per-node", "2", "--drills"]
-    options += ["--ray-address", "http://head:8265", "--database", "sqlite:///x.db", "--storage", "s3://b/p"]
+    options = [
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "9000",
+        "--nodes",
+        "4",
+        "--cpus-per-node",
+        "2",
+        "--drills",
+    ]
+    options += [
+        "--ray-address",
+        "http://head:8265",
+        "--database",
+        "sqlite:///x.db",
+        "--storage",
+        "s3://b/p",
+    ]
     assert run_cli("serve", *options).exit_code == 0
-    assert executed[0][:3] == [sys.executable, "-m", "service.process.serve"] and sorted(executed[0][3:]) == sorted(options)
+    assert executed[0][:3] == [sys.executable, "-m", "service.process.serve"] and sorted(
+        executed[0][3:]
+    ) == sorted(options)
     run_cli("serve")
     assert executed[1][3:] == []
 
 
-def test_serve_offers_every_option_of_the_service(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_offers_every_option_of_the_service(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit):
         settings_of(["--help"])
     known = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _path, arguments: executed.append(arguments))
-    given = [text for option in sorted(known) for text in ((option,) if option == "--drills" else (option, "1"))]
+    given = [
+        text
+        for option in sorted(known)
+        for text in ((option,) if option == "--drills" else (option, "1"))
+    ]
     assert "--cluster-env" in known and run_cli("serve", *given).exit_code == 0
     assert known <= set(executed[0])
 
@@ -431,7 +601,19 @@ def test_serve_offers_every_option_of_the_service(capsys: pytest.CaptureFixture[
 def test_the_version_and_every_command_s_help() -> None:
     assert run_cli("--version").stdout.startswith("everstep ")
     overview = run_cli("--help").stdout
-    commands = ["serve", "submit", "runs", "show", "watch", "logs", "why", "stragglers", "goodput", "metrics", "samples"]
+    commands = [
+        "serve",
+        "submit",
+        "runs",
+        "show",
+        "watch",
+        "logs",
+        "why",
+        "stragglers",
+        "goodput",
+        "metrics",
+        "samples",
+    ]
     commands += ["checkpoints", "verify", "download", "cancel", "pause", "resume", "drill"]
     commands += ["cluster", "cordon", "uncordon", "drain", "demo"]
     for name in commands:

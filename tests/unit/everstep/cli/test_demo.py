@@ -1,4 +1,5 @@
-"""The demo's parts: which node it kills, what it sees, and that it leaves nothing behind, however it ends."""
+"""The demo's parts: which node it kills, what it sees, and that it leaves nothing behind, however
+it ends."""
 
 from __future__ import annotations
 
@@ -41,26 +42,40 @@ def cluster_file(directory: Path, *nodes: dict[str, Any]) -> Path:
 
 
 def node(node_id: str, pid: int, started_at: float, *, is_head: bool = False) -> dict[str, Any]:
-    return {"node_id": node_id, "is_head": is_head, "raylet_pid": pid, "raylet_started_at": started_at}
+    return {
+        "node_id": node_id,
+        "is_head": is_head,
+        "raylet_pid": pid,
+        "raylet_started_at": started_at,
+    }
 
 
 def workers(*node_ids: str) -> list[WorkerInfo]:
-    return [WorkerInfo(rank=rank, node_id=node_id, node_ip="127.0.0.1", pid=900 + rank) for rank, node_id in enumerate(node_ids)]
+    return [
+        WorkerInfo(rank=rank, node_id=node_id, node_ip="127.0.0.1", pid=900 + rank)
+        for rank, node_id in enumerate(node_ids)
+    ]
 
 
 def test_the_spec_is_one() -> None:
     assert parse_spec(SPEC).scaling.max_workers == 3
 
 
-def test_the_node_of_the_highest_rank_is_chosen_and_never_the_head(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_the_node_of_the_highest_rank_is_chosen_and_never_the_head(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     began = psutil.Process(sleeper.pid).create_time()
-    file = cluster_file(tmp_path, node("head", sleeper.pid, began, is_head=True), node("a", sleeper.pid, began))
+    file = cluster_file(
+        tmp_path, node("head", sleeper.pid, began, is_head=True), node("a", sleeper.pid, began)
+    )
     assert choose_victim(file, workers("a", "head")) == Victim("a", 0, sleeper.pid, 900)
     with pytest.raises(UsageError, match="no rank of the run"):
         choose_victim(file, workers("head", "elsewhere"))
 
 
-def test_a_process_that_took_over_a_dead_raylet_s_number_is_spared(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_took_over_a_dead_raylet_s_number_is_spared(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     earlier = psutil.Process(sleeper.pid).create_time() - 60
     assert not is_process(sleeper.pid, earlier)
     with pytest.raises(UsageError):
@@ -83,7 +98,9 @@ def test_killing_takes_the_raylet_and_the_rank(sleeper: subprocess.Popen[bytes])
         kill(Victim("a", 0, sleeper.pid, rank.pid))  # both gone: no error
 
 
-def test_what_is_left_of_a_home_is_ended_and_nothing_else(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_what_is_left_of_a_home_is_ended_and_nothing_else(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
     with subprocess.Popen(SLEEP, env={**os.environ, "EVERSTEP_HOME": str(tmp_path)}) as mine:
         other = {**os.environ, "EVERSTEP_HOME": f"{tmp_path}2"}
         with subprocess.Popen(SLEEP, env=other) as another:
@@ -97,7 +114,9 @@ def take(story: Story, kind: str, attempt: int = 1, **data: Any) -> None:
     story.take(Event.model_validate({**event(1, kind, **data), "attempt": attempt}))
 
 
-def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_next_attempt() -> None:
+def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_next_attempt() -> (
+    None
+):
     story = Story()
     take(story, "metrics", points=[{"step": 50, "at": 1.0, "values": {}}])
     assert not story.is_due  # nobody knows of how many
@@ -105,10 +124,16 @@ def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_n
     assert story.is_due
     story.killed_at = 10.0
     assert not story.is_due
-    take(story, "metrics", points=[{"step": 51, "at": 10.2, "values": {}}])  # was on its way when the node died
+    # was on its way when the node died
+    take(story, "metrics", points=[{"step": 51, "at": 10.2, "values": {}}])
     assert story.next_step_at is None
     take(story, "attempt_started", attempt=2, world_size=2)
-    take(story, "metrics", attempt=2, points=[{"step": 52, "at": 12.5, "values": {}}, {"step": 53, "at": 13.0, "values": {}}])
+    take(
+        story,
+        "metrics",
+        attempt=2,
+        points=[{"step": 52, "at": 12.5, "values": {}}, {"step": 53, "at": 13.0, "values": {}}],
+    )
     take(story, "metrics", attempt=3, points=[{"step": 54, "at": 20.0, "values": {}}])
     assert (story.next_step_at, story.world_size_after, story.killed_step) == (12.5, 2, 50)
 
@@ -117,11 +142,15 @@ def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_n
 def homes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the demo makes its home directories."""
     make = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix, dir=None: make(prefix=prefix, dir=tmp_path))
+    monkeypatch.setattr(
+        tempfile, "mkdtemp", lambda prefix, dir=None: make(prefix=prefix, dir=tmp_path)
+    )
     return tmp_path
 
 
-def test_a_service_that_does_not_start_is_told_with_its_log(homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_does_not_start_is_told_with_its_log(
+    homes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing = (sys.executable, "-c", "import sys; sys.exit('cannot listen: port in use')")
     monkeypatch.setattr(demo, "SERVE", failing)
     with pytest.raises(DemoFailed, match=r"(?s)exit code 1; its log ends:.*port in use"):
@@ -129,7 +158,9 @@ def test_a_service_that_does_not_start_is_told_with_its_log(homes: Path, monkeyp
     assert list(homes.iterdir()) == []
 
 
-def test_a_service_that_never_is_ready_is_ended(homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_never_is_ready_is_ended(
+    homes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
     monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.3)
     with pytest.raises(DemoFailed, match="did not become ready"):
@@ -152,7 +183,9 @@ def test_an_interrupted_demo_ends_its_service(homes: Path, monkeypatch: pytest.M
     assert started[0].returncode == -15 and list(homes.iterdir()) == []
 
 
-def test_another_service_must_have_a_cluster_of_its_own_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_service_must_have_a_cluster_of_its_own_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path))
     with pytest.raises(UsageError, match="EVERSTEP_HOME"):
         run_demo(Terminal(), url="http://127.0.0.1:1", keep=False, out="unused")

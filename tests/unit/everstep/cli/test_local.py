@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[4]
 
 
 def run_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
 
 
 @pytest.fixture
@@ -32,8 +34,10 @@ def spec_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     path = tmp_path / "small.yaml"
     path.write_text(
         "name: small\n"
-        "task: {name: image_classification, model: {name: mini_resnet, args: {width: 8}}, data: {name: digits}}\n"
-        "train: {max_steps: 2, loader: {num_workers: 3}}\nscaling: {use_gpu: false, max_workers: 4}\n"
+        "task: {name: image_classification, model: {name: mini_resnet, args: {width: 8}}, data: "
+        "{name: digits}}\n"
+        "train: {max_steps: 2, loader: {num_workers: 3}}\nscaling: {use_gpu: false, max_workers: "
+        "4}\n"
     )
     threads = torch.get_num_threads()
     yield path
@@ -45,7 +49,10 @@ def test_a_spec_trains_in_this_process(spec_file: Path, tmp_path: Path) -> None:
     result = run_cli("run", spec_file, "--local", "--set", "train.max_steps=3", "--run-id", "mine")
     assert result.exit_code == 0
     assert "step 3, epoch 0: val_loss" in result.stdout
-    assert f"done at step 3; checkpoints are in {tmp_path}/out/local/runs/mine/checkpoints" in result.stdout
+    assert (
+        f"done at step 3; checkpoints are in {tmp_path}/out/local/runs/mine/checkpoints"
+        in result.stdout
+    )
     again = run_cli("run", spec_file, "--local", "--set", "train.max_steps=4", "--run-id", "mine")
     assert again.exit_code == 2
     assert "holds a run of another spec (train.max_steps differ)" in again.stderr
@@ -61,28 +68,49 @@ def test_a_program_reads_how_it_ended(spec_file: Path) -> None:
     assert "step 2, epoch 0" in result.stderr
 
 
-def test_a_task_of_ones_own_runs_from_where_it_lies(spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_ones_own_runs_from_where_it_lies(
+    spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(own_code, "_on_disk", {})
     mine = tmp_path / "mine"
     (mine / "local_try").mkdir(parents=True)
     task = mine / "local_try" / "task.py"
     task.write_text(TASK)
-    options = ("--local", "--code", mine, "--task", "local_try.task:Line", "--set", "train.max_steps=2")
+    options = (
+        "--local",
+        "--code",
+        mine,
+        "--task",
+        "local_try.task:Line",
+        "--set",
+        "train.max_steps=2",
+    )
     result = run_cli("run", *options)
     assert (result.exit_code, "done at step" in result.stdout) == (0, True), result.output
-    assert sys.modules["local_try.task"].__file__ == str(task), "breakpoints hold in the user's own file"
-    assert "give --code DIRECTORY, the code itself" in run_cli("run", code_spec(tmp_path, "task"), "--local").stderr
-    assert "runs under Ray Train" in run_cli("run", code_spec(tmp_path, "train_fn"), "--local").stderr
+    assert sys.modules["local_try.task"].__file__ == str(task), (
+        "breakpoints hold in the user's own file"
+    )
+    assert (
+        "give --code DIRECTORY, the code itself"
+        in run_cli("run", code_spec(tmp_path, "task"), "--local").stderr
+    )
+    assert (
+        "runs under Ray Train" in run_cli("run", code_spec(tmp_path, "train_fn"), "--local").stderr
+    )
 
 
 def code_spec(tmp_path: Path, kind: str) -> Path:
     path = tmp_path / f"{kind}.yaml"
-    path.write_text(f"name: own\ncode: {{archive: 'sha256:{'0' * 64}', {kind}: 'local_try.task:Line'}}\n")
+    path.write_text(
+        f"name: own\ncode: {{archive: 'sha256:{'0' * 64}', {kind}: 'local_try.task:Line'}}\n"
+    )
     return path
 
 
-def test_what_the_users_code_raises_is_shown_whole(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_users_code_raises_is_shown_whole(
+    spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: object, model: object, batch: object) -> None:
         raise OSError("the disk of the data set is away")
 
@@ -93,13 +121,20 @@ def test_what_the_users_code_raises_is_shown_whole(spec_file: Path, monkeypatch:
     assert "in broken" in result.stderr
 
 
-def test_without_local_or_torch_the_way_out_is_said(spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_local_or_torch_the_way_out_is_said(
+    spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "everstep submit" in run_cli("run", spec_file).stderr
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
     result = run_cli("run", spec_file, "--local")
     assert result.exit_code == 2
-    assert "needs torch, which this Python has not; run: pip install 'everstep[server]'" in result.stderr
+    assert (
+        "needs torch, which this Python has not; run: pip install 'everstep[server]'"
+        in result.stderr
+    )
 
 
 def test_init_task_says_what_it_wrote(tmp_path: Path) -> None:

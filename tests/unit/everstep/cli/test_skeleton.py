@@ -24,14 +24,24 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_its_own_test_passes_and_notices_a_loss_that_learns_nothing(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = {name: test for name, test in runpy.run_path(str(written / "test_task.py")).items() if name.startswith("test_")}
+def test_its_own_test_passes_and_notices_a_loss_that_learns_nothing(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = {
+        name: test
+        for name, test in runpy.run_path(str(written / "test_task.py")).items()
+        if name.startswith("test_")
+    }
     assert len(tests) == 4
     for test in tests.values():
         test()
     task = importlib.import_module("two_spirals.task").TwoSpirals
     loss = task.loss
-    monkeypatch.setattr(task, "loss", lambda self, model, batch: (0 * loss(self, model, batch)[0] + 1, len(batch[0])))
+    monkeypatch.setattr(
+        task,
+        "loss",
+        lambda self, model, batch: (0 * loss(self, model, batch)[0] + 1, len(batch[0])),
+    )
     with pytest.raises(AssertionError):
         tests["test_it_learns"]()
 
@@ -45,7 +55,9 @@ def test_its_spec_names_its_own_class_and_only_fields_that_exist(written: Path) 
     assert yaml.safe_load(text)["name"] == "two-spirals"
 
 
-@pytest.mark.parametrize("name", ["my-task", "class", "1st", "json", "torch", "train_fn", "__", "ünïcode"])
+@pytest.mark.parametrize(
+    "name", ["my-task", "class", "1st", "json", "torch", "train_fn", "__", "ünïcode"]
+)
 def test_a_name_that_cannot_be_imported_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=name):
         write_skeleton(name, tmp_path)

@@ -34,14 +34,30 @@ def test_arguments_come_before_the_environment_and_that_before_files(home: dict[
 
 
 @pytest.mark.parametrize(
-    "url", ["http://train.example", "http://10.0.0.7:8000", "http://127.0.0.1.evil.example", "http://localhost.evil"]
+    "url",
+    [
+        "http://train.example",
+        "http://10.0.0.7:8000",
+        "http://127.0.0.1.evil.example",
+        "http://localhost.evil",
+    ],
 )
-def test_the_local_admin_token_is_never_sent_to_another_machine(home: dict[str, str], url: str) -> None:
+def test_the_local_admin_token_is_never_sent_to_another_machine(
+    home: dict[str, str], url: str
+) -> None:
     found = find_address(url, environ=home)
     assert found.token is None and "EVERSTEP_TOKEN" in found.token_source
 
 
-@pytest.mark.parametrize("url", ["http://localhost:1", "127.0.0.1:8000", "http://[::1]:8000", f"http://{socket.gethostname()}:1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost:1",
+        "127.0.0.1:8000",
+        "http://[::1]:8000",
+        f"http://{socket.gethostname()}:1",
+    ],
+)
 def test_it_is_sent_to_this_machine_by_any_name(home: dict[str, str], url: str) -> None:
     assert find_address(url, environ=home).token == "local"
 
@@ -58,7 +74,16 @@ def test_no_token_is_told_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host", "http://", "http://host:port", "http://host:0", "http://host:99999", "://", "http:///x"]
+    "url",
+    [
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host:0",
+        "http://host:99999",
+        "://",
+        "http:///x",
+    ],
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="not the URL of a service"):

@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 from everstep import CorruptDownload, Unavailable, UsageError
 from everstep.client.checkpoint_download import receive_checkpoint
 
-FILES = {"model.pt": b"weights" * 10_000, "train_state.pt": b"state", "empty": b"", "deep/er/file": b"\0" * 513}
+FILES = {
+    "model.pt": b"weights" * 10_000,
+    "train_state.pt": b"state",
+    "empty": b"",
+    "deep/er/file": b"\0" * 513,
+}
 
 
 def canonical(value: dict[str, Any]) -> bytes:
@@ -28,7 +33,10 @@ def canonical(value: dict[str, Any]) -> bytes:
 
 def manifest_of(files: dict[str, bytes], **fields: Any) -> bytes:
     """As storage writes it: canonical JSON with the digest of itself without it."""
-    entries = {name: {"size_bytes": len(data), "blake3": blake3(data).hexdigest()} for name, data in files.items()}
+    entries = {
+        name: {"size_bytes": len(data), "blake3": blake3(data).hexdigest()}
+        for name, data in files.items()
+    }
     value = {"schema_version": 2, "step": 150, "files": entries, **fields}
     return canonical({**value, "digest": hashlib.sha256(canonical(value)).hexdigest()})
 
@@ -37,7 +45,10 @@ def old_manifest_of(files: dict[str, bytes]) -> bytes:
     """As it was written with schema version 1."""
     value = json.loads(manifest_of(files, schema_version=1))
     del value["digest"]
-    value["files"] = {name: {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    value["files"] = {
+        name: {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
     return canonical({**value, "digest": hashlib.sha256(canonical(value)).hexdigest()})
 
 
@@ -63,13 +74,19 @@ def tar_of(members: dict[str, bytes], *special: tarfile.TarInfo) -> bytes:
 TAR = tar_of({"manifest.json": MANIFEST, **FILES})
 
 
-def receive(data: bytes, target: Path, digest: str | None = digest_of(MANIFEST), chunk: int = 4096) -> None:
+def receive(
+    data: bytes, target: Path, digest: str | None = digest_of(MANIFEST), chunk: int = 4096
+) -> None:
     chunks = (data[start : start + chunk] for start in range(0, len(data), chunk))
     receive_checkpoint(chunks, target, digest, lambda _num_bytes: None)
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -93,8 +110,14 @@ def test_a_checkpoint_of_schema_version_1_is_verified_by_its_own_digests(target:
     manifest = old_manifest_of(FILES)
     receive(tar_of({"manifest.json": manifest, **FILES}), target, digest_of(manifest))
     assert (target / "model.pt").read_bytes() == FILES["model.pt"]
-    with pytest.raises(CorruptDownload, match=r"train_state\.pt has sha256 [0-9a-f]{64}; the manifest promises"):
-        receive(tar_of({"manifest.json": manifest, **FILES, "train_state.pt": b"stale"}), target, digest_of(manifest))
+    with pytest.raises(
+        CorruptDownload, match=r"train_state\.pt has sha256 [0-9a-f]{64}; the manifest promises"
+    ):
+        receive(
+            tar_of({"manifest.json": manifest, **FILES, "train_state.pt": b"stale"}),
+            target,
+            digest_of(manifest),
+        )
 
 
 def test_every_byte_is_told(target: Path) -> None:
@@ -103,7 +126,9 @@ def test_every_byte_is_told(target: Path) -> None:
     assert told == [700, 200, len(TAR) - 900]
 
 
-def test_the_current_directory_and_an_empty_one_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_directory_and_an_empty_one_may_be_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     receive(TAR, tmp_path / "empty")
     assert content(tmp_path / "empty")["model.pt"] == FILES["model.pt"]
@@ -144,7 +169,18 @@ def link(name: str, kind: bytes, to: str = "/etc/passwd") -> tarfile.TarInfo:
     return info
 
 
-@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "..", "deep/../../../evil", "a\\..\\evil", "./../evil"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil",
+        "/tmp/evil",
+        "a/../../evil",
+        "..",
+        "deep/../../../evil",
+        "a\\..\\evil",
+        "./../evil",
+    ],
+)
 def test_a_path_that_leads_out_writes_nothing(target: Path, name: str) -> None:
     files = {**FILES, name: b"evil"}
     with pytest.raises(CorruptDownload, match="leads out"):
@@ -153,7 +189,9 @@ def test_a_path_that_leads_out_writes_nothing(target: Path, name: str) -> None:
     assert not list(target.parent.parent.rglob("evil")) and not Path("/tmp/evil").exists()
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
+)
 def test_what_is_no_regular_file_writes_nothing(target: Path, kind: bytes) -> None:
     with pytest.raises(CorruptDownload, match="not a regular file"):
         receive(tar_of({"manifest.json": MANIFEST, **FILES}, link("link", kind)), target)
@@ -162,7 +200,9 @@ def test_what_is_no_regular_file_writes_nothing(target: Path, kind: bytes) -> No
 
 def test_a_link_to_write_through_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
-    data = tar_of({}, link("deep", tarfile.SYMTYPE, str(tmp_path / "victim")))[:512] + tar_of({"deep/file": b"x"})
+    data = tar_of({}, link("deep", tarfile.SYMTYPE, str(tmp_path / "victim")))[:512] + tar_of(
+        {"deep/file": b"x"}
+    )
     with pytest.raises(CorruptDownload, match="not a regular file"):
         receive(data, target)
     assert list((tmp_path / "victim").iterdir()) == []
@@ -181,19 +221,27 @@ def changed(name: str, data: bytes | None) -> dict[str, bytes]:
     ("members", "words"),
     [
         (changed("model.pt", b"x" * 70_000), "model.pt has blake3"),
-        (changed("model.pt", FILES["model.pt"][:-1]), "model.pt has 69999 bytes; the manifest promises 70000"),
+        (
+            changed("model.pt", FILES["model.pt"][:-1]),
+            "model.pt has 69999 bytes; the manifest promises 70000",
+        ),
         (changed("train_state.pt", None), "train_state.pt is missing"),
         (changed("extra", b"y"), "extra, which the manifest does not name"),
         (dict(FILES), "no manifest.json"),
         ({**FILES, "manifest.json": b"{"}, "not a manifest"),
         ({**FILES, "manifest.json": b"[]"}, "not a manifest"),
         ({**FILES, "manifest.json": b'{"files": {"model.pt": 1}}'}, "not a manifest"),
-        ({**FILES, "manifest.json": MANIFEST.replace(b'"step":150', b'"step":151')}, "states digest"),
+        (
+            {**FILES, "manifest.json": MANIFEST.replace(b'"step":150', b'"step":151')},
+            "states digest",
+        ),
         ({**FILES, "manifest.json": manifest_of(FILES, step=151)}, "by the service"),
         ({"a": b"1", "a/b": b"2"}, "damaged"),
     ],
 )
-def test_what_differs_is_named_and_nothing_appears(target: Path, members: dict[str, bytes], words: str) -> None:
+def test_what_differs_is_named_and_nothing_appears(
+    target: Path, members: dict[str, bytes], words: str
+) -> None:
     with pytest.raises(CorruptDownload, match=words):
         receive(tar_of(members), target)
     assert_untouched(target)
@@ -201,7 +249,8 @@ def test_what_differs_is_named_and_nothing_appears(target: Path, members: dict[s
 
 def test_a_file_that_comes_twice_is_refused(target: Path) -> None:
     first = tar_of({"manifest.json": MANIFEST, "empty": b""})
-    end = (len(MANIFEST) + 511) // 512 * 512 + 2 * 512  # two headers, one content, before the archive's end
+    # two headers, one content, before the archive's end
+    end = (len(MANIFEST) + 511) // 512 * 512 + 2 * 512
     twice = first[:end] + tar_of({"empty": b"again"})
     with pytest.raises(CorruptDownload, match="empty twice"):
         receive(twice, target)
@@ -210,7 +259,9 @@ def test_a_file_that_comes_twice_is_refused(target: Path) -> None:
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 80_000), bit=st.integers(0, 7))
-def test_no_flipped_bit_goes_unseen(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
+def test_no_flipped_bit_goes_unseen(
+    tmp_path_factory: pytest.TempPathFactory, place: int, bit: int
+) -> None:
     """One bit anywhere: either nothing that counts changed, or the download fails."""
     damaged = bytearray(TAR)
     damaged[place % len(TAR)] ^= 1 << bit
@@ -233,7 +284,8 @@ def test_no_cut_goes_unseen(tmp_path_factory: pytest.TempPathFactory, length: in
     except CorruptDownload:
         assert not target.exists()
     else:
-        assert content(target) == {"manifest.json": MANIFEST, **FILES}  # only the padding behind the last file was cut
+        # only the padding behind the last file was cut
+        assert content(target) == {"manifest.json": MANIFEST, **FILES}
 
 
 def breaking(data: bytes, error: Exception) -> Iterator[bytes]:
@@ -242,7 +294,12 @@ def breaking(data: bytes, error: Exception) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("the connection broke"), OSError(28, "No space left on device"), KeyboardInterrupt()]
+    "error",
+    [
+        Unavailable("the connection broke"),
+        OSError(28, "No space left on device"),
+        KeyboardInterrupt(),
+    ],
 )
 def test_what_stops_a_download_leaves_nothing(target: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):
@@ -252,17 +309,24 @@ def test_what_stops_a_download_leaves_nothing(target: Path, error: BaseException
 
 def test_a_break_behind_the_last_file_is_seen_too(target: Path) -> None:
     with pytest.raises(Unavailable):
-        receive_checkpoint(breaking(TAR, Unavailable("broke")), target, None, lambda _num_bytes: None)
+        receive_checkpoint(
+            breaking(TAR, Unavailable("broke")), target, None, lambda _num_bytes: None
+        )
     assert_untouched(target)
 
 
-def test_a_directory_that_is_there_is_all_that_is_written_to(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a volume: nothing can be renamed into it, or its parent belongs to somebody else."""
+def test_a_directory_that_is_there_is_all_that_is_written_to(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a volume: nothing can be renamed into it, or its parent belongs to somebody
+    else."""
     target.mkdir(parents=True)
     made: list[Path] = []
     make = tempfile.mkdtemp
 
-    def note(suffix: str | None = None, prefix: str | None = None, dir: str | Path | None = None) -> str:
+    def note(
+        suffix: str | None = None, prefix: str | None = None, dir: str | Path | None = None
+    ) -> str:
         made.append(Path(str(dir)))
         return make(suffix, prefix, dir)
 

@@ -40,13 +40,23 @@ async def asked(api: ApiService, run_id: str) -> Drill:
 
 async def test_a_drill_is_waited_for_to_its_report(api: ApiService) -> None:
     run, journal = await running(api)
-    waiting = asyncio.create_task(asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(60)))
+    waiting = asyncio.create_task(
+        asyncio.to_thread(lambda: run.drill("kill_worker", rank=1).wait(60))
+    )
     drill = await asked(api, run.id)
     start(api, journal, run.id, drill)
     recover(api, journal, run.id, 11, *range(12, 25))
     done = await waiting
-    assert done.id == drill.id and done.state is DrillState.RECOVERED and done.kind is DrillKind.KILL_WORKER
-    assert done.report is not None and done.report.parity is not None and done.report.parity.in_parity is True
+    assert (
+        done.id == drill.id
+        and done.state is DrillState.RECOVERED
+        and done.kind is DrillKind.KILL_WORKER
+    )
+    assert (
+        done.report is not None
+        and done.report.parity is not None
+        and done.report.parity.in_parity is True
+    )
     assert drill.id in repr(done)
     [listed] = await asyncio.to_thread(run.drills)
     assert listed.drill == done.drill
@@ -91,19 +101,40 @@ async def test_drills_that_are_off_say_how_to_turn_them_on(tmp_path: Path) -> No
 @pytest.mark.parametrize("as_json", [False, True])
 async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json: bool) -> None:
     run, journal = await running(api)
-    telling = asyncio.create_task(everstep("drill", run.id, "kill_worker", "--rank", "1", *(["--json"] if as_json else [])))
+    telling = asyncio.create_task(
+        everstep("drill", run.id, "kill_worker", "--rank", "1", *(["--json"] if as_json else []))
+    )
     drill = await asked(api, run.id)
     start(api, journal, run.id, drill)
     recover(api, journal, run.id, 11, *range(12, 25))
-    epoch = {"epoch": 1, "samples": 10, "used_once": 10, "duplicates": 0, "missing": 0, "digest": "ab" * 32, "seconds": 1.0}
+    epoch = {
+        "epoch": 1,
+        "samples": 10,
+        "used_once": 10,
+        "duplicates": 0,
+        "missing": 0,
+        "digest": "ab" * 32,
+        "seconds": 1.0,
+    }
     api.apply(run.id, [journal.event(EventKind.EPOCH_COMPLETED, **epoch)])
     told = await telling
     assert told.exit_code == 0, told.output
     if as_json:
         found = json.loads(told.stdout)
-        assert (found["id"], found["state"], found["report"]["parity"]["in_parity"]) == (drill.id, "recovered", True)
+        assert (found["id"], found["state"], found["report"]["parity"]["in_parity"]) == (
+            drill.id,
+            "recovered",
+            True,
+        )
         return
-    for words in ("worker_lost", "detect 0.2 s", "first step 0.3 s", "2 -> 2", "process 101 on node node-2", "in parity: mean 0.5"):
+    for words in (
+        "worker_lost",
+        "detect 0.2 s",
+        "first step 0.3 s",
+        "2 -> 2",
+        "process 101 on node node-2",
+        "in parity: mean 0.5",
+    ):
         assert words in told.stdout, words
     watched = (await everstep("show", run.id)).stdout
     assert "RUNNING" in watched
@@ -113,7 +144,12 @@ async def test_a_drill_that_comes_to_nothing_is_exit_code_1(api: ApiService) -> 
     run, journal = await running(api)
     telling = asyncio.create_task(everstep("drill", run.id, "kill_node"))
     drill = await asked(api, run.id)
-    refused = {"id": drill.id, "kind": "kill_node", "rank": 0, "problem": "rank 0 is on the cluster's head"}
+    refused = {
+        "id": drill.id,
+        "kind": "kill_node",
+        "rank": 0,
+        "problem": "rank 0 is on the cluster's head",
+    }
     api.apply(run.id, [journal.event(EventKind.DRILL_FAILED, **refused)])
     told = await telling
     assert told.exit_code == 1 and "rank 0 is on the cluster's head" in told.stdout

@@ -1,4 +1,5 @@
-"""Following events and logs over connections that break in every way: nothing lost, nothing twice, and an end."""
+"""Following events and logs over connections that break in every way: nothing lost, nothing twice,
+and an end."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_it_ends_behind_the_event_that_ends_the_run(server: ScriptedServer) -> N
     assert len(server.to(EVENTS)) == 1
 
 
-def test_a_connection_that_breaks_inside_an_event_is_taken_up_behind_the_last_whole_one(server: ScriptedServer) -> None:
+def test_a_connection_that_breaks_inside_an_event_is_taken_up_behind_the_last_whole_one(
+    server: ScriptedServer,
+) -> None:
     torn = frame(event(3))
     server.script[EVENTS] = [
         streamed(frame(event(1)), frame(event(2)), torn[: len(torn) // 2], complete=False),
@@ -64,7 +67,10 @@ def test_a_connection_that_breaks_inside_an_event_is_taken_up_behind_the_last_wh
 
 
 def test_an_event_that_a_clean_end_cuts_off_is_asked_for_again(server: ScriptedServer) -> None:
-    server.script[EVENTS] = [streamed(frame(event(1)), frame(event(2))[:-1]), streamed(frame(event(2)), frame(ended(3)))]
+    server.script[EVENTS] = [
+        streamed(frame(event(1)), frame(event(2))[:-1]),
+        streamed(frame(event(2)), frame(ended(3))),
+    ]
     assert seqs(run_of(server)) == [1, 2, 3]
 
 
@@ -77,7 +83,10 @@ def test_what_comes_twice_is_given_once(server: ScriptedServer) -> None:
 
 
 def test_a_hole_is_asked_for_again_and_never_passed_over(server: ScriptedServer) -> None:
-    server.script[EVENTS] = [streamed(frame(event(1)), frame(event(3))), streamed(frame(event(2)), frame(ended(3)))]
+    server.script[EVENTS] = [
+        streamed(frame(event(1)), frame(event(3))),
+        streamed(frame(event(2)), frame(ended(3))),
+    ]
     assert seqs(run_of(server)) == [1, 2, 3]
 
 
@@ -87,7 +96,9 @@ def test_a_hole_that_stays_is_an_error(server: ScriptedServer) -> None:
         seqs(run_of(server))
 
 
-def test_refused_and_busy_services_are_waited_for_with_growing_pauses(server: ScriptedServer) -> None:
+def test_refused_and_busy_services_are_waited_for_with_growing_pauses(
+    server: ScriptedServer,
+) -> None:
     server.script[EVENTS] = [
         problem(503, "database_unavailable", "away"),
         problem(429, "rate_limited", "busy"),
@@ -101,7 +112,12 @@ def test_refused_and_busy_services_are_waited_for_with_growing_pauses(server: Sc
 
 def test_progress_makes_pauses_short_again(server: ScriptedServer) -> None:
     away = problem(503, "unavailable", "away")
-    server.script[EVENTS] = [away, away, streamed(frame(event(1)), complete=False), streamed(frame(ended(2)))]
+    server.script[EVENTS] = [
+        away,
+        away,
+        streamed(frame(event(1)), complete=False),
+        streamed(frame(ended(2))),
+    ]
     clock = FakeTime()
     assert seqs(run_of(server, clock)) == [1, 2]
     assert clock.slept == [0.2, 0.4, 0.2]
@@ -126,7 +142,8 @@ def test_a_silent_connection_is_left_for_a_new_one(server: ScriptedServer) -> No
     server.script[EVENTS] = [silent_after(), streamed(frame(ended(1)))]
     started = time.monotonic()
     assert seqs(run_of(server, patience=Patience(silence_s=0.2))) == [1]
-    assert len(server.to(EVENTS)) == 2 and time.monotonic() - started < 20  # the server would be silent for 30 s
+    # the server would be silent for 30 s
+    assert len(server.to(EVENTS)) == 2 and time.monotonic() - started < 20
 
 
 def test_heartbeats_keep_a_connection(server: ScriptedServer) -> None:
@@ -172,7 +189,9 @@ def test_an_answer_that_is_no_stream_is_named(server: ScriptedServer) -> None:
 
 
 def test_a_reader_that_stops_early_closes_the_connection(server: ScriptedServer) -> None:
-    server.script[EVENTS] = [streamed(*[frame(event(seq)) for seq in range(1, 500)], complete=False)]
+    server.script[EVENTS] = [
+        streamed(*[frame(event(seq)) for seq in range(1, 500)], complete=False)
+    ]
     events = run_of(server).events(follow=True)
     assert next(events).seq == 1
     events.close()  # type: ignore[attr-defined]
@@ -191,13 +210,22 @@ def test_pages_of_events_are_all_read(server: ScriptedServer) -> None:
 
 def line(seq: int) -> dict[str, object]:
     at = "2026-01-02T03:04:05Z"
-    return {"seq": seq, "at": at, "submission": 1, "attempt": 1, "rank": 0, "level": "INFO", "message": f"line {seq}"}
+    return {
+        "seq": seq,
+        "at": at,
+        "submission": 1,
+        "attempt": 1,
+        "rank": 0,
+        "level": "INFO",
+        "message": f"line {seq}",
+    }
 
 
 def test_logs_are_followed_over_a_break_until_the_run_has_ended(server: ScriptedServer) -> None:
     path = f"{RUN}/logs"
     server.script[path] = [
-        streamed(frame(line(1)), frame(line(4)), complete=False),  # seqs of a filtered log have holes
+        # seqs of a filtered log have holes
+        streamed(frame(line(1)), frame(line(4)), complete=False),
         streamed(frame(line(6))),
         reply({"items": [line(9)], "next_cursor": None}),
     ]

@@ -6,7 +6,18 @@ import json
 import subprocess
 import sys
 
-SERVER_ONLY = ("torch", "torchvision", "ray", "fastapi", "sqlalchemy", "pyarrow", "numpy", "storage", "service", "train_fn")
+SERVER_ONLY = (
+    "torch",
+    "torchvision",
+    "ray",
+    "fastapi",
+    "sqlalchemy",
+    "pyarrow",
+    "numpy",
+    "storage",
+    "service",
+    "train_fn",
+)
 COMMAND_LINE_ONLY = ("typer", "yaml")
 PROGRAM = f"""
 import json, sys, time
@@ -16,11 +27,13 @@ seconds = time.process_time() - started
 print(json.dumps([seconds, [name for name in {SERVER_ONLY + COMMAND_LINE_ONLY!r} if name in sys.modules]]))
 """
 MOST = 5.0
-"""Times what the import of its two dependencies takes; it is 2.7 times that, and 0.29 s on an idle machine."""
+"""Times what the import of its two dependencies takes; it is 2.7 times that, and 0.29 s on an idle
+machine."""
 
 
 def test_import_is_fast_and_light() -> None:
-    """Seconds of computing, and of five fresh processes the fastest, beside those of its dependencies."""
+    """Seconds of computing, and of five fresh processes the fastest, beside those of its
+    dependencies."""
     ours, theirs = [], []
     for _ in range(5):
         taken, loaded = imported("everstep")
@@ -31,14 +44,22 @@ def test_import_is_fast_and_light() -> None:
 
 
 def imported(names: str) -> tuple[float, list[str]]:
-    """What a fresh process takes for it, in seconds, and which modules of the server it has then."""
+    """What a fresh process takes for it, in seconds, and which modules of the server it has
+    then."""
     program = PROGRAM.format(names)
-    answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
     taken, loaded = json.loads(answer.stdout)
     return taken, loaded
 
 
 def test_the_command_line_needs_only_the_client() -> None:
-    program = f"import everstep.cli.main, everstep.cli.demo, sys; print([name for name in {SERVER_ONLY!r} if name in sys.modules])"
-    answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    program = (
+        "import everstep.cli.main, everstep.cli.demo, sys; print([name for name in "
+        f"{SERVER_ONLY!r} if name in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
     assert answer.stdout.strip() == "[]"

@@ -44,7 +44,9 @@ class Shown:
         self.html.append(html)
 
 
-async def test_a_notebook_shows_the_run_while_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_notebook_shows_the_run_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ApiService(tmp_path) as api:
         run_id, journal = await api.running(name="shown")
         client, shown = Client(api.url, api.token("admin")), Shown(monkeypatch)
@@ -54,7 +56,13 @@ async def test_a_notebook_shows_the_run_while_it_is_waited_for(tmp_path: Path, m
         while not shown.html:  # noqa: ASYNC110  the other thread has no event for it
             await asyncio.sleep(0.01)
         reason = {"code": "user_error", "message": HOSTILE}
-        api.apply(run_id, [journal.steps(30), journal.event(EventKind.FINISHED, outcome="succeeded", reason=reason, step=30)])
+        api.apply(
+            run_id,
+            [
+                journal.steps(30),
+                journal.event(EventKind.FINISHED, outcome="succeeded", reason=reason, step=30),
+            ],
+        )
         await waiting
         assert len(shown.html) >= 2 and '<progress value="30" max="30">' in shown.html[-1]
         assert HOSTILE not in shown.html[-1] and "&lt;script&gt;" in shown.html[-1]
@@ -69,7 +77,9 @@ async def test_one_client_serves_many_threads(tmp_path: Path) -> None:
             for _ in range(5):
                 run = client.runs.create(spec(name=f"thread-{number}"))
                 assert client.runs.get(run.id).name == f"thread-{number}"
-                assert {found.name for found in client.runs.list(name=f"thread-{number}")} == {f"thread-{number}"}
+                assert {found.name for found in client.runs.list(name=f"thread-{number}")} == {
+                    f"thread-{number}"
+                }
 
         def all_of_them() -> None:
             with ThreadPoolExecutor(8) as pool:
@@ -84,7 +94,9 @@ def examples() -> Iterator[str]:
         yield block.split("```")[0]
 
 
-async def test_the_documentation_s_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_documentation_s_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ApiService(tmp_path) as api:
         api.announce(monkeypatch)
         told: dict[str, Any] = {}
@@ -107,4 +119,7 @@ async def _train(api: ApiService, run_id: str) -> None:
     journal = Journal(at=NOON)
     api.apply(run_id, [*journal.start(), journal.steps(*range(1, 31), at=NOON + 5)])
     api.clock.now += 10
-    api.apply(run_id, [journal.event(EventKind.FINISHED, at=NOON + 9, outcome="succeeded", reason=None, step=30)])
+    api.apply(
+        run_id,
+        [journal.event(EventKind.FINISHED, at=NOON + 9, outcome="succeeded", reason=None, step=30)],
+    )

@@ -1,4 +1,5 @@
-"""The client and the service's real API together: a run's whole life as a user of the SDK sees it."""
+"""The client and the service's real API together: a run's whole life as a user of the SDK sees
+it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ async def test_a_run_is_made_found_and_listed(client: Client) -> None:
         assert second.spec().train.epochs == 3
         assert client.runs.get(first.id).name == "one" == first.refresh().name
         assert {run.name for run in client.runs.list()} == {"one", "two"}
-        assert [run.id for run in client.runs.list(tag={"team": "vision"}, status=["QUEUED", "RUNNING"])] == [first.id]
+        assert [
+            run.id for run in client.runs.list(tag={"team": "vision"}, status=["QUEUED", "RUNNING"])
+        ] == [first.id]
         assert list(client.runs.list(name="three")) == []
         assert client.runs.create(spec(), "key").id == client.runs.create(spec(), "key").id
         with pytest.raises(Conflict) as caught:
@@ -69,7 +72,9 @@ async def test_a_run_is_made_found_and_listed(client: Client) -> None:
     await asyncio.to_thread(story)
 
 
-async def test_more_runs_than_a_page_holds_are_all_listed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_runs_than_a_page_holds_are_all_listed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "PAGE_SIZE", 3)
 
     def story() -> None:
@@ -81,7 +86,9 @@ async def test_more_runs_than_a_page_holds_are_all_listed(client: Client, monkey
 
 async def test_every_fault_of_a_spec_comes_back_by_name(client: Client) -> None:
     with pytest.raises(InvalidSpec) as caught:
-        await asyncio.to_thread(client.runs.create, spec(train={"epochs": 0, "epoks": 1}, scaling={"max_workers": "2"}))
+        await asyncio.to_thread(
+            client.runs.create, spec(train={"epochs": 0, "epoks": 1}, scaling={"max_workers": "2"})
+        )
     assert [".".join(map(str, fault.loc)) for fault in caught.value.errors] == [
         "train.epochs",
         "train.epoks",
@@ -92,7 +99,13 @@ async def test_every_fault_of_a_spec_comes_back_by_name(client: Client) -> None:
 async def test_waiting_ends_with_the_run(api: ApiService, client: Client) -> None:
     run, journal = await running(api, client)
     waiting = asyncio.create_task(asyncio.to_thread(run.wait, 20))
-    api.apply(run.id, [journal.steps(2, loss=0.25), journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=2)])
+    api.apply(
+        run.id,
+        [
+            journal.steps(2, loss=0.25),
+            journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=2),
+        ],
+    )
     assert await waiting is run
     assert run.status is RunStatus.SUCCEEDED and run.step == 2 and run.run.metrics == {"loss": 0.25}
 
@@ -119,13 +132,18 @@ async def test_waiting_for_a_run_that_fails_raises_why(api: ApiService, client: 
     reason = {"code": "user_error", "message": "it raised twice"}
     api.apply(
         run.id,
-        [journal.event(EventKind.FAILURE, **failure), journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=1)],
+        [
+            journal.event(EventKind.FAILURE, **failure),
+            journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=1),
+        ],
     )
     with pytest.raises(RunFailed, match="FAILED: user_error: it raised twice") as caught:
         await asyncio.to_thread(run.wait, 20)
     assert caught.value.run.status == "FAILED"
     assert (
-        caught.value.failure is not None and caught.value.failure.verdict == "user_error" and caught.value.failure.first_rank == 1
+        caught.value.failure is not None
+        and caught.value.failure.verdict == "user_error"
+        and caught.value.failure.first_rank == 1
     )
 
 
@@ -141,10 +159,15 @@ async def test_events_are_followed_live_and_read_again(api: ApiService, client: 
     for step in range(2, 12):
         api.apply(run.id, [journal.steps(step)])
         await asyncio.sleep(0.03)
-    api.apply(run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=11)])
+    api.apply(
+        run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=11)]
+    )
     live = await asyncio.wait_for(following, 60)
     assert [event.seq for event in live] == list(range(1, len(live) + 1))
-    assert live[0].kind == "run_created" and (live[-1].kind, live[-1].data["to"]) == ("status", "SUCCEEDED")
+    assert live[0].kind == "run_created" and (live[-1].kind, live[-1].data["to"]) == (
+        "status",
+        "SUCCEEDED",
+    )
     assert await asyncio.to_thread(lambda: list(run.events())) == live
     assert await asyncio.to_thread(lambda: list(run.events(after=5))) == live[5:]
     assert await asyncio.to_thread(lambda: list(run.events(after=5, follow=True))) == live[5:]
@@ -162,7 +185,9 @@ async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client
     log(None, 0, "driver")
     log(0, 1, "first")
     seen: list[str] = []
-    following = asyncio.create_task(asyncio.to_thread(lambda: seen.extend(line.message for line in run.logs(follow=True))))
+    following = asyncio.create_task(
+        asyncio.to_thread(lambda: seen.extend(line.message for line in run.logs(follow=True)))
+    )
     async with asyncio.timeout(60):
         while len(seen) < 2:  # noqa: ASYNC110  the lines come in another thread
             await asyncio.sleep(0.01)
@@ -170,7 +195,10 @@ async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client
     api.apply(run.id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=1)])
     await asyncio.wait_for(following, 60)
     assert seen == ["driver", "first", "second"]
-    assert await asyncio.to_thread(lambda: [line.message for line in run.logs(rank=0)]) == ["first", "second"]
+    assert await asyncio.to_thread(lambda: [line.message for line in run.logs(rank=0)]) == [
+        "first",
+        "second",
+    ]
 
 
 async def test_metrics_attempts_samples_and_goodput(api: ApiService, client: Client) -> None:
@@ -178,7 +206,11 @@ async def test_metrics_attempts_samples_and_goodput(api: ApiService, client: Cli
     api.apply(run.id, [journal.steps(2, loss=0.5, lr=0.1), journal.steps(3, loss=None)])
 
     def story() -> None:
-        assert [(step, value) for step, _, value in run.metrics("loss")["loss"]] == [(1, 0.5), (2, 0.5), (3, None)]
+        assert [(step, value) for step, _, value in run.metrics("loss")["loss"]] == [
+            (1, 0.5),
+            (2, 0.5),
+            (3, None),
+        ]
         assert run.metrics().keys() == {"loss", "lr"}
         [attempt] = run.attempts()
         assert [worker.rank for worker in attempt.workers] == [0, 1] and attempt.ended_at is None
@@ -213,20 +245,37 @@ async def test_actions_and_what_is_illegal_now(api: ApiService, client: Client) 
 
 async def checkpointed(api: ApiService, client: Client) -> tuple[RunHandle, list[Manifest]]:
     run, journal = await running(api, client, checkpoint={"best_metric": "accuracy"})
-    return run, [save(api, run.id, journal, step, accuracy=accuracy) for step, accuracy in ((10, 0.9), (20, 0.8))]
+    return run, [
+        save(api, run.id, journal, step, accuracy=accuracy)
+        for step, accuracy in ((10, 0.9), (20, 0.8))
+    ]
 
 
-async def test_checkpoints_are_fetched_by_step_latest_and_best(api: ApiService, client: Client, tmp_path: Path) -> None:
+async def test_checkpoints_are_fetched_by_step_latest_and_best(
+    api: ApiService, client: Client, tmp_path: Path
+) -> None:
     run, manifests = await checkpointed(api, client)
     told: list[int] = []
 
     def story() -> None:
-        assert [(each.step, each.digest) for each in run.checkpoints()] == [(each.step, each.digest) for each in manifests]
-        for which, manifest in (("best", manifests[0]), ("latest", manifests[1]), (10, manifests[0])):
-            out = run.download_checkpoint(which, str(tmp_path / "out" / str(which)), on_bytes=told.append)  # type: ignore[arg-type]
+        assert [(each.step, each.digest) for each in run.checkpoints()] == [
+            (each.step, each.digest) for each in manifests
+        ]
+        for which, manifest in (
+            ("best", manifests[0]),
+            ("latest", manifests[1]),
+            (10, manifests[0]),
+        ):
+            out = run.download_checkpoint(
+                which, str(tmp_path / "out" / str(which)), on_bytes=told.append
+            )  # type: ignore[arg-type]
             assert (out / "model.pt").read_bytes() == b"weights" * 100_000
             assert (out / "manifest.json").read_bytes() == manifest.to_bytes()
-            assert {path.name for path in out.iterdir()} == {"model.pt", "train_state.pt", "manifest.json"}
+            assert {path.name for path in out.iterdir()} == {
+                "model.pt",
+                "train_state.pt",
+                "manifest.json",
+            }
         assert run.verify_checkpoint("best").verified_at is not None
         with pytest.raises(NotFound, match="11"):
             run.download_checkpoint(11, tmp_path / "none")
@@ -238,7 +287,9 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(api: ApiService, 
     assert sum(told) > 3 * 700_000
 
 
-async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(api: ApiService, client: Client, tmp_path: Path) -> None:
+async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(
+    api: ApiService, client: Client, tmp_path: Path
+) -> None:
     run, manifests = await checkpointed(api, client)
     damaged = Path(api.storage.run_dir(run.id).checkpoints.path(manifests[1].name)) / "model.pt"
     damaged.write_bytes(b"weighty" * 100_000)
@@ -247,7 +298,9 @@ async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(api: ApiServ
     assert not (tmp_path / "out").exists()
 
 
-async def test_a_download_goes_on_where_its_connection_broke(api: ApiService, client: Client, tmp_path: Path) -> None:
+async def test_a_download_goes_on_where_its_connection_broke(
+    api: ApiService, client: Client, tmp_path: Path
+) -> None:
     """Every connection to the archive brings 200,000 bytes and breaks."""
     run, manifests = await checkpointed(api, client)
     asked: list[str | None] = []
@@ -279,10 +332,14 @@ async def test_a_download_goes_on_where_its_connection_broke(api: ApiService, cl
         assert (out / "model.pt").read_bytes() == b"weights" * 100_000
         assert (out / "manifest.json").read_bytes() == manifests[1].to_bytes()
 
-    client._transport.timing = dataclasses.replace(client._transport.timing, sleep=lambda seconds: None)
+    client._transport.timing = dataclasses.replace(
+        client._transport.timing, sleep=lambda seconds: None
+    )
     await asyncio.to_thread(story)
     assert asked == [None, "bytes=200000-", "bytes=400000-", "bytes=600000-"]
-    assert sum(told) == api.storage.run_dir(run.id).checkpoints.archive(manifests[1].name).size_bytes
+    assert (
+        sum(told) == api.storage.run_dir(run.id).checkpoints.archive(manifests[1].name).size_bytes
+    )
 
 
 async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetched_anew(
@@ -307,7 +364,9 @@ async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetche
             out = run.download_checkpoint("latest", tmp_path / "out")
         assert (out / "manifest.json").read_bytes() == manifests[1].to_bytes()
 
-    client._transport.timing = dataclasses.replace(client._transport.timing, sleep=lambda seconds: None)
+    client._transport.timing = dataclasses.replace(
+        client._transport.timing, sleep=lambda seconds: None
+    )
     await asyncio.to_thread(story)
     assert broken
 
@@ -348,7 +407,9 @@ async def test_the_local_token_is_found_and_a_wrong_one_refused(
 async def test_the_handle_shows_the_run_and_nothing_else(client: Client) -> None:
     run = await asyncio.to_thread(client.runs.create, spec(name="shown"))
     assert run.id in repr(run) and "shown" in repr(run)
-    assert {name for name in type(run.run).model_fields if not callable(getattr(run, name))} == set(type(run.run).model_fields) - {
+    assert {name for name in type(run.run).model_fields if not callable(getattr(run, name))} == set(
+        type(run.run).model_fields
+    ) - {
         "metrics",
         "goodput",
     }

@@ -16,7 +16,10 @@ def parsed(*chunks: bytes) -> list[tuple[str | None, str, str]]:
 
 
 def test_fields_comments_and_blank_lines() -> None:
-    stream = b": hello\nid: 7\nevent: status\ndata: one\ndata:two\ndata\n\n\n\ndata: x\nretry: 5\nunknown: y\n\nid: 8\n\ndata: last"
+    stream = (
+        b": hello\nid: 7\nevent: status\ndata: one\ndata:two\ndata\n\n\n\ndata: x\nretry: "
+        b"5\nunknown: y\n\nid: 8\n\ndata: last"
+    )
     assert parsed(stream) == [("7", "status", "one\ntwo\n"), ("7", "message", "x")]
 
 
@@ -42,12 +45,17 @@ lines = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs
 )
 def test_cuts_change_nothing(messages: list[list[str]], ending: bytes, cuts: list[int]) -> None:
     whole = b"".join(
-        b"id: %d" % number + ending + b"".join(b"data: " + line.encode() + ending for line in data) + ending
+        b"id: %d" % number
+        + ending
+        + b"".join(b"data: " + line.encode() + ending for line in data)
+        + ending
         for number, data in enumerate(messages)
     )
     places = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     chunks = [whole[start:end] for start, end in itertools.pairwise(places)]
-    expected = [Message(str(number), "message", "\n".join(data)) for number, data in enumerate(messages)]
+    expected = [
+        Message(str(number), "message", "\n".join(data)) for number, data in enumerate(messages)
+    ]
     assert list(parse_sse(chunks)) == expected
 
 

@@ -15,24 +15,64 @@ from everstep.spec import catalog
 from everstep.spec import run_spec as spec
 
 PUBLIC = {
-    *("Client", "RunHandle", "RunSpec", "Patience", "Run", "RunStatus", "ReasonCode", "Verdict", "Event", "LogLine", "Failure"),
-    *("Attempt", "Checkpoint", "CodeArchive", "Samples", "Goodput", "ClusterInfo", "Node", "Drill", "DrillHandle", "DrillKind"),
+    *(
+        "Client",
+        "RunHandle",
+        "RunSpec",
+        "Patience",
+        "Run",
+        "RunStatus",
+        "ReasonCode",
+        "Verdict",
+        "Event",
+        "LogLine",
+        "Failure",
+    ),
+    *(
+        "Attempt",
+        "Checkpoint",
+        "CodeArchive",
+        "Samples",
+        "Goodput",
+        "ClusterInfo",
+        "Node",
+        "Drill",
+        "DrillHandle",
+        "DrillKind",
+    ),
     *("Profile", "ProfileHandle", "AllReduce"),
-    *("EverstepError", "InvalidSpec", "FieldError", "AuthError", "NotFound", "Conflict", "RateLimited", "Unavailable"),
+    *(
+        "EverstepError",
+        "InvalidSpec",
+        "FieldError",
+        "AuthError",
+        "NotFound",
+        "Conflict",
+        "RateLimited",
+        "Unavailable",
+    ),
     *("CorruptDownload", "RunFailed", "WaitTimeout", "UsageError", "ServiceError", "__version__"),
 }
 
 
 def test_the_public_names_are_these() -> None:
     assert set(everstep.__all__) == PUBLIC
-    assert len(everstep.__all__) == len(PUBLIC) and all(hasattr(everstep, name) for name in everstep.__all__)
+    assert len(everstep.__all__) == len(PUBLIC) and all(
+        hasattr(everstep, name) for name in everstep.__all__
+    )
 
 
 def test_every_error_is_public_and_below_one() -> None:
     from everstep import errors
 
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
-    assert all(issubclass(kind, everstep.EverstepError) and kind.__name__ in PUBLIC for kind in kinds)
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception)
+    ]
+    assert all(
+        issubclass(kind, everstep.EverstepError) and kind.__name__ in PUBLIC for kind in kinds
+    )
 
 
 def test_the_version_is_the_distribution_s() -> None:
@@ -66,11 +106,23 @@ def test_every_field_of_a_spec_says_what_it_means(model: type[BaseModel]) -> Non
 
 
 def test_every_wire_type_is_frozen() -> None:
-    kinds = [kind for _, kind in inspect.getmembers(wire, inspect.isclass) if issubclass(kind, BaseModel) and kind is not BaseModel]
-    assert all(kind.model_config.get("frozen") for kind in kinds if kind.__module__.startswith("everstep.wire."))
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(wire, inspect.isclass)
+        if issubclass(kind, BaseModel) and kind is not BaseModel
+    ]
+    assert all(
+        kind.model_config.get("frozen")
+        for kind in kinds
+        if kind.__module__.startswith("everstep.wire.")
+    )
 
 
 @pytest.mark.parametrize("name", ["Client", "RunHandle", "DrillHandle"])
 def test_every_public_method_is_documented(name: str) -> None:
     methods = inspect.getmembers(getattr(everstep, name), inspect.isfunction)
-    assert [method for method, function in methods if not method.startswith("_") and not inspect.getdoc(function)] == []
+    assert [
+        method
+        for method, function in methods
+        if not method.startswith("_") and not inspect.getdoc(function)
+    ] == []

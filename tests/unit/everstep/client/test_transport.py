@@ -1,4 +1,5 @@
-"""Requests: what is tried again and how often, and what every answer and every broken connection becomes."""
+"""Requests: what is tried again and how often, and what every answer and every broken connection
+becomes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 def client(handler: Handler, clock: FakeTime | None = None, token: str | None = "secret") -> Client:
-    return Client(URL, token, timing=(clock or FakeTime()).timing, transport=httpx.MockTransport(handler))
+    return Client(
+        URL, token, timing=(clock or FakeTime()).timing, transport=httpx.MockTransport(handler)
+    )
 
 
 class Script:
@@ -57,9 +60,26 @@ class Script:
         return answer
 
 
-def problem(status: int, code: str, detail: str = "detail", errors: list[object] | None = None, **headers: str) -> httpx.Response:
-    body = {"type": "about:blank", "title": "t", "status": status, "detail": detail, "code": code, "errors": errors or []}
-    return httpx.Response(status, json=body, headers={name.replace("_", "-"): value for name, value in headers.items()})
+def problem(
+    status: int,
+    code: str,
+    detail: str = "detail",
+    errors: list[object] | None = None,
+    **headers: str,
+) -> httpx.Response:
+    body = {
+        "type": "about:blank",
+        "title": "t",
+        "status": status,
+        "detail": detail,
+        "code": code,
+        "errors": errors or [],
+    }
+    return httpx.Response(
+        status,
+        json=body,
+        headers={name.replace("_", "-"): value for name, value in headers.items()},
+    )
 
 
 def ok(**fields: object) -> httpx.Response:
@@ -88,14 +108,22 @@ def test_reading_is_tried_again(trouble: httpx.Response | Exception) -> None:
 
 def test_trying_ends() -> None:
     clock, script = FakeTime(), Script(httpx.ConnectError("refused"))
-    with pytest.raises(Unavailable, match=r"cannot reach the service at .*refused.*everstep serve.*EVERSTEP_URL") as caught:
+    with pytest.raises(
+        Unavailable, match=r"cannot reach the service at .*refused.*everstep serve.*EVERSTEP_URL"
+    ) as caught:
         client(script, clock).runs.get(RUN_ID)
     assert len(script.requests) == 6 and clock.slept == [0.2, 0.4, 0.8, 1.6, 3.2]
-    assert caught.value.code == "unreachable" and isinstance(caught.value.__cause__, httpx.ConnectError)
+    assert caught.value.code == "unreachable" and isinstance(
+        caught.value.__cause__, httpx.ConnectError
+    )
 
 
 def test_a_create_is_repeated_with_its_own_key() -> None:
-    script = Script(httpx.ReadError("reset"), problem(503, "unavailable"), httpx.Response(201, json=run_answer()))
+    script = Script(
+        httpx.ReadError("reset"),
+        problem(503, "unavailable"),
+        httpx.Response(201, json=run_answer()),
+    )
     spec = {"name": "a", "task": {}}
     client(script).runs.create(spec)
     keys = [request.headers["Idempotency-Key"] for request in script.requests]
@@ -108,13 +136,19 @@ def test_each_create_is_a_run_of_its_own_unless_a_key_is_given() -> None:
     runs = client(script).runs
     for key in (None, None, "mine", "mine"):
         runs.create({"name": "a"}, idempotency_key=key)
-    first, second, third, fourth = (request.headers["Idempotency-Key"] for request in script.requests)
+    first, second, third, fourth = (
+        request.headers["Idempotency-Key"] for request in script.requests
+    )
     assert first != second and third == fourth == "mine"
 
 
 def test_an_action_that_may_have_happened_is_not_repeated() -> None:
     run = client(Script(ok())).runs.get(RUN_ID)
-    for trouble in (httpx.ReadError("reset"), httpx.ReadTimeout("slow"), problem(502, "bad_gateway")):
+    for trouble in (
+        httpx.ReadError("reset"),
+        httpx.ReadTimeout("slow"),
+        problem(502, "bad_gateway"),
+    ):
         script = Script(ok(), trouble)
         run = client(script).runs.get(RUN_ID)
         with pytest.raises(Unavailable):
@@ -123,13 +157,18 @@ def test_an_action_that_may_have_happened_is_not_repeated() -> None:
 
 
 def test_an_action_that_surely_did_not_happen_is_repeated() -> None:
-    script = Script(ok(), httpx.ConnectError("refused"), problem(503, "unavailable"), ok(status="STOPPING"))
+    script = Script(
+        ok(), httpx.ConnectError("refused"), problem(503, "unavailable"), ok(status="STOPPING")
+    )
     run = client(script).runs.get(RUN_ID)
     assert run.cancel().status == "STOPPING"
     assert [request.method for request in script.requests] == ["GET", "POST", "POST", "POST"]
 
 
-@pytest.mark.parametrize(("stated", "waited"), [("7", 7.0), ("0", 0.0), (" 3", 3.0), ("soon", 0.2), ("-1", 0.2), ("1.5", 0.2)])
+@pytest.mark.parametrize(
+    ("stated", "waited"),
+    [("7", 7.0), ("0", 0.0), (" 3", 3.0), ("soon", 0.2), ("-1", 0.2), ("1.5", 0.2)],
+)
 def test_retry_after_is_honoured(stated: str, waited: float) -> None:
     clock, script = FakeTime(), Script(problem(429, "rate_limited", Retry_After=stated), ok())
     client(script, clock).runs.get(RUN_ID)
@@ -142,7 +181,10 @@ def test_retry_after_may_be_a_date() -> None:
 
 
 def test_a_service_that_wants_an_hour_is_not_waited_for() -> None:
-    clock, script = FakeTime(), Script(problem(429, "rate_limited", "come back later", Retry_After="3600"))
+    clock, script = (
+        FakeTime(),
+        Script(problem(429, "rate_limited", "come back later", Retry_After="3600")),
+    )
     with pytest.raises(RateLimited, match="come back later"):
         client(script, clock).runs.get(RUN_ID)
     assert clock.slept == [] and len(script.requests) == 1
@@ -162,7 +204,9 @@ def test_every_code_is_the_error_of_the_table(code: str) -> None:
     script = Script(problem(status, code, "why it is so"))
     with pytest.raises(kind, match="why it is so") as caught:
         Client(URL, "t", max_tries=1, transport=httpx.MockTransport(script)).runs.get(RUN_ID)
-    assert type(caught.value) is kind and caught.value.code == code and caught.value.status == status
+    assert (
+        type(caught.value) is kind and caught.value.code == code and caught.value.status == status
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,9 +225,16 @@ def test_every_code_is_the_error_of_the_table(code: str) -> None:
         (504, Unavailable),
     ],
 )
-def test_a_code_of_a_newer_service_goes_by_its_status(status: int, kind: type[EverstepError]) -> None:
+def test_a_code_of_a_newer_service_goes_by_its_status(
+    status: int, kind: type[EverstepError]
+) -> None:
     error = error_from_answer(status, "brand_new", "words")
-    assert type(error) is kind and error.code == "brand_new" and error.status == status and "words" in str(error)
+    assert (
+        type(error) is kind
+        and error.code == "brand_new"
+        and error.status == status
+        and "words" in str(error)
+    )
 
 
 def test_every_fault_of_a_spec_arrives() -> None:
@@ -191,11 +242,18 @@ def test_every_fault_of_a_spec_arrives() -> None:
     script = Script(problem(422, "invalid_spec", "the spec has 2 faults", faults))
     with pytest.raises(InvalidSpec) as caught:
         client(script).runs.create({"name": "a"})
-    assert caught.value.errors == (FieldError(("train", "epochs"), "too few"), FieldError(("env", "A"), "no"))
+    assert caught.value.errors == (
+        FieldError(("train", "epochs"), "too few"),
+        FieldError(("env", "A"), "no"),
+    )
     assert "train.epochs: too few" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1}, b"x"], ids=["nan", "inf", "object", "set", "bytes"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), object(), {1}, b"x"],
+    ids=["nan", "inf", "object", "set", "bytes"],
+)
 def test_what_json_cannot_say_is_refused_before_it_is_sent(value: object) -> None:
     script = Script(ok())
     spec = {"name": "a", "task": {}, "optimizer": {"name": "sgd", "lr": value}}
@@ -218,7 +276,9 @@ def test_what_json_cannot_say_is_refused_before_it_is_sent(value: object) -> Non
     ids=repr,
 )
 def test_an_answer_that_is_not_everstep_s_is_called_so(answer: httpx.Response) -> None:
-    with pytest.raises(ServiceError, match=r"GET http://127\.0\.0\.1:1/v1/runs/.* not Everstep's.*EVERSTEP_URL"):
+    with pytest.raises(
+        ServiceError, match=r"GET http://127\.0\.0\.1:1/v1/runs/.* not Everstep's.*EVERSTEP_URL"
+    ):
         client(Script(answer)).runs.get(RUN_ID)
 
 
@@ -234,14 +294,23 @@ def test_a_list_that_never_ends_is_left() -> None:
 
 
 def test_lists_are_fetched_as_they_are_read_and_filtered_by_the_service() -> None:
-    pages = [httpx.Response(200, json={"items": [run_answer()] * 2, "next_cursor": cursor}) for cursor in ("c 1", None)]
+    pages = [
+        httpx.Response(200, json={"items": [run_answer()] * 2, "next_cursor": cursor})
+        for cursor in ("c 1", None)
+    ]
     script = Script(*pages)
     found = client(script).runs.list(status="RUNNING", project="p", name="n", tag={"team": "a&b"})
     next(found)
     assert len(script.requests) == 1
     assert len(list(found)) == 3
     first, second = (dict(request.url.params) for request in script.requests)
-    assert first == {"status": "RUNNING", "project": "p", "name": "n", "tag": "team=a&b", "limit": "200"}
+    assert first == {
+        "status": "RUNNING",
+        "project": "p",
+        "name": "n",
+        "tag": "team=a&b",
+        "limit": "200",
+    }
     assert second["cursor"] == "c 1"
 
 
@@ -257,11 +326,19 @@ def test_the_token_is_sent_and_never_shown() -> None:
     with pytest.raises(AuthError) as caught:
         client(script).runs.get(RUN_ID)
     assert script.requests[0].headers["Authorization"] == "Bearer secret"
-    assert "secret" not in str(caught.value) and "the token given to the client" in str(caught.value)
+    assert "secret" not in str(caught.value) and "the token given to the client" in str(
+        caught.value
+    )
 
 
 def test_readiness_is_an_answer_also_where_it_is_no() -> None:
-    body = {"status": "unavailable", "database": "down", "storage": "up", "ray": "up", "reconciler_lag_s": None}
+    body = {
+        "status": "unavailable",
+        "database": "down",
+        "storage": "up",
+        "ray": "up",
+        "reconciler_lag_s": None,
+    }
     script = Script(httpx.Response(503, json=body, headers={"Retry-After": "2"}))
     assert client(script).ready().database == "down"
     assert len(script.requests) == 1
@@ -269,13 +346,17 @@ def test_readiness_is_an_answer_also_where_it_is_no() -> None:
 
 def foreign_errors() -> list[type[Exception]]:
     bases = (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL)
-    return [kind for _, kind in inspect.getmembers(httpx, inspect.isclass) if issubclass(kind, bases)]
+    return [
+        kind for _, kind in inspect.getmembers(httpx, inspect.isclass) if issubclass(kind, bases)
+    ]
 
 
 @pytest.mark.parametrize("kind", foreign_errors())
 def test_no_error_of_httpx_is_unmapped(kind: type[Exception]) -> None:
     special: dict[str, Exception] = {
-        "HTTPStatusError": httpx.HTTPStatusError("no", request=httpx.Request("GET", URL), response=httpx.Response(500)),
+        "HTTPStatusError": httpx.HTTPStatusError(
+            "no", request=httpx.Request("GET", URL), response=httpx.Response(500)
+        ),
         "StreamConsumed": httpx.StreamConsumed(),
         "ResponseNotRead": httpx.ResponseNotRead(),
         "RequestNotRead": httpx.RequestNotRead(),
@@ -292,8 +373,16 @@ def our_errors() -> list[EverstepError]:
         WaitTimeout("late"),
         CorruptDownload("torn"),
     ]
-    kinds = [kind for _, kind in inspect.getmembers(errors_module, inspect.isclass) if issubclass(kind, EverstepError)]
-    return made + [kind("words", code="c", status=499) for kind in kinds if kind not in (InvalidSpec, RunFailed)]
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(errors_module, inspect.isclass)
+        if issubclass(kind, EverstepError)
+    ]
+    return made + [
+        kind("words", code="c", status=499)
+        for kind in kinds
+        if kind not in (InvalidSpec, RunFailed)
+    ]
 
 
 @pytest.mark.parametrize("error", our_errors(), ids=lambda error: type(error).__name__)

@@ -1,4 +1,5 @@
-"""Uploading from a directory: what goes along, the same bytes for the same files, and the command line."""
+"""Uploading from a directory: what goes along, the same bytes for the same files, and the command
+line."""
 
 from __future__ import annotations
 
@@ -65,12 +66,28 @@ def test_ignore_files_are_honoured_as_git_does(tmp_path: Path) -> None:
     write(root, ".venv/pyvenv.cfg", ".venv/lib/x.py", "__pycache__/a.pyc", "mine/e.pyc")
     (tmp_path / "repo" / ".git").mkdir()
     names = set(packed(root))
-    assert names == {"a.py", "big.bin", "data/keep.csv", "mine/b.py", ".gitignore", ".everstepignore", "mine/.gitignore"}
+    assert names == {
+        "a.py",
+        "big.bin",
+        "data/keep.csv",
+        "mine/b.py",
+        ".gitignore",
+        ".everstepignore",
+        "mine/.gitignore",
+    }
     subprocess.run(["git", "init", "-q", tmp_path / "repo"], check=True)
     listed = subprocess.run(
-        ["git", "ls-files", "--others", "--exclude-standard", "."], cwd=root, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--others", "--exclude-standard", "."],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split()
-    by_git = {name for name in listed if not name.startswith((".venv", "weights", "__pycache__")) and not name.endswith(".pyc")}
+    by_git = {
+        name
+        for name in listed
+        if not name.startswith((".venv", "weights", "__pycache__")) and not name.endswith(".pyc")
+    }
     assert names - {"big.bin"} == by_git
 
 
@@ -126,18 +143,34 @@ async def test_uploaded_and_submitted_by_hand(api: ApiService, tmp_path: Path) -
             assert client.code.upload(str(root)) == archive and archive.modules == ("task",)
             with pytest.raises(InvalidSpec, match="broken"):
                 client.code.upload_packed(b"\x1f\x8bnot one")
-            run = client.runs.create({"name": "mine", "code": {"archive": archive.digest, "task": "task:Line"}})
+            run = client.runs.create(
+                {"name": "mine", "code": {"archive": archive.digest, "task": "task:Line"}}
+            )
             return run.id
 
     run_id = await asyncio.to_thread(by_sdk)
     digest = (await api.get(f"/v1/runs/{run_id}/spec"))["code"]["archive"]
     result = await everstep(
-        "submit", "--code", root, "--task", "task:Line", "--set", "train.epochs=3", "--set", "code.args.length=9"
+        "submit",
+        "--code",
+        root,
+        "--task",
+        "task:Line",
+        "--set",
+        "train.epochs=3",
+        "--set",
+        "code.args.length=9",
     )
     assert result.exit_code == 0, result.stderr
     spec = await api.get(f"/v1/runs/{result.stdout.strip()}/spec")
     assert (spec["name"], spec["train"]["epochs"]) == ("Line", 3)
-    assert spec["code"] | {"args": {}} == {"archive": digest, "task": "task:Line", "train_fn": None, "args": {}, "config": {}}
+    assert spec["code"] | {"args": {}} == {
+        "archive": digest,
+        "task": "task:Line",
+        "train_fn": None,
+        "args": {},
+        "config": {},
+    }
     assert spec["code"]["args"] == {"length": 9}
     assert CodeStore(api.storage).read(digest)
 

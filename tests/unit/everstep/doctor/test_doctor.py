@@ -1,4 +1,5 @@
-"""What is wrong with a deployment, in words: facts in, findings out; and the command over a service whose cluster is a stand-in."""
+"""What is wrong with a deployment, in words: facts in, findings out; and the command over a service
+whose cluster is a stand-in."""
 
 from __future__ import annotations
 
@@ -13,9 +14,22 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.doctor.findings import Finding, check_findings, cluster_findings, identity_findings, service_findings
+from everstep.doctor.findings import (
+    Finding,
+    check_findings,
+    cluster_findings,
+    identity_findings,
+    service_findings,
+)
 from everstep.wire import ClusterInfo, Readiness
-from everstep.wire.deployment import AllReduceFacts, DeploymentCheck, DeploymentReport, NodeFacts, ServiceFacts, StorageFacts
+from everstep.wire.deployment import (
+    AllReduceFacts,
+    DeploymentCheck,
+    DeploymentReport,
+    NodeFacts,
+    ServiceFacts,
+    StorageFacts,
+)
 from everstep.wire.storage_status import RunBehind, StorageStatus
 from service.cluster.deployment_checks import DeploymentChecks
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
@@ -31,7 +45,13 @@ VERSIONS: dict[str, str | None] = {
     "torch": "2.13.0",
     "torchvision": "0.28.0",
 }
-SERVICE = ServiceFacts(hostname="front", versions=VERSIONS, source="abc", at=NOON + timedelta(seconds=10), storage="/mnt/everstep")
+SERVICE = ServiceFacts(
+    hostname="front",
+    versions=VERSIONS,
+    source="abc",
+    at=NOON + timedelta(seconds=10),
+    storage="/mnt/everstep",
+)
 
 
 def node(name: str, **fields: Any) -> NodeFacts:
@@ -56,17 +76,30 @@ def node(name: str, **fields: Any) -> NodeFacts:
     return NodeFacts.model_validate(facts | fields)
 
 
-def findings(*nodes: NodeFacts, at: datetime = NOON + timedelta(seconds=5), **all_reduce: Any) -> list[Finding]:
+def findings(
+    *nodes: NodeFacts, at: datetime = NOON + timedelta(seconds=5), **all_reduce: Any
+) -> list[Finding]:
     """What a check of these nodes means."""
     summed = AllReduceFacts.model_validate(
-        {"backend": "gloo", "nodes": [each.id for each in nodes], "size_bytes": 4 << 20, "rounds": 9, "round_s": 0.01} | all_reduce
+        {
+            "backend": "gloo",
+            "nodes": [each.id for each in nodes],
+            "size_bytes": 4 << 20,
+            "rounds": 9,
+            "round_s": 0.01,
+        }
+        | all_reduce
     )
     report = DeploymentReport(at=at, nodes=nodes, all_reduce=summed)
-    return check_findings(DeploymentCheck(id="check_x", state="done", service=SERVICE, report=report), NOON)
+    return check_findings(
+        DeploymentCheck(id="check_x", state="done", service=SERVICE, report=report), NOON
+    )
 
 
 def wrong(found: list[Finding]) -> list[tuple[str, str]]:
-    assert all(finding.remedy for finding in found if finding.level != "ok"), "what is wrong comes with what to do"
+    assert all(finding.remedy for finding in found if finding.level != "ok"), (
+        "what is wrong comes with what to do"
+    )
     return [(finding.check, finding.message) for finding in found if finding.level != "ok"]
 
 
@@ -88,29 +121,73 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("fields", "check", "words"),
     [
-        ({"problem": "ModuleNotFoundError: No module named 'train_fn'"}, "nodes", "host-b (b) did not answer: ModuleNotFoundError"),
+        (
+            {"problem": "ModuleNotFoundError: No module named 'train_fn'"},
+            "nodes",
+            "host-b (b) did not answer: ModuleNotFoundError",
+        ),
         (
             {"versions": VERSIONS | {"torch": "2.12.0"}},
             "versions",
             "torch is not the same everywhere: most have 2.13.0, host-b (b) has 2.12",
         ),
-        ({"source": "abd"}, "versions", "Everstep's own modules differ from the service's on host-b (b)"),
-        ({"clock_offset_s": -45.0}, "clocks", "the clock of host-b (b) is 45.0 s behind the head's"),
-        ({"unreachable": ("a",)}, "ports", "host-b (b) cannot connect to host-a (a) on a free port"),
-        ({"unreachable": ("a",), "raylets_unreachable": ("a",)}, "ports", "host-b (b) cannot connect to host-a (a) at all"),
+        (
+            {"source": "abd"},
+            "versions",
+            "Everstep's own modules differ from the service's on host-b (b)",
+        ),
+        (
+            {"clock_offset_s": -45.0},
+            "clocks",
+            "the clock of host-b (b) is 45.0 s behind the head's",
+        ),
+        (
+            {"unreachable": ("a",)},
+            "ports",
+            "host-b (b) cannot connect to host-a (a) on a free port",
+        ),
+        (
+            {"unreachable": ("a",), "raylets_unreachable": ("a",)},
+            "ports",
+            "host-b (b) cannot connect to host-a (a) at all",
+        ),
         ({"interface": None}, "network", "no interface of host-b (b) has its address"),
-        ({"interface": "lo", "ip": "127.0.1.1"}, "network", "host-b (b) is known by its loopback address"),
+        (
+            {"interface": "lo", "ip": "127.0.1.1"},
+            "network",
+            "host-b (b) is known by its loopback address",
+        ),
         (
             {"interface_variables": {"NCCL_SOCKET_IFNAME": "ib0"}},
             "network",
             "NCCL_SOCKET_IFNAME=ib0 names no interface of host-b (b)",
         ),
-        ({"storage": StorageFacts(problem="disk full")}, "storage", "host-b (b) cannot use /mnt/everstep: disk full"),
-        ({"storage": StorageFacts(unseen=("head", "a"))}, "storage", "does not see the file of host-head (head) and host-a (a)"),
-        ({"storage": StorageFacts(differs=("a",))}, "storage", "reads other bytes than were written in the file of host-a (a)"),
+        (
+            {"storage": StorageFacts(problem="disk full")},
+            "storage",
+            "host-b (b) cannot use /mnt/everstep: disk full",
+        ),
+        (
+            {"storage": StorageFacts(unseen=("head", "a"))},
+            "storage",
+            "does not see the file of host-head (head) and host-a (a)",
+        ),
+        (
+            {"storage": StorageFacts(differs=("a",))},
+            "storage",
+            "reads other bytes than were written in the file of host-a (a)",
+        ),
         ({"shared_memory_bytes": 64 << 20}, "memory", "host-b (b) has 67 MB of shared memory"),
-        ({"temporary_free_bytes": 5 << 20}, "memory", "host-b (b) has 5 MB left for temporary files"),
-        ({"gpus": 8, "cuda": False}, "gpus", "Ray gives out 8 GPUs of host-b (b), and torch cannot use them"),
+        (
+            {"temporary_free_bytes": 5 << 20},
+            "memory",
+            "host-b (b) has 5 MB left for temporary files",
+        ),
+        (
+            {"gpus": 8, "cuda": False},
+            "gpus",
+            "Ray gives out 8 GPUs of host-b (b), and torch cannot use them",
+        ),
         ({"gpus": 8, "cuda": None}, "gpus", "no GPU of host-b (b) was free"),
     ],
 )
@@ -120,7 +197,14 @@ def test_each_fault_is_named_with_its_node(fields: dict[str, Any], check: str, w
 
 
 def test_a_head_without_gpus_may_have_the_cpu_build() -> None:
-    assert wrong(findings(node("head", versions=VERSIONS | {"torch": "2.13.0+cpu"}), node("a"), node("b"))) == []
+    assert (
+        wrong(
+            findings(
+                node("head", versions=VERSIONS | {"torch": "2.13.0+cpu"}), node("a"), node("b")
+            )
+        )
+        == []
+    )
 
 
 def test_a_clock_is_only_blamed_beyond_what_the_measurement_can_say() -> None:
@@ -129,37 +213,80 @@ def test_a_clock_is_only_blamed_beyond_what_the_measurement_can_say() -> None:
 
 def test_the_head_s_clock_is_held_against_the_service_s() -> None:
     [(check, message)] = wrong(findings(node("head"), node("a"), at=NOON - timedelta(seconds=90)))
-    assert check == "clocks" and "the head's clock is at least 90.0 s behind the service's" in message
+    assert (
+        check == "clocks" and "the head's clock is at least 90.0 s behind the service's" in message
+    )
 
 
 def test_a_sum_that_did_not_come_about_names_the_variable_to_set() -> None:
-    found = findings(node("head"), node("a"), problem="RuntimeError: connect timed out", rounds=0, round_s=None)
+    found = findings(
+        node("head"), node("a"), problem="RuntimeError: connect timed out", rounds=0, round_s=None
+    )
     [bad] = [finding for finding in found if finding.level == "problem"]
-    assert "connect timed out" in bad.message and bad.remedy is not None and "GLOO_SOCKET_IFNAME" in bad.remedy
+    assert (
+        "connect timed out" in bad.message
+        and bad.remedy is not None
+        and "GLOO_SOCKET_IFNAME" in bad.remedy
+    )
 
 
 def test_an_interface_may_be_excluded_or_named_exactly() -> None:
     well = [{"NCCL_SOCKET_IFNAME": value} for value in ("^docker", "=eth0", "eth", "ib0,eth0")]
-    assert [wrong(findings(node("a", interface_variables=variables), node("b"))) for variables in well] == [[]] * 4
+    assert [
+        wrong(findings(node("a", interface_variables=variables), node("b"))) for variables in well
+    ] == [[]] * 4
     for wanted in ({"NCCL_SOCKET_IFNAME": "=eth"}, {"GLOO_SOCKET_IFNAME": "eth"}):
-        assert wrong(findings(node("a", interface_variables=wanted), node("b"))), "an exact name, and gloo takes no other"
+        assert wrong(findings(node("a", interface_variables=wanted), node("b"))), (
+            "an exact name, and gloo takes no other"
+        )
 
 
 def test_what_the_service_itself_lacks() -> None:
-    down = Readiness(status="unavailable", database="down", storage="down", ray="down", reconciler_lag_s=None)
+    down = Readiness(
+        status="unavailable", database="down", storage="down", ray="down", reconciler_lag_s=None
+    )
     assert len(wrong(service_findings(down))) == 4
     behind = RunBehind(run_id="run_a", database_submission=3, storage_submission=5)
-    mixed = StorageStatus(uri="/s", known_id="a", found_id="b", problem="it has id b", behind=(behind,), unknown_runs=("run_b",))
+    mixed = StorageStatus(
+        uri="/s",
+        known_id="a",
+        found_id="b",
+        problem="it has id b",
+        behind=(behind,),
+        unknown_runs=("run_b",),
+    )
     found = identity_findings(mixed)
-    assert [one.level for one in found] == ["problem", "problem", "warning"] and "everstep storage adopt" in str(found[1].remedy)
-    assert identity_findings(mixed.model_copy(update={"problem": None, "behind": (), "unknown_runs": ()})) == []
-    assert wrong(service_findings(Readiness(status="ready", database="up", storage="up", ray="up", reconciler_lag_s=0.2))) == []
+    assert [one.level for one in found] == [
+        "problem",
+        "problem",
+        "warning",
+    ] and "everstep storage adopt" in str(found[1].remedy)
+    assert (
+        identity_findings(
+            mixed.model_copy(update={"problem": None, "behind": (), "unknown_runs": ()})
+        )
+        == []
+    )
+    assert (
+        wrong(
+            service_findings(
+                Readiness(
+                    status="ready", database="up", storage="up", ray="up", reconciler_lag_s=0.2
+                )
+            )
+        )
+        == []
+    )
 
 
 def test_a_cluster_that_can_train_nothing_and_nodes_that_take_nothing() -> None:
-    info = ClusterInfo(available=True, address=None, dashboard_url=None, ray_version="2.60.0", nodes=())
+    info = ClusterInfo(
+        available=True, address=None, dashboard_url=None, ray_version="2.60.0", nodes=()
+    )
     assert "no live node offers" in wrong(cluster_findings(info))[0][1]
-    cordoned = info.model_copy(update={"nodes": (OneNodeCluster.node("n1"), OneNodeCluster.node("n2", "CORDONED"))})
+    cordoned = info.model_copy(
+        update={"nodes": (OneNodeCluster.node("n1"), OneNodeCluster.node("n2", "CORDONED"))}
+    )
     assert ["is CORDONED" in message for _, message in wrong(cluster_findings(cordoned))] == [True]
 
 
@@ -167,20 +294,32 @@ def test_a_cluster_that_can_train_nothing_and_nodes_that_take_nothing() -> None:
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ApiService, FakeRay]]:
+async def api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[ApiService, FakeRay]]:
     with serving(FakeRay()) as ray:
         endpoint = RayEndpoint(ray.url, ray.token)
         async with ApiService(tmp_path) as service, RayJobs(lambda: endpoint) as jobs:
-            service.context.deployment_checks = DeploymentChecks(service.storage, jobs, service.clock)
+            service.context.deployment_checks = DeploymentChecks(
+                service.storage, jobs, service.clock
+            )
             service.announce(monkeypatch)
             yield service, ray
 
 
 async def everstep(*arguments: str) -> Result:
-    return await asyncio.to_thread(lambda: CliRunner().invoke(app, list(arguments), catch_exceptions=False))
+    return await asyncio.to_thread(
+        lambda: CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    )
 
 
-async def finish(api: ApiService, ray: FakeRay, report: DeploymentReport | None, status: str = "SUCCEEDED", code: int = 0) -> None:
+async def finish(
+    api: ApiService,
+    ray: FakeRay,
+    report: DeploymentReport | None,
+    status: str = "SUCCEEDED",
+    code: int = 0,
+) -> None:
     """Do what the check's job would, once it is there."""
     async with asyncio.timeout(60):
         while not ray.submissions:  # noqa: ASYNC110  another process's queue would be no different
@@ -192,15 +331,23 @@ async def finish(api: ApiService, ray: FakeRay, report: DeploymentReport | None,
     ray.jobs[check_id] |= {"status": status, "driver_exit_code": code, "message": "its words"}
 
 
-async def test_doctor_starts_a_check_waits_and_says_what_is_wrong(api: tuple[ApiService, FakeRay]) -> None:
+async def test_doctor_starts_a_check_waits_and_says_what_is_wrong(
+    api: tuple[ApiService, FakeRay],
+) -> None:
     service, ray = api
     at = datetime.fromtimestamp(service.clock.now, UTC)
-    report = DeploymentReport(at=at, nodes=(node("head"), node("b", interface=None)), all_reduce=None)
+    report = DeploymentReport(
+        at=at, nodes=(node("head"), node("b", interface=None)), all_reduce=None
+    )
     result, _ = await asyncio.gather(everstep("doctor", "--json"), finish(service, ray, report))
     told = json.loads(result.stdout)
     assert (result.exit_code, told["ok"]) == (1, False), result.output
-    assert ("network", "problem") in {(finding["check"], finding["level"]) for finding in told["findings"]}
-    assert {entry.name for entry in service.storage.files.list("cluster/checks")} == set(ray.submissions)
+    assert ("network", "problem") in {
+        (finding["check"], finding["level"]) for finding in told["findings"]
+    }
+    assert {entry.name for entry in service.storage.files.list("cluster/checks")} == set(
+        ray.submissions
+    )
 
 
 async def test_a_check_that_left_no_report_says_why(api: tuple[ApiService, FakeRay]) -> None:

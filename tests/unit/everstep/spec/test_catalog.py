@@ -18,16 +18,31 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "image_folder": {"root": "/data"},
     "text_files": {"path": "/data"},
     "image_classification": {"model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
-    "language_modeling": {"model": {"name": "gpt"}, "data": {"name": "text_files", "args": {"path": "/data"}}},
+    "language_modeling": {
+        "model": {"name": "gpt"},
+        "data": {"name": "text_files", "args": {"path": "/data"}},
+    },
 }
-NAMED = [entry for entry in ENTRIES if entry[0] != "models" or entry[1].name in ("mini_resnet", "gpt", "resnet18", "vit_b_16")]
+NAMED = [
+    entry
+    for entry in ENTRIES
+    if entry[0] != "models" or entry[1].name in ("mini_resnet", "gpt", "resnet18", "vit_b_16")
+]
 
 
 def spec_with(kind: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A spec that uses one entry of the catalog with these arguments."""
-    task: dict[str, Any] = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+    task: dict[str, Any] = {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    }
     if name in TEXT:
-        task = {"name": "language_modeling", "model": {"name": "gpt"}, "data": {"name": "text_files", "args": {"path": "/data"}}}
+        task = {
+            "name": "language_modeling",
+            "model": {"name": "gpt"},
+            "data": {"name": "text_files", "args": {"path": "/data"}},
+        }
     spec: dict[str, Any] = {"name": "a", "task": task}
     match kind:
         case "models" | "data":
@@ -46,9 +61,12 @@ def test_everything_has_a_name_of_its_own_and_a_description() -> None:
     assert all(entry.description.endswith(".") for _, entry in ENTRIES)
 
 
-@pytest.mark.parametrize(("kind", "entry"), NAMED, ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(
+    ("kind", "entry"), NAMED, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_schema_and_spec_agree(kind: str, entry: CatalogEntry) -> None:
-    """What the schema accepts the spec accepts; arguments that the schema does not know, and values of no JSON type, it refuses."""
+    """What the schema accepts the spec accepts; arguments that the schema does not know, and values
+    of no JSON type, it refuses."""
     jsonschema.Draft202012Validator.check_schema(entry.args_schema)
     required = REQUIRED.get(entry.name, {})
     assert set(entry.args_schema["required"]) == set(required)
@@ -64,10 +82,16 @@ def test_schema_and_spec_agree(kind: str, entry: CatalogEntry) -> None:
             parse_spec(spec_with(kind, entry.name, arguments))
 
 
-@pytest.mark.parametrize(("kind", "entry"), NAMED, ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(
+    ("kind", "entry"), NAMED, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_every_argument_is_described(kind: str, entry: CatalogEntry) -> None:
     properties = entry.args_schema["properties"]
-    assert [name for name, schema in properties.items() if "description" not in schema and name not in ("model", "data")] == []
+    assert [
+        name
+        for name, schema in properties.items()
+        if "description" not in schema and name not in ("model", "data")
+    ] == []
 
 
 @pytest.mark.parametrize("name", TORCHVISION_MODELS)
@@ -79,5 +103,8 @@ def test_every_model_can_be_named(name: str) -> None:
 def test_models_and_data_say_whose_they_are() -> None:
     for kind in ("models", "data"):
         tasks = {entry.name: entry.task for entry in getattr(catalog(), kind)}
-        assert {name for name, task in tasks.items() if task == "language_modeling"} == {"gpt", "text_files"} & tasks.keys()
+        assert {name for name, task in tasks.items() if task == "language_modeling"} == {
+            "gpt",
+            "text_files",
+        } & tasks.keys()
         assert set(tasks.values()) == {"image_classification", "language_modeling"}

@@ -1,4 +1,5 @@
-"""Text that cannot be kept or sent on: refused where it is asked for, written out where it has happened."""
+"""Text that cannot be kept or sent on: refused where it is asked for, written out where it has
+happened."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.spec.plain_text import faults, is_sayable, json_line, may_need_it, printable, printable_lines, written_out
+from everstep.spec.plain_text import (
+    faults,
+    is_sayable,
+    json_line,
+    may_need_it,
+    printable,
+    printable_lines,
+    written_out,
+)
 
 TEXT = st.text(st.characters(codec=None) | st.sampled_from("\x00\ud800\udfff\\u"))
 DOCUMENT = st.recursive(
@@ -42,7 +51,9 @@ def test_it_reads_as_what_it_was() -> None:
 
 
 def test_each_fault_is_named_by_its_place() -> None:
-    found = faults({"env": {"A": "x\x00", "B\ud800": "y"}, "tags": ["fine", "\udce9"], "name": "fine"})
+    found = faults(
+        {"env": {"A": "x\x00", "B\ud800": "y"}, "tags": ["fine", "\udce9"], "name": "fine"}
+    )
     assert [fault.loc for fault in found] == [("env", "B\\ud800"), ("env", "A"), ("tags", 1)]
     assert "\\x00" in found[1].msg and all("leave it out" in fault.msg for fault in found)
 
@@ -64,5 +75,8 @@ def test_every_steering_character_is_escaped_in_json_and_replaced_in_words() -> 
     for character in STEERING:
         assert json_line({character: character}) == json.dumps({character: character})
         assert printable(f"a{character}b") == ("a    b" if character == "\t" else "a\ufffdb")
-    assert json_line("é 漢 👩‍💻 שלום") == '"é 漢 👩‍💻 שלום"' and printable("é 漢 👩‍💻 שלום") == "é 漢 👩‍💻 שלום"
+    assert (
+        json_line("é 漢 👩‍💻 שלום") == '"é 漢 👩‍💻 שלום"'
+        and printable("é 漢 👩‍💻 שלום") == "é 漢 👩‍💻 שלום"
+    )
     assert printable_lines("a\nb\x9b") == "a\nb\ufffd"

@@ -1,4 +1,5 @@
-"""RunSpec: defaults, every fault at once and by name, and what may be overridden from the command line."""
+"""RunSpec: defaults, every fault at once and by name, and what may be overridden from the command
+line."""
 
 from __future__ import annotations
 
@@ -20,9 +21,17 @@ from everstep.spec.run_spec import auto_micro_batch_size, parse_spec
 from everstep.spec.yaml_file import parse_yaml, read_spec
 
 ROOT = Path(__file__).parents[4]
-TASK: dict[str, Any] = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+TASK: dict[str, Any] = {
+    "name": "image_classification",
+    "model": {"name": "mini_resnet"},
+    "data": {"name": "digits"},
+}
 OWN: dict[str, Any] = {"archive": f"sha256:{'0' * 64}", "task": "mine.task:Task"}
-OWN_FUNCTION: dict[str, Any] = {"archive": OWN["archive"], "train_fn": "mine.train:train_fn", "config": {"lr": 0.1}}
+OWN_FUNCTION: dict[str, Any] = {
+    "archive": OWN["archive"],
+    "train_fn": "mine.train:train_fn",
+    "config": {"lr": 0.1},
+}
 CONTRACT: dict[str, Any] = {
     "name": "digits-resnet",
     "project": "default",
@@ -71,7 +80,12 @@ CONTRACT: dict[str, Any] = {
         "max_failed_saves": 5,
         "on_failed_saves": "continue",
     },
-    "recovery": {"max_user_errors": 1, "max_system_failures": 100, "hang_timeout_s": None, "deadline_s": None},
+    "recovery": {
+        "max_user_errors": 1,
+        "max_system_failures": 100,
+        "hang_timeout_s": None,
+        "deadline_s": None,
+    },
     "resume_from": None,
     "env": {"NCCL_DEBUG": "WARN"},
     "secrets": {},
@@ -92,18 +106,25 @@ def faults(raw: Any) -> dict[str, str]:
 def test_the_spec_of_the_contract_is_read_and_written_unchanged() -> None:
     parsed = parse_spec(CONTRACT)
     written = parsed.model_dump(mode="json")
-    assert {key: written[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")} == {
-        key: CONTRACT[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")
-    }
+    assert {
+        key: written[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")
+    } == {key: CONTRACT[key] for key in CONTRACT if key not in ("task", "optimizer", "schedule")}
     assert parse_spec(written) == parsed == RunSpec.model_validate_json(json.dumps(written))
 
 
 def test_name_and_task_are_enough() -> None:
     parsed = parse_spec(spec())
-    assert (parsed.project, parsed.optimizer.name, parsed.train.epochs, parsed.scaling.max_workers) == ("default", "adamw", 1, 1)
+    assert (
+        parsed.project,
+        parsed.optimizer.name,
+        parsed.train.epochs,
+        parsed.scaling.max_workers,
+    ) == ("default", "adamw", 1, 1)
 
 
-@pytest.mark.parametrize("code", [OWN, {**OWN, "args": {"widths": [1, 2.5, None, True, {"a": "b"}]}}, OWN_FUNCTION])
+@pytest.mark.parametrize(
+    "code", [OWN, {**OWN, "args": {"widths": [1, 2.5, None, True, {"a": "b"}]}}, OWN_FUNCTION]
+)
 def test_code_takes_the_place_of_a_task(code: dict[str, Any]) -> None:
     parsed = parse_spec({"name": "a", "code": code})
     assert parsed.task is None and parsed.code is not None
@@ -126,7 +147,13 @@ def test_all_faults_are_found_at_once() -> None:
             },
             "optimizer": {"name": "adamw", "lr": float("nan"), "weight_decay": -1},
             "schedule": {"name": "cosine", "warmup_steps": -1},
-            "train": {"epochs": 0, "micro_batch_size": 256, "precision": "fp8", "seed": -1, "loader": {"num_workers": "many"}},
+            "train": {
+                "epochs": 0,
+                "micro_batch_size": 256,
+                "precision": "fp8",
+                "seed": -1,
+                "loader": {"num_workers": "many"},
+            },
             "scaling": {"min_workers": 3, "max_workers": 2, "resources_per_worker": {"CPU": 0}},
             "checkpoint": {"best_mode": "median"},
             "env": {"RAY_ADDRESS": "x", "LD_PRELOAD": "y", "pythonpath": "z", "1A": "", "B": 1},
@@ -163,47 +190,119 @@ def test_all_faults_are_found_at_once() -> None:
     ("raw", "path", "words"),
     [
         (spec(train={"epoks": 3}), "train.epoks", "did you mean 'epochs'?"),
-        (spec(optimizer={"name": "adm"}), "optimizer.name", "'adm' is not known; choose one of 'adamw', 'adam', 'sgd'"),
+        (
+            spec(optimizer={"name": "adm"}),
+            "optimizer.name",
+            "'adm' is not known; choose one of 'adamw', 'adam', 'sgd'",
+        ),
         (spec(optimizer={"lr": 1}), "optimizer.name", "is required"),
         (spec(task={**TASK, "model": {"name": "resnet19"}}), "task.model.name", "GET /v1/catalog"),
-        (spec(task={**TASK, "model": {"name": "resnet18", "args": {"width": 1}}}), "task.model.args.width", "is not a field"),
-        (spec(task={"name": "image_classification", "data": {"name": "digits"}}), "task.model", "is required"),
+        (
+            spec(task={**TASK, "model": {"name": "resnet18", "args": {"width": 1}}}),
+            "task.model.args.width",
+            "is not a field",
+        ),
+        (
+            spec(task={"name": "image_classification", "data": {"name": "digits"}}),
+            "task.model",
+            "is required",
+        ),
         (spec(train=5), "train", "mapping"),
-        (spec(train={"micro_batch_size": "some"}), "train.micro_batch_size", "integer; or should be 'auto'"),
-        (spec(train={"micro_batch_size": 129}), "train.micro_batch_size", "larger than global_batch_size 128"),
-        (spec(scaling={"min_workers": 2}), "scaling.max_workers", "max_workers 1 is smaller than min_workers 2"),
-        (spec(scaling={"use_gpu": False, "accelerator_type": "A100"}), "scaling.accelerator_type", "needs use_gpu"),
-        (spec(optimizer={"name": "sgd", "momentum": 0, "nesterov": True}), "optimizer.nesterov", "momentum > 0"),
+        (
+            spec(train={"micro_batch_size": "some"}),
+            "train.micro_batch_size",
+            "integer; or should be 'auto'",
+        ),
+        (
+            spec(train={"micro_batch_size": 129}),
+            "train.micro_batch_size",
+            "larger than global_batch_size 128",
+        ),
+        (
+            spec(scaling={"min_workers": 2}),
+            "scaling.max_workers",
+            "max_workers 1 is smaller than min_workers 2",
+        ),
+        (
+            spec(scaling={"use_gpu": False, "accelerator_type": "A100"}),
+            "scaling.accelerator_type",
+            "needs use_gpu",
+        ),
+        (
+            spec(optimizer={"name": "sgd", "momentum": 0, "nesterov": True}),
+            "optimizer.nesterov",
+            "momentum > 0",
+        ),
         (spec(runtime_env={"pip": ["x"]}), "runtime_env", "is for code of your own"),
         (spec(runtime_env={"pip": ["--index-url=x"]}), "runtime_env.pip.0", "pattern"),
         (spec(runtime_env={"pip": ["x @ https://x/x.whl"]}), "runtime_env.pip.0", "pattern"),
         (spec(runtime_env={"pip": []}), "runtime_env.pip", "at least 1"),
-        (spec(runtime_env={"pip": ["x"], "working_dir": "s3://x"}), "runtime_env.working_dir", "is not a field"),
+        (
+            spec(runtime_env={"pip": ["x"], "working_dir": "s3://x"}),
+            "runtime_env.working_dir",
+            "is not a field",
+        ),
         (spec(resume_from={"run_id": "run_1", "step": "newest"}), "resume_from.step", "latest"),
-        (spec(resume_from={"run_id": "run_1", "step": -1}), "resume_from.step", "greater than or equal to 0"),
+        (
+            spec(resume_from={"run_id": "run_1", "step": -1}),
+            "resume_from.step",
+            "greater than or equal to 0",
+        ),
         (spec(resume_from={"step": 1}), "resume_from.run_id", "is required"),
         ({"name": "a"}, "task", "or code in its place"),
         (spec(code=OWN), "task", "leave one of the two out"),
         ({"name": "a", "code": {**OWN, "task": "no colon"}}, "code.task", "pattern"),
-        ({"name": "a", "code": {"archive": OWN["archive"]}}, "code.train_fn", "either task or train_fn"),
-        ({"name": "a", "code": {**OWN, "train_fn": "a:b"}}, "code.train_fn", "either task or train_fn"),
+        (
+            {"name": "a", "code": {"archive": OWN["archive"]}},
+            "code.train_fn",
+            "either task or train_fn",
+        ),
+        (
+            {"name": "a", "code": {**OWN, "train_fn": "a:b"}},
+            "code.train_fn",
+            "either task or train_fn",
+        ),
         ({"name": "a", "code": {**OWN, "config": {"a": 1}}}, "code.config", "put it into args"),
-        ({"name": "a", "code": {**OWN, "args": {"a": [{"b": float("inf")}]}}}, "code.args", "must be finite"),
+        (
+            {"name": "a", "code": {**OWN, "args": {"a": [{"b": float("inf")}]}}},
+            "code.args",
+            "must be finite",
+        ),
         ({"name": "a", "code": {**OWN, "args": {"a": {1: 2}}}}, "code.args", "not text"),
-        ({"name": "a", "code": OWN_FUNCTION, "train": {"epochs": 3}}, "train", "put it into code.config"),
+        (
+            {"name": "a", "code": OWN_FUNCTION, "train": {"epochs": 3}},
+            "train",
+            "put it into code.config",
+        ),
         (spec(checkpoint={"every_steps": "automatic"}), "checkpoint.every_steps", "auto"),
         (spec(checkpoint={"max_failed_saves": 0}), "checkpoint.max_failed_saves", "greater"),
-        (spec(checkpoint={"min_interval_s": 9, "max_interval_s": 8}), "checkpoint.max_interval_s", "smaller than min_interval_s"),
-        (spec(env={"AWS_SECRET_ACCESS_KEY": "x"}), "env.AWS_SECRET_ACCESS_KEY", "a spec is shown to others"),
+        (
+            spec(checkpoint={"min_interval_s": 9, "max_interval_s": 8}),
+            "checkpoint.max_interval_s",
+            "smaller than min_interval_s",
+        ),
+        (
+            spec(env={"AWS_SECRET_ACCESS_KEY": "x"}),
+            "env.AWS_SECRET_ACCESS_KEY",
+            "a spec is shown to others",
+        ),
         (spec(env={"MASTER_PORT": "1"}), "env.MASTER_PORT", "may not be set"),
         (spec(env={"PIP_INDEX_URL": "http://elsewhere"}), "env.PIP_INDEX_URL", "may not be set"),
         (spec(env={"TOKEN": "1"}, secrets={"TOKEN": "hub"}), "secrets", "TOKEN: in env, too"),
-        (spec(scaling={"resources_per_worker": {"CPU": 1e-308}}), "scaling.resources_per_worker.CPU", "at least 0.0001"),
+        (
+            spec(scaling={"resources_per_worker": {"CPU": 1e-308}}),
+            "scaling.resources_per_worker.CPU",
+            "at least 0.0001",
+        ),
         (spec(env={"A": "x\x00"}), "env.A", "no text"),
         (spec(tags={"team\x00": "a"}), "tags.team\\x00", "no text"),
         ({"name": "a", "code": {**OWN, "args": {"a": ["\udce9"]}}}, "code.args.a.0", "no text"),
         (spec(name="../../etc"), "name", "pattern"),
-        (spec(train={"global_batch_size": 10**12}), "train.global_batch_size", "less than or equal"),
+        (
+            spec(train={"global_batch_size": 10**12}),
+            "train.global_batch_size",
+            "less than or equal",
+        ),
         ([], "", "mapping"),
         (None, "", "mapping"),
         ("name: a", "", "mapping"),
@@ -236,7 +335,21 @@ def test_a_number_is_not_guessed_from_something_else(value: Any) -> None:
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["name", "task", "model", "data", "args", "train", "epochs", "optimizer", "env", "scaling", "x"]),
+                st.sampled_from(
+                    [
+                        "name",
+                        "task",
+                        "model",
+                        "data",
+                        "args",
+                        "train",
+                        "epochs",
+                        "optimizer",
+                        "env",
+                        "scaling",
+                        "x",
+                    ]
+                ),
                 inner,
                 max_size=5,
             )
@@ -252,7 +365,9 @@ def test_whatever_comes_in_is_a_spec_or_invalid_with_a_message(raw: Any) -> None
 
 
 @given(global_batch_size=st.integers(1, 5000), max_workers=st.integers(1, 64))
-def test_the_automatic_micro_batch_gives_every_rank_work(global_batch_size: int, max_workers: int) -> None:
+def test_the_automatic_micro_batch_gives_every_rank_work(
+    global_batch_size: int, max_workers: int
+) -> None:
     micro = auto_micro_batch_size(global_batch_size, max_workers)
     assert 1 <= micro <= global_batch_size
     if global_batch_size >= max_workers:
@@ -260,7 +375,9 @@ def test_the_automatic_micro_batch_gives_every_rank_work(global_batch_size: int,
         assert num_micro >= min(max_workers, global_batch_size // micro)
 
 
-@pytest.mark.parametrize(("batch", "workers", "micro"), [(128, 1, 128), (128, 2, 64), (120, 3, 20), (2, 4, 1)])
+@pytest.mark.parametrize(
+    ("batch", "workers", "micro"), [(128, 1, 128), (128, 2, 64), (120, 3, 20), (2, 4, 1)]
+)
 def test_the_automatic_micro_batch_divides_well(batch: int, workers: int, micro: int) -> None:
     assert auto_micro_batch_size(batch, workers) == micro
 
@@ -268,34 +385,62 @@ def test_the_automatic_micro_batch_divides_well(batch: int, workers: int, micro:
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_every_example_is_a_spec(path: Path) -> None:
     assert parse_spec(read_spec(str(path))).name
 
 
 def test_yaml_says_numbers_as_people_write_them() -> None:
-    assert parse_yaml("[1e-3, 1E5, -2e+3, 1.5, .5, 7, 1.e2, 1e]", "x") == [0.001, 100000.0, -2000.0, 1.5, 0.5, 7, 100.0, "1e"]
+    assert parse_yaml("[1e-3, 1E5, -2e+3, 1.5, .5, 7, 1.e2, 1e]", "x") == [
+        0.001,
+        100000.0,
+        -2000.0,
+        1.5,
+        0.5,
+        7,
+        100.0,
+        "1e",
+    ]
 
 
 def test_yaml_says_words_and_dates_as_json_would() -> None:
-    """What YAML 1.1 takes for booleans, octal numbers, minutes and dates is text, or the number that it looks like."""
-    read = parse_yaml("on: [FAILED]\nyes: [no, off, y, n, Yes, ON]\nt: [true, True, FALSE, null, ~, ]\n", "x")
-    assert read == {"on": ["FAILED"], "yes": ["no", "off", "y", "n", "Yes", "ON"], "t": [True, True, False, None, None]}
+    """What YAML 1.1 takes for booleans, octal numbers, minutes and dates is text, or the number
+    that it looks like."""
+    read = parse_yaml(
+        "on: [FAILED]\nyes: [no, off, y, n, Yes, ON]\nt: [true, True, FALSE, null, ~, ]\n", "x"
+    )
+    assert read == {
+        "on": ["FAILED"],
+        "yes": ["no", "off", "y", "n", "Yes", "ON"],
+        "t": [True, True, False, None, None],
+    }
     numbers = parse_yaml("[010, 0x1f, 0o17, 1_000, 12:30, 2024-01-01, +3, -4, .inf, 1_0.5]", "x")
     assert numbers == [10, 31, 15, 1000, "12:30", "2024-01-01", 3, -4, math.inf, 10.5]
-    assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: 2}", "x") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: 2}", "x") == {
+        "a": {"b": 1},
+        "c": {"b": 1, "d": 2},
+    }
 
 
 def test_a_webhook_s_statuses_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(json.dumps(spec())[:-1] + ", notify: {url: 'https://example.org', on: [FAILED]}}")
+    path.write_text(
+        json.dumps(spec())[:-1] + ", notify: {url: 'https://example.org', on: [FAILED]}}"
+    )
     assert parse_spec(read_spec(str(path))).notify.on == ["FAILED"]  # type: ignore[union-attr]
 
 
 def test_what_is_to_be_quoted_is_said_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text("name: 2024\ntags: {v: 1.10, w: 0x1f, 7: a, on: yes, none: }\nenv: {DEBUG: 1, TRACE: True}\n")
-    told = faults(apply_overrides(with_code(read_spec(str(path)), None, None, None)[0], ["train.epochs=2"]))
+    path.write_text(
+        "name: 2024\ntags: {v: 1.10, w: 0x1f, 7: a, on: yes, none: }\nenv: {DEBUG: 1, TRACE: "
+        "True}\n"
+    )
+    told = faults(
+        apply_overrides(with_code(read_spec(str(path)), None, None, None)[0], ["train.epochs=2"])
+    )
     assert told["tags.v"] == 'must be text, but the value 1.10 is a number; quote it: "1.10"'
     assert told["tags.w"].endswith('quote it: "0x1f"')
     assert told["tags.7"] == 'must be text, but the key 7 is a number; quote it: "7"'
@@ -304,16 +449,33 @@ def test_what_is_to_be_quoted_is_said_as_it_was_written(tmp_path: Path) -> None:
     assert told["env.TRACE"].endswith('the value True is a boolean; quote it: "True"')
     assert told["name"].endswith('quote it: "2024"') and "tags.on" not in told
     as_json = faults({"name": "a", "tags": {"v": 1.1, "w": True}})
-    assert as_json["tags.v"].endswith('quote it: "1.1"') and as_json["tags.w"].endswith('quote it: "true"')
+    assert as_json["tags.v"].endswith('quote it: "1.1"') and as_json["tags.w"].endswith(
+        'quote it: "true"'
+    )
 
 
 def test_resources_are_told_in_ray_s_letters() -> None:
-    told = faults(spec(scaling={"resources_per_worker": {"cpu": 2, "gpus": 1, "CPU": 1, "Memory": 5, "tpu": 1, "cpu_of_mine": 1}}))
+    told = faults(
+        spec(
+            scaling={
+                "resources_per_worker": {
+                    "cpu": 2,
+                    "gpus": 1,
+                    "CPU": 1,
+                    "Memory": 5,
+                    "tpu": 1,
+                    "cpu_of_mine": 1,
+                }
+            }
+        )
+    )
     assert {name.rpartition(".")[2] for name in told} == {"cpu", "gpus", "Memory"}
     assert told["scaling.resources_per_worker.cpu"].endswith("did you mean CPU?")
     assert told["scaling.resources_per_worker.gpus"].endswith("did you mean GPU?")
     old = RunSpec.model_validate(spec(scaling={"resources_per_worker": {"cpu": 2}}))
-    assert old.scaling.resources_per_worker == {"cpu": 2}, "a run that was once taken with it is read"
+    assert old.scaling.resources_per_worker == {"cpu": 2}, (
+        "a run that was once taken with it is read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -321,23 +483,66 @@ def test_resources_are_told_in_ray_s_letters() -> None:
     [
         *(
             (name, "min")
-            for name in ("loss", "val_loss", "valLoss", "train/loss", "log_loss", "perplexity", "ppl", "val_error", "error_rate")
+            for name in (
+                "loss",
+                "val_loss",
+                "valLoss",
+                "train/loss",
+                "log_loss",
+                "perplexity",
+                "ppl",
+                "val_error",
+                "error_rate",
+            )
         ),
-        *((name, "min") for name in ("mae", "rmse", "val_mse", "nll", "wer", "CER", "val_wer", "mape", "bits_per_token")),
+        *(
+            (name, "min")
+            for name in (
+                "mae",
+                "rmse",
+                "val_mse",
+                "nll",
+                "wer",
+                "CER",
+                "val_wer",
+                "mape",
+                "bits_per_token",
+            )
+        ),
         *(
             (name, "max")
-            for name in ("accuracy", "f1", "power", "cancer", "auc", "lossless", "name", "map", "top5_accuracy", "answer")
+            for name in (
+                "accuracy",
+                "f1",
+                "power",
+                "cancer",
+                "auc",
+                "lossless",
+                "name",
+                "map",
+                "top5_accuracy",
+                "answer",
+            )
         ),
         *((name, "max") for name in ("neg_log_loss", "val_neg_mean_squared_error", None)),
     ],
 )
-def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(metric: str | None, mode: str) -> None:
+def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(
+    metric: str | None, mode: str
+) -> None:
     read = parse_spec(spec(checkpoint={"best_metric": metric}))
-    assert read.checkpoint.best_mode == read.model_dump(mode="json")["checkpoint"]["best_mode"] == mode
+    assert (
+        read.checkpoint.best_mode == read.model_dump(mode="json")["checkpoint"]["best_mode"] == mode
+    )
     for explicit in ("min", "max"):
-        checkpoint = parse_spec(spec(checkpoint={"best_metric": metric, "best_mode": explicit})).checkpoint
+        checkpoint = parse_spec(
+            spec(checkpoint={"best_metric": metric, "best_mode": explicit})
+        ).checkpoint
         assert checkpoint.best_mode == explicit
-        assert RunSpec.model_validate(spec(checkpoint=checkpoint.model_dump())).checkpoint == checkpoint, "as it was resolved"
+        assert (
+            RunSpec.model_validate(spec(checkpoint=checkpoint.model_dump())).checkpoint
+            == checkpoint
+        ), "as it was resolved"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +559,9 @@ def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(metric: str | 
         ("just words\n", "holds a str"),
     ],
 )
-def test_a_file_that_is_no_spec_is_told_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_no_spec_is_told_with_its_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=rf"(?s)spec\.yaml.*{words}"):
@@ -363,7 +570,9 @@ def test_a_file_that_is_no_spec_is_told_with_its_line(tmp_path: Path, text: str,
 
 def test_a_missing_file_is_told_with_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "digits.yaml").write_text("name: a")
-    with pytest.raises(UsageError, match=r"digit\.yaml does not exist; did you mean .*digits\.yaml\?"):
+    with pytest.raises(
+        UsageError, match=r"digit\.yaml does not exist; did you mean .*digits\.yaml\?"
+    ):
         read_spec(str(tmp_path / "digit.yaml"))
 
 
@@ -377,7 +586,8 @@ def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def test_aliases_cannot_blow_up_a_spec(tmp_path: Path) -> None:
-    """Nine lines that mean a thousand million items: shared, not copied, and then refused as a field."""
+    """Nine lines that mean a thousand million items: shared, not copied, and then refused as a
+    field."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
     path = tmp_path / "spec.yaml"
@@ -414,7 +624,9 @@ def test_any_field_can_be_set(setting: str, path: tuple[str, ...], value: Any) -
 
 def test_settings_come_in_order_and_leave_the_original_alone() -> None:
     raw = spec(optimizer={"name": "adamw", "lr": 0.1})
-    changed = apply_overrides(raw, ["optimizer={name: sgd, lr: 0.2}", "optimizer.momentum=0.5", "optimizer.lr=0.3"])
+    changed = apply_overrides(
+        raw, ["optimizer={name: sgd, lr: 0.2}", "optimizer.momentum=0.5", "optimizer.lr=0.3"]
+    )
     assert changed["optimizer"] == {"name": "sgd", "lr": 0.3, "momentum": 0.5}
     assert raw == spec(optimizer={"name": "adamw", "lr": 0.1})
 
@@ -422,7 +634,10 @@ def test_settings_come_in_order_and_leave_the_original_alone() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("train.epoch=3", r"--set train\.epoch: train has no field 'epoch'; did you mean train\.epochs\?"),
+        (
+            "train.epoch=3",
+            r"--set train\.epoch: train has no field 'epoch'; did you mean train\.epochs\?",
+        ),
         ("epochs=3", r"did you mean train\.epochs\?"),
         ("optimizer.momentum=0.9", r"its fields are lr, weight_decay"),
         ("task.model.args.wdth=3", r"did you mean task\.model\.args\.width\?"),
@@ -438,7 +653,10 @@ def test_what_cannot_be_set_is_named(setting: str, words: str) -> None:
         parse_spec(apply_overrides(spec(), [setting]))
 
 
-@pytest.mark.parametrize("setting", ["train.epochs", "=3", ".epochs=3", "train..epochs=3", "train.=3", "", "train.epochs={"])
+@pytest.mark.parametrize(
+    "setting",
+    ["train.epochs", "=3", ".epochs=3", "train..epochs=3", "train.=3", "", "train.epochs={"],
+)
 def test_what_is_no_setting_is_refused(setting: str) -> None:
     with pytest.raises(UsageError, match="--set"):
         apply_overrides(spec(), [setting])
@@ -457,7 +675,13 @@ def test_a_fault_inside_a_list_is_named_with_its_place() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("AWS_ACCESS_KEY_ID", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_ROLE_ARN", "AWS_ENDPOINT_URL"),
+        *(
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SHARED_CREDENTIALS_FILE",
+            "AWS_CONFIG_FILE",
+            "AWS_ROLE_ARN",
+            "AWS_ENDPOINT_URL",
+        ),
         *(
             "AWS_ENDPOINT_URL_S3",
             "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -465,7 +689,12 @@ def test_a_fault_inside_a_list_is_named_with_its_place() -> None:
             "AWS_CA_BUNDLE",
             "aws_profile",
         ),
-        *("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "CLOUD_STORAGE_EMULATOR_ENDPOINT", "BOTO_CONFIG"),
+        *(
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "CLOUDSDK_CONFIG",
+            "CLOUD_STORAGE_EMULATOR_ENDPOINT",
+            "BOTO_CONFIG",
+        ),
         *("HOME", "XDG_CONFIG_HOME", "HIP_VISIBLE_DEVICES"),
     ],
 )
@@ -477,4 +706,6 @@ def test_what_leads_ranks_to_another_storage_or_place_may_not_be_set(name: str, 
 
 
 def test_a_run_that_was_taken_with_such_a_variable_can_still_be_read() -> None:
-    assert RunSpec.model_validate(spec(env={"AWS_ENDPOINT_URL": "http://here"})).env == {"AWS_ENDPOINT_URL": "http://here"}
+    assert RunSpec.model_validate(spec(env={"AWS_ENDPOINT_URL": "http://here"})).env == {
+        "AWS_ENDPOINT_URL": "http://here"
+    }

@@ -44,7 +44,11 @@ async def test_no_route_answers_without_a_valid_token(api: ApiService, header: s
         if path in OPEN:
             continue
         answer = await client.request(method, path, headers=headers)
-        assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (method, path, answer.text)
+        assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (
+            method,
+            path,
+            answer.text,
+        )
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
@@ -73,15 +77,28 @@ async def test_a_viewer_looks_and_does_not_touch(api: ApiService) -> None:
 
 
 async def test_projects_do_not_see_each_other(api: ApiService) -> None:
-    mine, theirs = [await api.client(api.token("submitter", project)) for project in ("mine", "theirs")]
+    mine, theirs = [
+        await api.client(api.token("submitter", project)) for project in ("mine", "theirs")
+    ]
     made = await mine.post("/v1/runs", json=spec(project="mine"))
     assert made.status_code == 201
     run_id = made.json()["id"]
-    for path in ("", "/spec", "/events", "/metrics", "/logs", "/checkpoints", "/checkpoints/latest/archive", "/goodput"):
+    for path in (
+        "",
+        "/spec",
+        "/events",
+        "/metrics",
+        "/logs",
+        "/checkpoints",
+        "/checkpoints/latest/archive",
+        "/goodput",
+    ):
         answer = await theirs.get(f"/v1/runs/{run_id}{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), path
         unknown = await theirs.get(f"/v1/runs/run_000000000000{path}")
-        assert answer.json()["detail"].replace(run_id, "") == unknown.json()["detail"].replace("run_000000000000", "")
+        assert answer.json()["detail"].replace(run_id, "") == unknown.json()["detail"].replace(
+            "run_000000000000", ""
+        )
     for action in ("cancel", "pause", "resume"):
         assert (await theirs.post(f"/v1/runs/{run_id}/{action}")).status_code == 404
     assert (await theirs.delete(f"/v1/runs/{run_id}")).status_code == 404

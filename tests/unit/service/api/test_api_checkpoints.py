@@ -27,11 +27,15 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 
 def save(api: ApiService, run_id: str, journal: Journal, step: int, **metrics: float) -> Manifest:
     """A checkpoint in storage, and its event."""
-    writer = api.storage.run_dir(run_id).checkpoints.begin(step, journal.submission, journal.attempt)
+    writer = api.storage.run_dir(run_id).checkpoints.begin(
+        step, journal.submission, journal.attempt
+    )
     for name, content in (("model.pt", b"weights" * 100_000), ("train_state.pt", b"state")):
         with writer.write_file(name) as stream:
             stream.write(content)
-    manifest = writer.commit(epoch=0, parent=None, world_size=2, sample_digest="s", metrics=dict(metrics))
+    manifest = writer.commit(
+        epoch=0, parent=None, world_size=2, sample_digest="s", metrics=dict(metrics)
+    )
     event = journal.event(
         EventKind.CHECKPOINT_COMMITTED,
         step=step,
@@ -55,8 +59,14 @@ async def test_checkpoints_are_listed_and_found(api: ApiService) -> None:
     run_id, journal = await api.running(checkpoint={"best_metric": "accuracy"})
     assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/latest")) == (404, "not_found")
     assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/best")) == (404, "not_found")
-    manifests = [save(api, run_id, journal, step, accuracy=accuracy) for step, accuracy in ((10, 0.8), (20, 0.9), (30, 0.7))]
-    items = [Checkpoint.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]]
+    manifests = [
+        save(api, run_id, journal, step, accuracy=accuracy)
+        for step, accuracy in ((10, 0.8), (20, 0.9), (30, 0.7))
+    ]
+    items = [
+        Checkpoint.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]
+    ]
     assert [(item.step, item.state, item.digest, item.size_bytes) for item in items] == [
         (manifest.step, "committed", manifest.digest, manifest.size_bytes) for manifest in manifests
     ]
@@ -74,10 +84,15 @@ async def test_best_without_a_metric_says_what_to_do(api: ApiService) -> None:
     assert "checkpoint.best_metric" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("which", ["newest", "-1", "1.5", "9" * 20, "%E0%A5%A7", "step-000000010.s001"])
+@pytest.mark.parametrize(
+    "which", ["newest", "-1", "1.5", "9" * 20, "%E0%A5%A7", "step-000000010.s001"]
+)
 async def test_what_names_no_checkpoint(api: ApiService, which: str) -> None:
     run_id = await api.create()
-    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/{which}")) == (422, "invalid_request")
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/{which}")) == (
+        422,
+        "invalid_request",
+    )
 
 
 async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
@@ -87,7 +102,10 @@ async def test_an_archive_is_the_checkpoint(api: ApiService) -> None:
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/x-tar"
     assert answer.headers["x-everstep-digest"] == f"sha256:{manifest.digest}"
-    assert answer.headers["content-disposition"] == f'attachment; filename="{run_id}-step-000000010.s001.a001.tar"'
+    assert (
+        answer.headers["content-disposition"]
+        == f'attachment; filename="{run_id}-step-000000010.s001.a001.tar"'
+    )
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
         assert archive.getnames() == ["manifest.json", "model.pt", "train_state.pt"]
         for name, entry in manifest.files.items():
@@ -136,13 +154,19 @@ async def test_an_archive_of_what_is_gone(api: ApiService) -> None:
     run_id, journal = await api.running()
     manifest = save(api, run_id, journal, 10)
     api.storage.run_dir(run_id).checkpoints.delete(manifest.name)
-    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (404, "not_found")
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (
+        404,
+        "not_found",
+    )
     api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name=manifest.name)])
     answer = await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")
     assert code(answer) == (404, "not_found") and "deleted" in answer.json()["detail"]
     assert (await api.get(f"/v1/runs/{run_id}/checkpoints/10"))["state"] == "deleted"
     assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/latest")) == (404, "not_found")
-    assert code(await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")) == (409, "checkpoint_deleted")
+    assert code(await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")) == (
+        409,
+        "checkpoint_deleted",
+    )
 
 
 async def test_a_corrupt_archive_breaks_off(api: ApiService, tmp_path: Path) -> None:
@@ -153,7 +177,10 @@ async def test_a_corrupt_archive_breaks_off(api: ApiService, tmp_path: Path) -> 
     with pytest.raises(httpx.RemoteProtocolError):
         await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")
     (path.parent / "manifest.json").write_text("{}")
-    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (409, "corrupt_checkpoint")
+    assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (
+        409,
+        "corrupt_checkpoint",
+    )
 
 
 async def test_verifying(api: ApiService, tmp_path: Path) -> None:
@@ -175,9 +202,14 @@ async def test_verifying(api: ApiService, tmp_path: Path) -> None:
     assert broken.json()["state"] == "corrupt" and "model.pt" in broken.json()["problem"]
     assert (await api.get(f"/v1/runs/{run_id}/checkpoints/10"))["state"] == "corrupt"
     path.unlink()
-    assert "model.pt" in (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["problem"]
+    assert (
+        "model.pt"
+        in (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["problem"]
+    )
     path.write_bytes(b"weights" * 100_000)
-    assert (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()["state"] == "committed"
+    assert (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()[
+        "state"
+    ] == "committed"
 
 
 async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) -> None:
@@ -206,5 +238,7 @@ async def test_a_download_that_broke_off_can_go_on(api: ApiService) -> None:
     whole = (await api.http.get(path)).content
     first = await api.http.get(path, headers={"Range": "bytes=0-999"})
     assert store.retain(1, None) == []
-    rest = await api.http.get(path, headers={"Range": "bytes=1000-", "If-Range": first.headers["ETag"]})
+    rest = await api.http.get(
+        path, headers={"Range": "bytes=1000-", "If-Range": first.headers["ETag"]}
+    )
     assert first.content + rest.content == whole

@@ -73,18 +73,25 @@ def finish(journal: Journal) -> list[Any]:
 
 async def test_pages_of_events(api: ApiService) -> None:
     run_id, _ = await api.running()
-    everything = [Event.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/events"))["items"]]
+    everything = [
+        Event.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/events"))["items"]
+    ]
     assert [event.seq for event in everything] == list(range(1, len(everything) + 1))
     assert everything[0].kind == "run_created"
     page = await api.get(f"/v1/runs/{run_id}/events?limit=3")
     assert [item["seq"] for item in page["items"]] == [1, 2, 3] and page["next_cursor"] == "3"
     rest = await api.get(f"/v1/runs/{run_id}/events?cursor=3")
-    assert [item["seq"] for item in rest["items"]] == [event.seq for event in everything[3:]] and rest["next_cursor"] is None
+    assert [item["seq"] for item in rest["items"]] == [
+        event.seq for event in everything[3:]
+    ] and rest["next_cursor"] is None
     assert rest == await api.get(f"/v1/runs/{run_id}/events?after=3")
     assert (await api.get(f"/v1/runs/{run_id}/events?after=999"))["items"] == []
 
 
-@pytest.mark.parametrize("query", ["after=-1", "after=x", "limit=0", "limit=1001", "cursor=x", "after=99999999999999999999"])
+@pytest.mark.parametrize(
+    "query",
+    ["after=-1", "after=x", "limit=0", "limit=1001", "cursor=x", "after=99999999999999999999"],
+)
 async def test_bad_event_parameters(api: ApiService, query: str) -> None:
     run_id = await api.create()
     answer = await api.http.get(f"/v1/runs/{run_id}/events?{query}")
@@ -117,7 +124,11 @@ async def test_reconnecting_loses_and_repeats_nothing(api: ApiService) -> None:
 
     async def follow() -> None:
         while True:
-            stream = Stream(api.http, f"/v1/runs/{run_id}/events", **({"Last-Event-ID": str(seen[-1])} if seen else {}))
+            stream = Stream(
+                api.http,
+                f"/v1/runs/{run_id}/events",
+                **({"Last-Event-ID": str(seen[-1])} if seen else {}),
+            )
             await stream.read(until=3)
             seen.extend(stream.ids[:3])
             if stream.data and stream.data[-1]["data"].get("to") == "SUCCEEDED":
@@ -153,11 +164,15 @@ async def test_a_stream_of_a_run_that_has_ended_ends(api: ApiService) -> None:
 @pytest.mark.parametrize("last", ["x", "-1", "1.5", "9" * 30])
 async def test_a_bad_last_event_id(api: ApiService, last: str) -> None:
     run_id = await api.create()
-    answer = await api.http.get(f"/v1/runs/{run_id}/events", headers={"Accept": "text/event-stream", "Last-Event-ID": last})
+    answer = await api.http.get(
+        f"/v1/runs/{run_id}/events", headers={"Accept": "text/event-stream", "Last-Event-ID": last}
+    )
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
-async def test_a_silent_stream_has_a_heartbeat(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_has_a_heartbeat(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
     run_id = await api.create()
     stream = Stream(api.http, f"/v1/runs/{run_id}/events")
@@ -167,13 +182,22 @@ async def test_a_silent_stream_has_a_heartbeat(api: ApiService, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("end", ["revoked", "expired"])
-@pytest.mark.parametrize("path", ["/v1/runs/{}/events", "/v1/runs/{}/logs?follow=true", "/runs/{}/stream"])
-async def test_a_stream_ends_with_its_token(api: ApiService, monkeypatch: pytest.MonkeyPatch, path: str, end: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["/v1/runs/{}/events", "/v1/runs/{}/logs?follow=true", "/runs/{}/stream"]
+)
+async def test_a_stream_ends_with_its_token(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch, path: str, end: str
+) -> None:
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(followers, "CONFIRM_S", 0.05)
     run_id, journal = await api.running()
-    token, other = api.token("viewer", "default", expires_at=NOON + 60), api.token("viewer", "default")
-    clients = [await api.client(each if path.startswith("/v1") else None) for each in (token, other)]
+    token, other = (
+        api.token("viewer", "default", expires_at=NOON + 60),
+        api.token("viewer", "default"),
+    )
+    clients = [
+        await api.client(each if path.startswith("/v1") else None) for each in (token, other)
+    ]
     if not path.startswith("/v1"):
         for client, each in zip(clients, (token, other), strict=True):
             await client.post("/login", data={"token": each})
@@ -195,7 +219,9 @@ async def test_a_stream_ends_with_its_token(api: ApiService, monkeypatch: pytest
     reading[1].cancel()
 
 
-async def test_confirming_many_followers_costs_one_question(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_confirming_many_followers_costs_one_question(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(followers, "CONFIRM_S", 3600.0)
     run_id, _ = await api.running()
@@ -204,7 +230,11 @@ async def test_confirming_many_followers_costs_one_question(api: ApiService, mon
     await asyncio.gather(*(stream.wait_for(0, comments=1) for stream in streams))
     asked: list[int] = []
     still_valid = api.context.tokens.still_valid
-    monkeypatch.setattr(api.context.tokens, "still_valid", lambda wanted: asked.append(len(wanted)) or still_valid(wanted))
+    monkeypatch.setattr(
+        api.context.tokens,
+        "still_valid",
+        lambda wanted: asked.append(len(wanted)) or still_valid(wanted),
+    )
     await api.context.followers.confirm()
     assert asked == [1], "30 streams of one token are one to look for"
     for task in reading:
@@ -230,7 +260,9 @@ async def test_a_deleted_run_ends_its_streams(api: ApiService) -> None:
 
 async def test_closing_the_feed_ends_streams_of_live_runs(api: ApiService) -> None:
     run_id = await api.create()
-    streams = [Stream(api.http, f"/v1/runs/{run_id}/{path}") for path in ("events", "logs?follow=true")]
+    streams = [
+        Stream(api.http, f"/v1/runs/{run_id}/{path}") for path in ("events", "logs?follow=true")
+    ]
     reading = asyncio.gather(*(stream.read() for stream in streams))
     await streams[0].wait_for(2)
     api.context.feed.close()
@@ -267,17 +299,23 @@ async def test_who_comes_while_the_feed_looks_is_not_told_that_the_run_is_gone(
         task.cancel()
 
 
-async def test_many_followers_cost_one_query_a_tick(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_followers_cost_one_query_a_tick(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_id, journal = await api.running()
     row = api.runs.get(run_id)
     assert row is not None
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
-    streams = [Stream(api.http, f"/v1/runs/{run_id}/events?after={row.last_seq}") for _ in range(60)]
+    streams = [
+        Stream(api.http, f"/v1/runs/{run_id}/events?after={row.last_seq}") for _ in range(60)
+    ]
     reading = asyncio.gather(*(stream.read() for stream in streams))
     await asyncio.gather(*(stream.wait_for(0, comments=1) for stream in streams))
     heads = api.events.heads
     calls: list[int] = []
-    monkeypatch.setattr(api.events, "heads", lambda run_ids: calls.append(len(run_ids)) or heads(run_ids))
+    monkeypatch.setattr(
+        api.events, "heads", lambda run_ids: calls.append(len(run_ids)) or heads(run_ids)
+    )
     fetches: list[str] = []
     after = api.events.after
     monkeypatch.setattr(api.events, "after", lambda *args: fetches.append(args[0]) or after(*args))
@@ -286,14 +324,22 @@ async def test_many_followers_cost_one_query_a_tick(api: ApiService, monkeypatch
     api.apply(run_id, finish(journal))
     async with asyncio.timeout(60):
         await reading
-    assert {tuple(stream.ids) for stream in streams} == {tuple(range(row.last_seq + 1, row.last_seq + 4))}
+    assert {tuple(stream.ids) for stream in streams} == {
+        tuple(range(row.last_seq + 1, row.last_seq + 4))
+    }
     assert len(fetches) <= 2, "events are fetched once for all"
     assert set(calls) <= {1}, "one query for all followers"
 
 
 async def test_a_follower_that_starts_far_behind_catches_up(api: ApiService) -> None:
     run_id, journal = await api.running()
-    api.apply(run_id, [journal.event(EventKind.WAITING, code="waiting_for_capacity", message=str(n)) for n in range(3000)])
+    api.apply(
+        run_id,
+        [
+            journal.event(EventKind.WAITING, code="waiting_for_capacity", message=str(n))
+            for n in range(3000)
+        ],
+    )
     api.apply(run_id, finish(journal))
     stream = Stream(api.http, f"/v1/runs/{run_id}/events")
     async with asyncio.timeout(60):
@@ -310,12 +356,19 @@ async def test_metrics(api: ApiService) -> None:
     values = [float("nan") if step == 500 else float(step % 10) for step in range(2, 1002)]
     values[700] = 99.0
     points = [
-        {"step": step, "at": NOON + step, "values": {"loss": None if value != value else value, "lr": 0.1}}
+        {
+            "step": step,
+            "at": NOON + step,
+            "values": {"loss": None if value != value else value, "lr": 0.1},
+        }
         for step, value in enumerate(values, start=2)
     ]
     api.apply(
         run_id,
-        [journal.event(EventKind.METRICS, points=points), journal.event(EventKind.EVALUATED, step=1001, metrics={"f1": 0.5})],
+        [
+            journal.event(EventKind.METRICS, points=points),
+            journal.event(EventKind.EVALUATED, step=1001, metrics={"f1": 0.5}),
+        ],
     )
     series = (await api.get(f"/v1/runs/{run_id}/metrics?max_points=50"))["series"]
     assert set(series) == {"loss", "lr", "val_f1"}
@@ -323,12 +376,16 @@ async def test_metrics(api: ApiService) -> None:
     assert series["loss"][0] == [1, NOON, 0.5] and series["loss"][-1][0] == 1001
     assert [702, NOON + 702, 99.0] in series["loss"]
     assert [500, NOON + 500, None] in series["loss"]
-    some = (await api.get(f"/v1/runs/{run_id}/metrics?names=lr,nothing,lr&max_points=10000"))["series"]
+    some = (await api.get(f"/v1/runs/{run_id}/metrics?names=lr,nothing,lr&max_points=10000"))[
+        "series"
+    ]
     assert (set(some), len(some["lr"]), some["nothing"]) == ({"lr", "nothing"}, 1000, [])
     assert (await api.get(f"/v1/runs/{run_id}/metrics?names="))["series"] == {}
 
 
-@pytest.mark.parametrize("query", ["max_points=3", "max_points=10001", "max_points=x", "names=" + "a" * 5000])
+@pytest.mark.parametrize(
+    "query", ["max_points=3", "max_points=10001", "max_points=x", "names=" + "a" * 5000]
+)
 async def test_bad_metric_parameters(api: ApiService, query: str) -> None:
     run_id = await api.create()
     answer = await api.http.get(f"/v1/runs/{run_id}/metrics?{query}")
@@ -337,7 +394,9 @@ async def test_bad_metric_parameters(api: ApiService, query: str) -> None:
 
 async def test_a_failed_attempt_is_told(api: ApiService) -> None:
     run_id, journal = await api.running()
-    stepped = journal.event(EventKind.METRICS, points=[{"step": 2, "at": NOON + 2.5, "values": {"loss": 0.5}}])
+    stepped = journal.event(
+        EventKind.METRICS, points=[{"step": 2, "at": NOON + 2.5, "values": {"loss": 0.5}}]
+    )
     failure = journal.event(
         EventKind.FAILURE,
         at=NOON + 3,
@@ -353,15 +412,35 @@ async def test_a_failed_attempt_is_told(api: ApiService) -> None:
     journal.attempt, journal.at = 2, NOON + 5
     recovered = journal.event(EventKind.RECOVERED, recovery_s=2.0, steps_lost=0)
     epoch = journal.event(
-        EventKind.EPOCH_COMPLETED, epoch=0, samples=9, used_once=9, duplicates=0, missing=0, digest="d", seconds=1.0
+        EventKind.EPOCH_COMPLETED,
+        epoch=0,
+        samples=9,
+        used_once=9,
+        duplicates=0,
+        missing=0,
+        digest="d",
+        seconds=1.0,
     )
     api.apply(run_id, [stepped, failure, ended])
     assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "RECOVERING"
     api.apply(run_id, [recovered, epoch])
-    attempts = [Attempt.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/attempts"))["items"]]
-    assert [(a.attempt, a.cause, a.last_step, [w.pid for w in a.workers]) for a in attempts] == [(1, "worker_lost", 1, [100, 101])]
-    [failed] = [Failure.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/failures"))["items"]]
-    assert (failed.verdict, failed.first_rank, failed.recovery_s, failed.detect_s) == ("worker_lost", 1, 2.0, 0.5)
+    attempts = [
+        Attempt.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/attempts"))["items"]
+    ]
+    assert [(a.attempt, a.cause, a.last_step, [w.pid for w in a.workers]) for a in attempts] == [
+        (1, "worker_lost", 1, [100, 101])
+    ]
+    [failed] = [
+        Failure.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/failures"))["items"]
+    ]
+    assert (failed.verdict, failed.first_rank, failed.recovery_s, failed.detect_s) == (
+        "worker_lost",
+        1,
+        2.0,
+        0.5,
+    )
     samples = Samples.model_validate(await api.get(f"/v1/runs/{run_id}/samples"))
     assert [(epoch.epoch, epoch.used_once) for epoch in samples.epochs] == [(0, 9)]
     goodput = Goodput.model_validate(await api.get(f"/v1/runs/{run_id}/goodput"))

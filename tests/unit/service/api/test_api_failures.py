@@ -1,4 +1,5 @@
-"""Failures over HTTP and on the command line: the evidence with the last lines, and what the kernel said afterwards."""
+"""Failures over HTTP and on the command line: the evidence with the last lines, and what the kernel
+said afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ LOST = {
     "evidence": {
         "pid": 101,
         "node_alive": True,
-        "death": "The actor died.\nWorker exit type: SYSTEM_ERROR, worker exit detail: connection error code 2.\nSome causes: …",
+        "death": (
+            "The actor died.\nWorker exit type: SYSTEM_ERROR, worker exit detail: connection "
+            "error code 2.\nSome causes: …"
+        ),
         "ranks": [{"rank": 0, "state": "collateral"}, {"rank": 1, "state": "died"}],
     },
 }
@@ -43,24 +47,37 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
         yield service
 
 
-def log(api: ApiService, run_id: str, rank: int | None, *messages: str, submission: int = 1) -> None:
+def log(
+    api: ApiService, run_id: str, rank: int | None, *messages: str, submission: int = 1
+) -> None:
     with RankLogWriter(api.storage.run_dir(run_id), submission, 1, rank) as writer:
         writer.write([LogRecord(NOON + at, "INFO", message) for at, message in enumerate(messages)])
 
 
 async def failures(api: ApiService, run_id: str, query: str = "") -> list[Failure]:
-    return [Failure.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/failures{query}"))["items"]]
+    return [
+        Failure.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/failures{query}"))["items"]
+    ]
 
 
 async def test_the_last_lines_of_the_rank_that_failed_first(api: ApiService) -> None:
     run_id, journal = await api.running()
     log(api, run_id, 0, "of another rank")
     log(api, run_id, 1, *(f"line {number}" for number in range(30)))
-    api.apply(run_id, [journal.event(EventKind.FAILURE, **LOST), journal.event(EventKind.RECOVERED, **RECOVERED)])
+    api.apply(
+        run_id,
+        [journal.event(EventKind.FAILURE, **LOST), journal.event(EventKind.RECOVERED, **RECOVERED)],
+    )
     [found] = await failures(api, run_id)
-    assert [line.message for line in found.last_lines] == [f"line {number}" for number in range(20, 30)]
+    assert [line.message for line in found.last_lines] == [
+        f"line {number}" for number in range(20, 30)
+    ]
     assert (found.last_lines[0].rank, found.submission, found.recovery_s) == (1, 1, 1.4)
-    assert [line.message for line in (await failures(api, run_id, "?lines=2"))[0].last_lines] == ["line 28", "line 29"]
+    assert [line.message for line in (await failures(api, run_id, "?lines=2"))[0].last_lines] == [
+        "line 28",
+        "line 29",
+    ]
     assert (await failures(api, run_id, "?lines=0"))[0].last_lines == ()
     told = cli_words.failure(found)
     for words in (
@@ -80,18 +97,33 @@ async def test_a_driver_that_was_lost_speaks_by_its_last_lines(api: ApiService) 
     api.runs.claim_submission(run_id, 1)
     log(api, run_id, None, *[""] * 10, "long after", submission=2)
     journal.submission, journal.n = 2, 0
-    lost: dict[str, Any] = {**LOST, "verdict": "control_plane", "first_rank": None, "node_id": None, "evidence": {}}
+    lost: dict[str, Any] = {
+        **LOST,
+        "verdict": "control_plane",
+        "first_rank": None,
+        "node_id": None,
+        "evidence": {},
+    }
     api.apply(run_id, [journal.event(EventKind.FAILURE, at=NOON + 5, **lost)])
     [found] = await failures(api, run_id, "?lines=3")
     assert [line.message for line in found.last_lines if line.message] == []
     [found] = await failures(api, run_id, "?lines=8")
-    assert [line.message for line in found.last_lines if line.message] == ["driver says", "good-bye"]
+    assert [line.message for line in found.last_lines if line.message] == [
+        "driver says",
+        "good-bye",
+    ]
 
 
 async def test_what_the_kernel_says_afterwards_changes_the_verdict(api: ApiService) -> None:
     run_id, journal = await api.running()
     line = "Out of memory: Killed process 101 (ray::train)"
-    evidence = {"rank": 1, "node_id": "node-2-long-name", "pid": 101, "oom_line": line, "oom_kills": None}
+    evidence = {
+        "rank": 1,
+        "node_id": "node-2-long-name",
+        "pid": 101,
+        "oom_line": line,
+        "oom_kills": None,
+    }
     api.apply(
         run_id,
         [
@@ -102,10 +134,16 @@ async def test_what_the_kernel_says_afterwards_changes_the_verdict(api: ApiServi
         ],
     )
     first, second = await failures(api, run_id)
-    assert (first.verdict, first.evidence["oom_line"], first.evidence["pid"]) == ("out_of_memory", line, 101)
+    assert (first.verdict, first.evidence["oom_line"], first.evidence["pid"]) == (
+        "out_of_memory",
+        line,
+        101,
+    )
     assert second.verdict == "worker_lost"
     told = cli_words.failure(first)
-    assert "rank 1 on node node-2-l ran out of memory at step 7" in told and f"kernel: {line}" in told
+    assert (
+        "rank 1 on node node-2-l ran out of memory at step 7" in told and f"kernel: {line}" in told
+    )
     assert "killed for want of memory" in (cli_words.event(_newest(api, run_id)) or "")
 
 

@@ -26,7 +26,13 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 async def test_ready(api: ApiService) -> None:
     assert await api.get("/healthz") == {"status": "alive"}
     ready = Readiness.model_validate(await api.get("/readyz"))
-    assert (ready.status, ready.database, ready.storage, ready.ray, ready.reconciler_lag_s) == ("ready", "up", "up", "up", 0.25)
+    assert (ready.status, ready.database, ready.storage, ready.ray, ready.reconciler_lag_s) == (
+        "ready",
+        "up",
+        "up",
+        "up",
+        0.25,
+    )
 
 
 async def test_ray_away_is_told_but_does_not_make_it_unready(api: ApiService) -> None:
@@ -41,9 +47,16 @@ async def test_storage_away_makes_it_unready(api: ApiService, tmp_path: Path) ->
     (tmp_path / "storage").write_text("a file where a directory should be")
     answer = await api.http.get("/readyz")
     ready = Readiness.model_validate(answer.json())
-    assert (answer.status_code, ready.status, ready.database, ready.storage) == (503, "unavailable", "up", "down")
+    assert (answer.status_code, ready.status, ready.database, ready.storage) == (
+        503,
+        "unavailable",
+        "up",
+        "down",
+    )
     assert (await api.get("/healthz")) == {"status": "alive"}
-    assert (await api.http.post("/v1/runs", json=spec())).status_code == 201, "a run is acknowledged without storage"
+    assert (await api.http.post("/v1/runs", json=spec())).status_code == 201, (
+        "a run is acknowledged without storage"
+    )
 
 
 async def test_database_away_makes_it_unready(api: ApiService, tmp_path: Path) -> None:
@@ -52,14 +65,30 @@ async def test_database_away_makes_it_unready(api: ApiService, tmp_path: Path) -
         (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / "everstep.db").mkdir()
     answer = await api.http.get("/readyz")
-    assert (answer.status_code, answer.json()["database"], answer.json()["storage"]) == (503, "down", "up")
+    assert (answer.status_code, answer.json()["database"], answer.json()["storage"]) == (
+        503,
+        "down",
+        "up",
+    )
 
 
 async def test_the_catalog_describes_what_a_spec_takes(api: ApiService) -> None:
     catalog = Catalog.model_validate_json((await api.http.get("/v1/catalog")).content)
-    assert {entry.name for entry in catalog.data} == {"digits", "fashion_mnist", "cifar10", "image_folder", "text_files"}
+    assert {entry.name for entry in catalog.data} == {
+        "digits",
+        "fashion_mnist",
+        "cifar10",
+        "image_folder",
+        "text_files",
+    }
     assert {"mini_resnet", "resnet18"} <= {entry.name for entry in catalog.models}
-    for entry in (*catalog.tasks, *catalog.models, *catalog.data, *catalog.optimizers, *catalog.schedules):
+    for entry in (
+        *catalog.tasks,
+        *catalog.models,
+        *catalog.data,
+        *catalog.optimizers,
+        *catalog.schedules,
+    ):
         Draft202012Validator.check_schema(entry.args_schema)
         assert entry.description
 
@@ -67,7 +96,9 @@ async def test_the_catalog_describes_what_a_spec_takes(api: ApiService) -> None:
 async def test_the_cluster_shows_its_nodes(api: ApiService) -> None:
     run_id, _ = await api.running()
     info = ClusterInfo.model_validate(await api.get("/v1/cluster"))
-    assert info.available and [(node.id, node.runs) for node in info.nodes] == [("node-1", (run_id,))]
+    assert info.available and [(node.id, node.runs) for node in info.nodes] == [
+        ("node-1", (run_id,))
+    ]
     api.cluster.available = False
     away = ClusterInfo.model_validate(await api.get("/v1/cluster"))
     assert not away.available and away.nodes == ()
@@ -81,8 +112,14 @@ async def test_figures_for_prometheus(api: ApiService) -> None:
     text = (await api.http.get("/metrics")).text
     assert 'everstep_runs{status="QUEUED"} 1.0' in text
     assert "everstep_reconciler_lag_seconds 0.25" in text
-    assert 'everstep_api_request_seconds_count{method="POST",route="/v1/runs",status="201"} 1.0' in text
-    assert 'everstep_api_request_seconds_count{method="GET",route="/v1/runs/{run_id}",status="404"} 1.0' in text
+    assert (
+        'everstep_api_request_seconds_count{method="POST",route="/v1/runs",status="201"} 1.0'
+        in text
+    )
+    assert (
+        'everstep_api_request_seconds_count{method="GET",route="/v1/runs/{run_id}",status="404"} '
+        "1.0"
+    ) in text
     assert run_id not in text and "unknown" not in text, "what clients send must not become labels"
 
 
@@ -98,7 +135,9 @@ def references(node: Any) -> set[str]:
 async def test_openapi_is_complete(api: ApiService) -> None:
     schema = await api.get("/openapi.json")
     schemas = schema["components"]["schemas"]
-    assert {reference.removeprefix("#/components/schemas/") for reference in references(schema)} <= set(schemas)
+    assert {
+        reference.removeprefix("#/components/schemas/") for reference in references(schema)
+    } <= set(schemas)
     assert "HTTPValidationError" not in schemas
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
@@ -106,15 +145,17 @@ async def test_openapi_is_complete(api: ApiService) -> None:
             assert operation.get("summary"), where
             for parameter in operation.get("parameters", ()):
                 named = re.fullmatch("run_id", parameter["name"])
-                assert named or parameter.get("description") or parameter["schema"].get("description"), (where, parameter["name"])
+                assert (
+                    named or parameter.get("description") or parameter["schema"].get("description")
+                ), (where, parameter["name"])
             if path in ("/healthz", "/readyz"):
                 continue
             assert operation["security"], where
             for status, answer in operation["responses"].items():
                 if int(status) >= 400:
-                    assert answer["content"]["application/problem+json"]["schema"] == {"$ref": "#/components/schemas/Problem"}, (
-                        where
-                    )
+                    assert answer["content"]["application/problem+json"]["schema"] == {
+                        "$ref": "#/components/schemas/Problem"
+                    }, where
             assert {"401", "503"} <= set(operation["responses"]), where
     body = schema["paths"]["/v1/runs"]["post"]["requestBody"]["content"]["application/json"]
     RunSpec.model_validate(body["example"])

@@ -45,7 +45,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int
 
 
 def test_many_faults_cost_no_more_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotations were evaluated and names compared again for every unknown field: 15 s for a body of 39 kB."""
+    """Annotations were evaluated and names compared again for every unknown field: 15 s for a body
+    of 39 kB."""
     compared = counted(monkeypatch, difflib.SequenceMatcher, "ratio")
     evaluated = counted(monkeypatch, typing, "get_type_hints")
     with pytest.raises(InvalidSpec):
@@ -87,15 +88,20 @@ def test_a_suggestion_compares_few_and_short_names(monkeypatch: pytest.MonkeyPat
 async def test_a_body_of_too_many_values_is_refused_before_it_is_validated(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = await api.http.post("/v1/runs", json=spec(env={f"A{n}": "1" for n in range(MAX_VALUES)}))
+    answer = await api.http.post(
+        "/v1/runs", json=spec(env={f"A{n}": "1" for n in range(MAX_VALUES)})
+    )
     assert answer.status_code == 413 and "more than 20000 values" in answer.json()["detail"]
     answer = await api.http.post("/v1/runs", json=unknown_fields(5_000))
     assert answer.status_code == 422 and len(answer.content) < 40_000
     assert answer.json()["errors"][-1]["loc"] == []
 
 
-async def test_others_are_served_while_a_body_is_validated(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation of a body stands still here until another request was answered: in the event loop, that would be never."""
+async def test_others_are_served_while_a_body_is_validated(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation of a body stands still here until another request was answered: in the event loop,
+    that would be never."""
     answered = asyncio.Event()
     real, loop = field_errors.field_errors, asyncio.get_running_loop()
 

@@ -29,13 +29,18 @@ class Ranks:
     def __init__(self, api: ApiService, run_id: str) -> None:
         self.run_dir = api.storage.run_dir(run_id)
 
-    def log(self, attempt: int, rank: int | None, *lines: tuple[float, str], submission: int = 1) -> None:
+    def log(
+        self, attempt: int, rank: int | None, *lines: tuple[float, str], submission: int = 1
+    ) -> None:
         with RankLogWriter(self.run_dir, submission, attempt, rank) as writer:
             writer.write([LogRecord(NOON + at, "INFO", message) for at, message in lines])
 
 
 async def lines(api: ApiService, run_id: str, query: str = "") -> list[LogLine]:
-    return [LogLine.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/logs{query}"))["items"]]
+    return [
+        LogLine.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/logs{query}"))["items"]
+    ]
 
 
 async def test_lines_of_all_ranks_and_attempts(api: ApiService) -> None:
@@ -60,7 +65,9 @@ async def test_lines_of_all_ranks_and_attempts(api: ApiService) -> None:
     assert [line.message for line in await lines(api, run_id, "?after=3")] == ["c", "d"]
     page = await api.get(f"/v1/runs/{run_id}/logs?limit=2")
     assert page["next_cursor"] == "2"
-    assert [item["seq"] for item in (await api.get(f"/v1/runs/{run_id}/logs?limit=2&cursor=2"))["items"]] == [3, 4]
+    assert [
+        item["seq"] for item in (await api.get(f"/v1/runs/{run_id}/logs?limit=2&cursor=2"))["items"]
+    ] == [3, 4]
 
 
 async def test_a_late_line_takes_a_late_place(api: ApiService) -> None:
@@ -69,19 +76,29 @@ async def test_a_late_line_takes_a_late_place(api: ApiService) -> None:
     ranks.log(1, 0, (5, "first seen"))
     assert [line.message for line in await lines(api, run_id)] == ["first seen"]
     ranks.log(1, 1, (1, "older, and seen later"))
-    assert [(line.seq, line.message) for line in await lines(api, run_id)] == [(1, "first seen"), (2, "older, and seen later")]
+    assert [(line.seq, line.message) for line in await lines(api, run_id)] == [
+        (1, "first seen"),
+        (2, "older, and seen later"),
+    ]
 
 
-async def test_old_lines_are_read_again_in_their_places(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_lines_are_read_again_in_their_places(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_views, "_RING_LINES", 10)
     monkeypatch.setattr(log_views, "_BATCH_LINES", 7)
     run_id = await api.create()
     ranks = Ranks(api, run_id)
     written: list[str] = []
     for batch in range(6):
-        # Every batch has older times than the one before: storage alone would now tell another order.
-        ranks.log(1, batch % 3, *((100 - batch + index / 10, f"{batch}-{index}") for index in range(9)))
-        written += [line.message for line in await lines(api, run_id, f"?after={len(written)}&limit=5000")]
+        # Every batch has older times than the one before: storage alone would now tell another
+        # order.
+        ranks.log(
+            1, batch % 3, *((100 - batch + index / 10, f"{batch}-{index}") for index in range(9))
+        )
+        written += [
+            line.message for line in await lines(api, run_id, f"?after={len(written)}&limit=5000")
+        ]
     assert len(set(written)) == 54
     for limit in (4, 7, 5000):
         again: list[LogLine] = []
@@ -91,7 +108,9 @@ async def test_old_lines_are_read_again_in_their_places(api: ApiService, monkeyp
             again += [LogLine.model_validate(item) for item in page["items"]]
             cursor = page["next_cursor"]
         assert [line.seq for line in again] == list(range(1, 55))
-        assert [line.message for line in again] == written, "in the places that they had when they were first seen"
+        assert [line.message for line in again] == written, (
+            "in the places that they had when they were first seen"
+        )
 
 
 async def test_lines_that_rotation_took_are_left_out_and_the_others_keep_their_places(
@@ -115,8 +134,14 @@ async def test_lines_that_rotation_took_are_left_out_and_the_others_keep_their_p
         page = await api.get(f"/v1/runs/{run_id}/logs?limit=4&cursor={cursor}")
         again |= {item["seq"]: item["message"] for item in page["items"]}
         cursor = page["next_cursor"]
-    assert again.items() <= first.items() and "of a quiet rank" in again.values() and "line 0" not in again.values()
-    assert [seq for seq in first if seq not in again] == list(range(2, 2 + len(first) - len(again))), "the oldest alone are gone"
+    assert (
+        again.items() <= first.items()
+        and "of a quiet rank" in again.values()
+        and "line 0" not in again.values()
+    )
+    assert [seq for seq in first if seq not in again] == list(
+        range(2, 2 + len(first) - len(again))
+    ), "the oldest alone are gone"
 
 
 async def test_following_waits_while_queued_and_ends_with_the_run(api: ApiService) -> None:
@@ -137,7 +162,12 @@ async def test_following_waits_while_queued_and_ends_with_the_run(api: ApiServic
     api.runs.request_stop(run_id, "cancel")
     async with asyncio.timeout(60):
         await asyncio.gather(reading, following)
-    assert [(item["seq"], item["message"]) for item in stream.data] == [(1, "driver"), (2, "a"), (3, "b"), (4, "last words")]
+    assert [(item["seq"], item["message"]) for item in stream.data] == [
+        (1, "driver"),
+        (2, "a"),
+        (3, "b"),
+        (4, "last words"),
+    ]
     assert stream.ids == [1, 2, 3, 4]
     assert other.data == stream.data[2:], "both see one order"
 
@@ -165,7 +195,17 @@ async def test_a_deleted_runs_lines_are_forgotten(api: ApiService) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["rank=-1", "rank=x", "attempt=x", "after=-1", "limit=0", "limit=5001", "follow=maybe", "cursor=x"]
+    "query",
+    [
+        "rank=-1",
+        "rank=x",
+        "attempt=x",
+        "after=-1",
+        "limit=0",
+        "limit=5001",
+        "follow=maybe",
+        "cursor=x",
+    ],
 )
 async def test_bad_log_parameters(api: ApiService, query: str) -> None:
     run_id = await api.create()
@@ -173,12 +213,16 @@ async def test_bad_log_parameters(api: ApiService, query: str) -> None:
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
-async def test_followers_share_their_looks_at_storage(api: ApiService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_followers_share_their_looks_at_storage(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_id = await api.create()
     Ranks(api, run_id).log(1, 0, (1, "a"))
     looks: list[Any] = []
     read = log_views.read_rank_logs
-    monkeypatch.setattr(log_views, "read_rank_logs", lambda *args: looks.append(args) or read(*args))
+    monkeypatch.setattr(
+        log_views, "read_rank_logs", lambda *args: looks.append(args) or read(*args)
+    )
     streams = [Stream(api.http, f"/v1/runs/{run_id}/logs?follow=true") for _ in range(20)]
     reading = asyncio.gather(*(stream.read() for stream in streams))
     await asyncio.gather(*(stream.wait_for(1) for stream in streams))

@@ -24,7 +24,9 @@ from tests.support.api_service import NOON, ApiService
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path) as service:
-        service.cluster.nodes = tuple(service.cluster.node(node_id) for node_id in ("node-1", "node-2", "other"))
+        service.cluster.nodes = tuple(
+            service.cluster.node(node_id) for node_id in ("node-1", "node-2", "other")
+        )
         service.announce(monkeypatch)
         yield service
 
@@ -47,11 +49,17 @@ async def test_a_cordon_is_shown_told_to_drivers_and_taken_back(api: ApiService)
     assert answer.status_code == 200
     cordoned = Node.model_validate(answer.json())
     assert (cordoned.id, cordoned.state, cordoned.runs) == ("node-2", "CORDONED", (run_id,))
-    assert cordoned.mark is not None and cordoned.mark.at.timestamp() == NOON and cordoned.mark.deadline is None
+    assert (
+        cordoned.mark is not None
+        and cordoned.mark.at.timestamp() == NOON
+        and cordoned.mark.deadline is None
+    )
     assert (cordoned.mark.reason, cordoned.mark.by) == ("bad disk", "admin of None")
     assert await node(api, "node-2") == cordoned
     assert (await node(api, "node-1")).mark is None
-    assert read_node_marks(api.storage) == {"node-2": NodeMark("node-2", "cordoned", "bad disk", "admin of None", NOON)}
+    assert read_node_marks(api.storage) == {
+        "node-2": NodeMark("node-2", "cordoned", "bad disk", "admin of None", NOON)
+    }
     opened = Node.model_validate((await order(api, "node-2", "uncordon")).json())
     assert (opened.state, opened.mark) == ("ALIVE", None)
     assert read_node_marks(api.storage) == {}
@@ -59,7 +67,9 @@ async def test_a_cordon_is_shown_told_to_drivers_and_taken_back(api: ApiService)
 
 async def test_a_drain_is_done_once_the_ranks_of_every_run_have_left(api: ApiService) -> None:
     run_id, journal = await api.running()
-    drained = Node.model_validate((await order(api, "node-1", "drain", {"deadline_s": 30, "reason": "upgrade"})).json())
+    drained = Node.model_validate(
+        (await order(api, "node-1", "drain", {"deadline_s": 30, "reason": "upgrade"})).json()
+    )
     assert (drained.state, drained.runs) == ("DRAINING", (run_id,))
     assert drained.mark is not None and drained.mark.deadline is not None
     assert drained.mark.deadline.timestamp() == NOON + 30
@@ -76,21 +86,33 @@ async def test_an_empty_node_is_drained_once_drivers_have_heard_of_it(api: ApiSe
     assert (await order(api, "other", "drain")).json()["state"] == "DRAINING"
     api.clock.now += HEARD_S
     assert (await node(api, "other")).state == "DRAINED"
-    assert (await order(api, "other", "cordon")).json()["state"] == "CORDONED", "the last word counts"
+    assert (await order(api, "other", "cordon")).json()["state"] == "CORDONED", (
+        "the last word counts"
+    )
 
 
-async def test_a_run_of_another_project_keeps_a_node_draining_and_is_not_named(api: ApiService) -> None:
+async def test_a_run_of_another_project_keeps_a_node_draining_and_is_not_named(
+    api: ApiService,
+) -> None:
     await api.running(project="theirs")
     await order(api, "node-1", "drain")
     api.clock.now += 100
     viewer = await api.client(api.token("viewer", "mine"))
     shown = (await viewer.get("/v1/cluster")).json()["nodes"][0]
     assert (shown["state"], shown["runs"]) == ("DRAINING", [])
-    named = "3 failures within 60 min began on this node (worker_lost 3), in run_0123456789ab, run_0123456789cd and 1 more"
+    named = (
+        "3 failures within 60 min began on this node (worker_lost 3), in run_0123456789ab, "
+        "run_0123456789cd and 1 more"
+    )
     api.context.node_marks.say("node-1", "cordoned", "everstep", reason=named)
     reason = (await viewer.get("/v1/cluster")).json()["nodes"][0]["mark"]["reason"]
-    assert reason == "3 failures within 60 min began on this node (worker_lost 3), in a run, a run and 1 more"
-    assert (await api.get("/v1/cluster"))["nodes"][0]["mark"]["reason"] == named, "an administrator sees the evidence"
+    assert (
+        reason
+        == "3 failures within 60 min began on this node (worker_lost 3), in a run, a run and 1 more"
+    )
+    assert (await api.get("/v1/cluster"))["nodes"][0]["mark"]["reason"] == named, (
+        "an administrator sees the evidence"
+    )
 
 
 async def test_ray_s_own_drain_stands_above_a_cordon(api: ApiService) -> None:
@@ -110,7 +132,11 @@ async def test_unknown_nodes_and_lesser_roles_are_refused(api: ApiService, word:
     assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
     api.cluster.available = False
     away = await order(api, "node-1", word)
-    assert (away.status_code, away.json()["code"], away.headers["Retry-After"]) == (503, "unavailable", "2")
+    assert (away.status_code, away.json()["code"], away.headers["Retry-After"]) == (
+        503,
+        "unavailable",
+        "2",
+    )
     assert api.context.node_marks.all() == {}
 
 
@@ -132,13 +158,17 @@ async def test_a_dead_node_takes_no_new_mark(api: ApiService) -> None:
         ("uncordon", {"reason": 3}, "reason"),
     ],
 )
-async def test_a_wrong_body_is_named(api: ApiService, word: str, body: dict[str, Any], field: str) -> None:
+async def test_a_wrong_body_is_named(
+    api: ApiService, word: str, body: dict[str, Any], field: str
+) -> None:
     answer = await order(api, "node-1", word, body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
     assert [error["loc"] for error in answer.json()["errors"]] == [[field]]
 
 
-async def test_a_word_is_acknowledged_without_storage_and_told_later(api: ApiService, tmp_path: Path) -> None:
+async def test_a_word_is_acknowledged_without_storage_and_told_later(
+    api: ApiService, tmp_path: Path
+) -> None:
     blocked = tmp_path / "storage"
     kept = blocked.rename(tmp_path / "kept")
     blocked.write_text("a file where a directory should be")
@@ -165,11 +195,18 @@ async def test_the_sdk_cordons_drains_and_waits(api: ApiService) -> None:
             assert client.nodes.drain("node-1", deadline_s=60).runs == (run_id,)
             with pytest.raises(WaitTimeout, match=run_id):
                 client.nodes.wait_drained("node-1", timeout_s=0)
-            api.apply(run_id, [journal.event(EventKind.ATTEMPT_ENDED, cause="preemption", last_step=1)])
+            api.apply(
+                run_id, [journal.event(EventKind.ATTEMPT_ENDED, cause="preemption", last_step=1)]
+            )
             api.clock.now += HEARD_S
             assert client.nodes.wait_drained("node-1", timeout_s=5).state == "DRAINED"
             assert client.nodes.uncordon("node-1").state == "ALIVE"
-            for act in (client.nodes.cordon, client.nodes.uncordon, client.nodes.drain, client.nodes.get):
+            for act in (
+                client.nodes.cordon,
+                client.nodes.uncordon,
+                client.nodes.drain,
+                client.nodes.get,
+            ):
                 with pytest.raises(NotFound, match="node-9"):
                     act("node-9")
         with Client(api.url, api.token("viewer", "default")) as viewer, pytest.raises(AuthError):
@@ -184,7 +221,9 @@ async def test_a_node_is_found_by_as_much_as_is_unique(api: ApiService) -> None:
     def story() -> None:
         with Client(api.url, api.token("viewer", "default"), max_tries=1) as client:
             assert client.nodes.find("o").id == "other"
-            assert client.nodes.find("node-2").id == "node-2", "a whole id is one node, though it begins another"
+            assert client.nodes.find("node-2").id == "node-2", (
+                "a whole id is one node, though it begins another"
+            )
             with pytest.raises(UsageError, match="3 nodes"):
                 client.nodes.find("node")
             for unknown in ("x", ""):
@@ -214,7 +253,9 @@ async def test_the_command_line_cordons_and_shows_it(api: ApiService) -> None:
     assert told.exit_code == 0 and last_line(told) == "other host is CORDONED"
     shown = (await everstep("cluster")).stdout
     [line] = [line for line in shown.splitlines() if line.startswith("other")]
-    assert "CORDONED" in line and "by admin of None" in line and "noisy" in line and "\x1b" not in line
+    assert (
+        "CORDONED" in line and "by admin of None" in line and "noisy" in line and "\x1b" not in line
+    )
     assert json.loads(last_line(await everstep("uncordon", "other", "--json")))["state"] == "ALIVE"
 
 

@@ -1,4 +1,5 @@
-"""Headers, queries and paths that no client sends by itself: answered with 4xx at most, whatever they hold."""
+"""Headers, queries and paths that no client sends by itself: answered with 4xx at most, whatever
+they hold."""
 
 from __future__ import annotations
 
@@ -19,15 +20,79 @@ from service.submission_rules.storage_roots import StorageRoots
 from tests.support.api_service import ApiService, spec
 
 HEADERS = (
-    *("origin", "host", "authorization", "cookie", "range", "if-range", "if-none-match", "accept", "accept-encoding"),
-    *("content-type", "content-length", "last-event-id", "idempotency-key", "sec-fetch-site", "x-forwarded-for"),
-    *("x-forwarded-proto", "x-forwarded-host", "forwarded", "hx-request", "hx-target", "referer", "expect", "transfer-encoding"),
+    *(
+        "origin",
+        "host",
+        "authorization",
+        "cookie",
+        "range",
+        "if-range",
+        "if-none-match",
+        "accept",
+        "accept-encoding",
+    ),
+    *(
+        "content-type",
+        "content-length",
+        "last-event-id",
+        "idempotency-key",
+        "sec-fetch-site",
+        "x-forwarded-for",
+    ),
+    *(
+        "x-forwarded-proto",
+        "x-forwarded-host",
+        "forwarded",
+        "hx-request",
+        "hx-target",
+        "referer",
+        "expect",
+        "transfer-encoding",
+    ),
 )
 ODD = (
-    *(b"http://[", b"[", b"]", b"http://]", b"http://[::1", b"https://\xe2\x84\x80/", b"//", b"a:b:c", b"http://a:99999999/"),
-    *(b"", b"\xff\xfe", b"\x00", b"null", b",", b";=", b"=;", b"bytes=-", b"bytes=9-1", b"bytes=" + b"9" * 300 + b"-"),
-    *(b"Bearer", b"Bearer ", b"Bearer \xe9", b"Basic ====", b"everstep_session=\xff", b'a="\\', b"application/json; charset=\xff"),
-    *(b"multipart/form-data", b"multipart/form-data; boundary=", b"text/event-stream", b"-1", b"1e9", b"9" * 5000, b"%00", b"\t"),
+    *(
+        b"http://[",
+        b"[",
+        b"]",
+        b"http://]",
+        b"http://[::1",
+        b"https://\xe2\x84\x80/",
+        b"//",
+        b"a:b:c",
+        b"http://a:99999999/",
+    ),
+    *(
+        b"",
+        b"\xff\xfe",
+        b"\x00",
+        b"null",
+        b",",
+        b";=",
+        b"=;",
+        b"bytes=-",
+        b"bytes=9-1",
+        b"bytes=" + b"9" * 300 + b"-",
+    ),
+    *(
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer \xe9",
+        b"Basic ====",
+        b"everstep_session=\xff",
+        b'a="\\',
+        b"application/json; charset=\xff",
+    ),
+    *(
+        b"multipart/form-data",
+        b"multipart/form-data; boundary=",
+        b"text/event-stream",
+        b"-1",
+        b"1e9",
+        b"9" * 5000,
+        b"%00",
+        b"\t",
+    ),
 )
 FORM = b"application/x-www-form-urlencoded"
 STREAMS = (("accept", b"text/event-stream"),)
@@ -39,12 +104,33 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
         yield service
 
 
-async def status_of(app: Any, method: str, path: str, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes = b"") -> int:
-    """Return the status of one request that goes to the application as it is, past any client's and server's own checks."""
+async def status_of(
+    app: Any,
+    method: str,
+    path: str,
+    query: bytes,
+    headers: list[tuple[bytes, bytes]],
+    body: bytes = b"",
+) -> int:
+    """Return the status of one request that goes to the application as it is, past any client's and
+    server's own checks."""
     status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     scope = {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http", "path": path},
-        **{"raw_path": path.encode(), "query_string": query, "root_path": "", "headers": headers, "server": ("127.0.0.1", 80)},
+        **{
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+        },
+        **{
+            "raw_path": path.encode(),
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "server": ("127.0.0.1", 80),
+        },
         "client": ("127.0.0.1", 1234),
     }
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -76,7 +162,14 @@ def requests(run_id: str) -> list[tuple[str, str]]:
     of_run = (f"/v1/runs/{run_id}/{rest}" for rest in ("events", "logs", "checkpoints/1/archive"))
     gets = ("/v1", "/v1/nodes", "/v1/runs", f"/v1/runs/{run_id}", *of_run, "/metrics", "/healthz")
     pages = ("/", "/login", "/static/app.css", f"/runs/{run_id}", f"/runs/{run_id}/fork")
-    posts = ("/v1/runs", "/v1/code", f"/v1/runs/{run_id}/cancel", "/login", "/logout", f"/runs/{run_id}/cancel")
+    posts = (
+        "/v1/runs",
+        "/v1/code",
+        f"/v1/runs/{run_id}/cancel",
+        "/login",
+        "/logout",
+        f"/runs/{run_id}/cancel",
+    )
     return [*(("GET", path) for path in (*gets, *pages)), *(("POST", path) for path in posts)]
 
 
@@ -86,8 +179,17 @@ async def test_a_header_that_cannot_be_parsed_is_no_fault_of_the_service(api: Ap
     api.context.rate_limit = RateLimit(1e9)
     token = (b"authorization", api.http.headers["authorization"].encode())
     tried = [(method, path, HEADERS, value) for method, path in requests(run_id) for value in ODD]
-    paths = (("POST", "/login"), ("POST", "/v1/runs"), ("GET", f"/v1/runs/{run_id}/checkpoints/1/archive"))
-    tried += [(method, path, (name,), value) for method, path in paths for name in HEADERS for value in ODD[:16]]
+    paths = (
+        ("POST", "/login"),
+        ("POST", "/v1/runs"),
+        ("GET", f"/v1/runs/{run_id}/checkpoints/1/archive"),
+    )
+    tried += [
+        (method, path, (name,), value)
+        for method, path in paths
+        for name in HEADERS
+        for value in ODD[:16]
+    ]
     faults = []
     for method, path, names, value in tried:
         headers = [(name.encode(), value) for name in names if (name, value) not in STREAMS]
@@ -102,19 +204,33 @@ async def test_random_headers_queries_and_paths(api: ApiService) -> None:
     run_id, app = await api.create(), app_of(api)
     api.context.rate_limit = RateLimit(1e9)
     token = (b"authorization", api.http.headers["authorization"].encode())
-    header = st.tuples(st.sampled_from(HEADERS), st.one_of(st.sampled_from(ODD), st.binary(max_size=40)))
+    header = st.tuples(
+        st.sampled_from(HEADERS), st.one_of(st.sampled_from(ODD), st.binary(max_size=40))
+    )
     loop = asyncio.get_running_loop()
 
     @settings(max_examples=150, deadline=None)
     @given(
-        st.sampled_from(requests(run_id)), st.lists(header, max_size=4), st.binary(max_size=30), st.booleans(), st.text(max_size=9)
+        st.sampled_from(requests(run_id)),
+        st.lists(header, max_size=4),
+        st.binary(max_size=30),
+        st.booleans(),
+        st.text(max_size=9),
     )
-    def send(request: tuple[str, str], headers: list[tuple[str, bytes]], query: bytes, known: bool, odd: str) -> None:
+    def send(
+        request: tuple[str, str],
+        headers: list[tuple[str, bytes]],
+        query: bytes,
+        known: bool,
+        odd: str,
+    ) -> None:
         method, path = request
         sent = [(name.encode(), value) for name, value in headers if (name, value) not in STREAMS]
         sent += [token] if known else []
         for each in (path, f"{path}/{odd}", path.replace(run_id, odd or "x")):
-            asked = asyncio.run_coroutine_threadsafe(status_of(app, method, each, query, sent, query), loop)
+            asked = asyncio.run_coroutine_threadsafe(
+                status_of(app, method, each, query, sent, query), loop
+            )
             assert asked.result(60) < 500, (method, each, sent, query)
 
     await asyncio.to_thread(send)

@@ -1,4 +1,5 @@
-"""``resume_from`` over HTTP: made exact, refused by field, and its checkpoint held until the new run has its own."""
+"""``resume_from`` over HTTP: made exact, refused by field, and its checkpoint held until the new
+run has its own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 
 
 async def parent_run(api: ApiService, **fields: Any) -> tuple[str, Journal]:
-    """A run of 30 steps in 3 epochs, with checkpoints of steps 10, 20 and 25; the best is that of 20."""
+    """A run of 30 steps in 3 epochs, with checkpoints of steps 10, 20 and 25; the best is that of
+    20."""
     fields = {"checkpoint": {"best_metric": "accuracy"}, "train": {"epochs": 3}} | fields
     run_id, journal = await api.running(**fields)
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.7)):
@@ -41,12 +43,17 @@ async def faults(api: ApiService, body: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("which", "step"), [(10, 10), ("best", 20), ("latest", 25), (None, 25)])
-async def test_a_fork_says_exactly_where_it_begins(api: ApiService, which: int | str | None, step: int) -> None:
+async def test_a_fork_says_exactly_where_it_begins(
+    api: ApiService, which: int | str | None, step: int
+) -> None:
     run_id, _ = await parent_run(api)
     answer = await api.http.post("/v1/runs", json=fork(run_id, which))
     assert answer.status_code == 201, answer.text
     assert answer.json()["forked_from"] == {"run_id": run_id, "step": step}
-    assert (await api.get(f"/v1/runs/{answer.json()['id']}/spec"))["resume_from"] == {"run_id": run_id, "step": step}
+    assert (await api.get(f"/v1/runs/{answer.json()['id']}/spec"))["resume_from"] == {
+        "run_id": run_id,
+        "step": step,
+    }
     assert (await api.get(f"/v1/runs/{run_id}"))["forked_from"] is None
 
 
@@ -55,19 +62,33 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
     other, _ = await parent_run(api, project="other")
     empty = await api.create()
     assert "does not exist" in (await faults(api, fork("run_nobody")))["resume_from.run_id"]
-    assert "does not exist in project 'default'" in (await faults(api, fork(other)))["resume_from.run_id"]
     assert (
-        "no checkpoint of step 11; there are those of steps 10, 20, 25" in (await faults(api, fork(run_id, 11)))["resume_from.step"]
+        "does not exist in project 'default'"
+        in (await faults(api, fork(other)))["resume_from.run_id"]
     )
-    assert "no committed checkpoint yet; there is none" in (await faults(api, fork(empty, "latest")))["resume_from.step"]
+    assert (
+        "no checkpoint of step 11; there are those of steps 10, 20, 25"
+        in (await faults(api, fork(run_id, 11)))["resume_from.step"]
+    )
+    assert (
+        "no committed checkpoint yet; there is none"
+        in (await faults(api, fork(empty, "latest")))["resume_from.step"]
+    )
     assert "checkpoint.best_metric" in (await faults(api, fork(empty, "best")))["resume_from.step"]
-    api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001")])
-    assert "deleted by retention; there are those of steps 20, 25" in (await faults(api, fork(run_id, 10)))["resume_from.step"]
+    api.apply(
+        run_id,
+        [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001")],
+    )
+    assert (
+        "deleted by retention; there are those of steps 20, 25"
+        in (await faults(api, fork(run_id, 10)))["resume_from.step"]
+    )
     path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / "step-000000020.s001.a001"
     (path / "model.pt").write_bytes(b"short")
     await api.http.post(f"/v1/runs/{run_id}/checkpoints/20/verify")
     assert "is corrupt" in (await faults(api, fork(run_id, 20)))["resume_from.step"]
-    api.storage.run_dir(run_id).checkpoints.delete("step-000000025.s001.a001")  # and the journal has not told yet
+    # and the journal has not told yet
+    api.storage.run_dir(run_id).checkpoints.delete("step-000000025.s001.a001")
     assert "just deleted" in (await faults(api, fork(run_id, 25)))["resume_from.step"]
 
 
@@ -76,24 +97,42 @@ async def test_another_project_s_token_learns_nothing(api: ApiService) -> None:
     stranger = await api.client(api.token("submitter", "other"))
     answer = await stranger.post("/v1/runs", json=fork(run_id, project="other"))
     assert answer.status_code == 422
-    assert answer.json()["errors"] == [{"loc": ["resume_from", "run_id"], "msg": f"run {run_id} does not exist in project 'other'"}]
+    assert answer.json()["errors"] == [
+        {"loc": ["resume_from", "run_id"], "msg": f"run {run_id} does not exist in project 'other'"}
+    ]
 
 
 async def test_what_must_be_the_same_and_what_would_be_over_at_once(api: ApiService) -> None:
     run_id, _ = await parent_run(api)
-    body = fork(run_id, train={"epochs": 2, "seed": 7, "global_batch_size": 64}, optimizer={"name": "sgd"})
+    body = fork(
+        run_id, train={"epochs": 2, "seed": 7, "global_batch_size": 64}, optimizer={"name": "sgd"}
+    )
     found = await faults(api, body)
     assert set(found) == {"train.seed", "train.global_batch_size", "optimizer.name", "train.epochs"}
     assert found["train.seed"].startswith(f"must be 0, as in run {run_id}")
     assert "ends the run at step 20" in found["train.epochs"]
-    grouped = fork(run_id, train={"epochs": 3}, optimizer={"name": "adamw", "groups": [{"parameters": "blocks.0.*"}]})
+    grouped = fork(
+        run_id,
+        train={"epochs": 3},
+        optimizer={"name": "adamw", "groups": [{"parameters": "blocks.0.*"}]},
+    )
     assert (await faults(api, grouped))["optimizer.groups"].startswith("must name []")
-    assert "train.max_steps" in await faults(api, fork(run_id, 20, train={"epochs": 3, "max_steps": 15}))
-    longer = fork(run_id, 25, train={"epochs": 9}, optimizer={"name": "adamw", "lr": 0.1}, scaling={"max_workers": 4})
+    assert "train.max_steps" in await faults(
+        api, fork(run_id, 20, train={"epochs": 3, "max_steps": 15})
+    )
+    longer = fork(
+        run_id,
+        25,
+        train={"epochs": 9},
+        optimizer={"name": "adamw", "lr": 0.1},
+        scaling={"max_workers": 4},
+    )
     assert (await api.http.post("/v1/runs", json=longer)).status_code == 201
 
 
-async def test_the_same_request_again_is_the_same_run_also_when_its_origin_is_gone(api: ApiService) -> None:
+async def test_the_same_request_again_is_the_same_run_also_when_its_origin_is_gone(
+    api: ApiService,
+) -> None:
     run_id, journal = await parent_run(api)
     headers = {"Idempotency-Key": "once"}
     first = await api.http.post("/v1/runs", json=fork(run_id, "latest"), headers=headers)
@@ -110,14 +149,23 @@ async def test_the_checkpoint_is_held_until_the_fork_has_its_own(api: ApiService
     run_dir, kept = api.storage.run_dir(run_id), KeptSteps(api.storage, api.runs.checkpoints)
     assert run_dir.kept_steps() == {10}
     assert [name[5:14] for name in run_dir.checkpoints.retain(1, None)] == ["000000020"]
-    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)])
+    api.apply(
+        run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)]
+    )
     refused = await api.http.delete(f"/v1/runs/{run_id}")
     assert (refused.status_code, refused.json()["code"]) == (409, "invalid_transition")
     kept.publish()
     assert run_dir.kept_steps() == {10}
     api.runs.claim_submission(child, 0)
     own = Journal(at=api.clock.now)
-    api.apply(child, [*own.start(10, source="fork", checkpoint=f"{run_id}/step-000000010.s001"), own.steps(11), own.checkpoint(10)])
+    api.apply(
+        child,
+        [
+            *own.start(10, source="fork", checkpoint=f"{run_id}/step-000000010.s001"),
+            own.steps(11),
+            own.checkpoint(10),
+        ],
+    )
     kept.publish()
     assert run_dir.kept_steps() == frozenset()
     assert (await api.http.delete(f"/v1/runs/{run_id}")).status_code == 204
@@ -136,11 +184,24 @@ async def test_a_fork_s_account_says_where_it_begins(api: ApiService) -> None:
     assert (await api.get(f"/v1/runs/{child}"))["protection"]["worst_case_steps_lost"] == 0
     api.runs.claim_submission(child, 0)
     own = Journal(at=api.clock.now)
-    origin = {"run_id": run_id, "checkpoint": "step-000000020.s001", "step": 20, "epoch": 2, "samples": 0, "digest": "ab"}
+    origin = {
+        "run_id": run_id,
+        "checkpoint": "step-000000020.s001",
+        "step": 20,
+        "epoch": 2,
+        "samples": 0,
+        "digest": "ab",
+    }
     name = f"{run_id}/step-000000020.s001"
-    api.apply(child, [*own.start(20, source="fork", checkpoint=name, origin=origin), own.steps(21, 22)])
+    api.apply(
+        child, [*own.start(20, source="fork", checkpoint=name, origin=origin), own.steps(21, 22)]
+    )
     run = await api.get(f"/v1/runs/{child}")
-    assert (run["step"], run["steps_lost"], run["protection"]["worst_case_steps_lost"]) == (22, 0, 2)
+    assert (run["step"], run["steps_lost"], run["protection"]["worst_case_steps_lost"]) == (
+        22,
+        0,
+        2,
+    )
     assert (await api.get(f"/v1/runs/{child}/samples"))["origin"] == origin
     [attempt] = (await api.get(f"/v1/runs/{child}/attempts"))["items"]
     assert (attempt["restored_from"], attempt["first_step"]) == (name, 20)

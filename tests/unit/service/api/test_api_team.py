@@ -21,7 +21,9 @@ from tests.unit.everstep.cli.test_cli import everstep
 
 
 @pytest.fixture
-async def api(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
+async def api(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path, database_url=database_url) as service:
         service.announce(monkeypatch)
         yield service
@@ -38,20 +40,37 @@ async def made_token(api: ApiService, **fields: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- projects that are not there
 
 
-async def test_a_project_by_a_slip_of_the_pen_is_refused_unless_it_is_asked_for(api: ApiService) -> None:
+async def test_a_project_by_a_slip_of_the_pen_is_refused_unless_it_is_asked_for(
+    api: ApiService,
+) -> None:
     assert (await api.http.post("/v1/projects", json={"name": "vision"})).status_code == 201
     token = {"name": "ci", "role": "submitter", "project": "visoin"}
-    for path, body, code in (("/v1/runs", spec(project="visoin"), "invalid_spec"), ("/v1/tokens", token, "invalid_request")):
+    for path, body, code in (
+        ("/v1/runs", spec(project="visoin"), "invalid_spec"),
+        ("/v1/tokens", token, "invalid_request"),
+    ):
         answer = await api.http.post(path, json=body)
         assert (answer.status_code, answer.json()["code"]) == (422, code), answer.text
         [fault] = answer.json()["errors"]
-        assert fault["loc"] == ["project"] and "'visoin' does not exist, did you mean vision?" in fault["msg"]
+        assert (
+            fault["loc"] == ["project"]
+            and "'visoin' does not exist, did you mean vision?" in fault["msg"]
+        )
         assert "create_project=true" in fault["msg"]
     names = {item["name"] for item in (await api.get("/v1/projects"))["items"]}
     assert names == {"default", "vision"} and (await api.get("/v1/runs"))["items"] == []
-    assert (await api.http.post("/v1/runs?create_project=true", json=spec(project="speech"))).status_code == 201
-    assert (await api.http.post("/v1/tokens?create_project=true", json=token | {"project": "text"})).status_code == 201
-    assert {item["name"] for item in (await api.get("/v1/projects"))["items"]} == {"default", "vision", "speech", "text"}
+    assert (
+        await api.http.post("/v1/runs?create_project=true", json=spec(project="speech"))
+    ).status_code == 201
+    assert (
+        await api.http.post("/v1/tokens?create_project=true", json=token | {"project": "text"})
+    ).status_code == 201
+    assert {item["name"] for item in (await api.get("/v1/projects"))["items"]} == {
+        "default",
+        "vision",
+        "speech",
+        "text",
+    }
 
 
 async def test_the_default_project_and_a_token_s_own_are_always_there(api: ApiService) -> None:
@@ -62,14 +81,18 @@ async def test_the_default_project_and_a_token_s_own_are_always_there(api: ApiSe
         assert (await client.post("/v1/runs", json=spec(project=project))).status_code == 201
 
 
-async def test_the_command_line_makes_a_project_where_it_is_asked_to(api: ApiService, tmp_path: Path) -> None:
+async def test_the_command_line_makes_a_project_where_it_is_asked_to(
+    api: ApiService, tmp_path: Path
+) -> None:
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec(project="speech")))
     refused = await everstep("submit", str(file))
     assert refused.exit_code == 2 and "--create-project" in refused.stderr
     assert (await everstep("submit", str(file), "--create-project")).exit_code == 0
     assert (await everstep("token", "create", "ci", "--project", "text")).exit_code == 2
-    assert (await everstep("token", "create", "ci", "--project", "text", "--create-project")).exit_code == 0
+    assert (
+        await everstep("token", "create", "ci", "--project", "text", "--create-project")
+    ).exit_code == 0
 
 
 # ---------------------------------------------------------------- tokens
@@ -94,15 +117,23 @@ async def test_a_token_is_shown_once_used_and_revoked_at_once(api: ApiService) -
     assert token["id"] not in {item["id"] for item in (await api.get("/v1/tokens"))["items"]}
 
 
-async def test_a_token_that_can_do_more_than_its_role_says_comes_with_a_warning(api: ApiService) -> None:
+async def test_a_token_that_can_do_more_than_its_role_says_comes_with_a_warning(
+    api: ApiService,
+) -> None:
     create = ("token", "create", "ci", "--project", "vision")
     await api.http.post("/v1/projects", json={"name": "vision"})
     assert (await made_token(api))["warning"] is None
     assert "warning" not in (await everstep(*create)).stderr
     api.context.embedded = True
-    assert "everyone who may submit a run is the administrator" in (await made_token(api))["warning"]
+    assert (
+        "everyone who may submit a run is the administrator" in (await made_token(api))["warning"]
+    )
     shown = await everstep(*create)
-    assert "warning: " in shown.stderr and "is the administrator" in shown.stderr and shown.stdout.startswith("evs_")
+    assert (
+        "warning: " in shown.stderr
+        and "is the administrator" in shown.stderr
+        and shown.stdout.startswith("evs_")
+    )
     for harmless in ({"role": "viewer"}, {"role": "admin", "project": None}):
         assert (await made_token(api, **harmless))["warning"] is None
 
@@ -135,7 +166,9 @@ async def test_a_known_token_is_refused_once_it_is_revoked_or_expired(api: ApiSe
     ],
 )
 async def test_a_token_that_cannot_be(api: ApiService, fields: dict[str, Any], loc: str) -> None:
-    answer = await api.http.post("/v1/tokens", json={"name": "ci", "role": "submitter", "project": "vision", **fields})
+    answer = await api.http.post(
+        "/v1/tokens", json={"name": "ci", "role": "submitter", "project": "vision", **fields}
+    )
     assert answer.status_code == 422, answer.text
     assert [error["loc"] for error in answer.json()["errors"]] == [[loc]]
 
@@ -144,16 +177,30 @@ async def test_a_token_that_cannot_be(api: ApiService, fields: dict[str, Any], l
 
 
 async def test_quotas_of_a_project_are_set_shown_and_hold(api: ApiService) -> None:
-    first = await api.http.post("/v1/projects", json={"name": "vision", "quotas": {"max_queued": 2}})
-    again = await api.http.post("/v1/projects", json={"name": "vision", "quotas": {"max_queued": 1, "max_workers": 4}})
+    first = await api.http.post(
+        "/v1/projects", json={"name": "vision", "quotas": {"max_queued": 2}}
+    )
+    again = await api.http.post(
+        "/v1/projects", json={"name": "vision", "quotas": {"max_queued": 1, "max_workers": 4}}
+    )
     assert (first.status_code, again.status_code) == (201, 200)
     assert again.json()["quotas"] == {"max_workers": 4, "max_running": None, "max_queued": 1}
     await api.create(project="vision")
-    refused = await api.http.post("/v1/runs", json=spec(project="vision"), headers={"Idempotency-Key": "k"})
+    refused = await api.http.post(
+        "/v1/runs", json=spec(project="vision"), headers={"Idempotency-Key": "k"}
+    )
     assert (refused.status_code, refused.json()["code"]) == (409, "quota_exceeded")
     await api.create(project="other")
-    assert (await api.get("/v1/projects/vision"))["usage"] == {"workers": 0, "running": 0, "queued": 1}
-    assert [item["name"] for item in (await api.get("/v1/projects"))["items"]] == ["default", "other", "vision"]
+    assert (await api.get("/v1/projects/vision"))["usage"] == {
+        "workers": 0,
+        "running": 0,
+        "queued": 1,
+    }
+    assert [item["name"] for item in (await api.get("/v1/projects"))["items"]] == [
+        "default",
+        "other",
+        "vision",
+    ]
     assert (await api.http.delete("/v1/projects/vision")).status_code == 409
     assert (await api.http.post("/v1/projects", json={"name": "empty"})).status_code == 201
     assert (await api.http.delete("/v1/projects/empty")).status_code == 204
@@ -162,7 +209,11 @@ async def test_quotas_of_a_project_are_set_shown_and_hold(api: ApiService) -> No
 
 async def test_a_running_run_counts_as_used(api: ApiService) -> None:
     await api.running(project="vision")
-    assert (await api.get("/v1/projects/vision"))["usage"] == {"workers": 2, "running": 1, "queued": 0}
+    assert (await api.get("/v1/projects/vision"))["usage"] == {
+        "workers": 2,
+        "running": 1,
+        "queued": 0,
+    }
 
 
 async def test_lists_come_in_pages(api: ApiService) -> None:
@@ -182,7 +233,10 @@ async def test_lists_come_in_pages(api: ApiService) -> None:
 @pytest.mark.parametrize("what", ["projects", "tokens"])
 async def test_what_is_deleted_between_two_pages_hides_nothing(api: ApiService, what: str) -> None:
     for name in ("a", "b", "c", "d", "e", "f"):
-        made = await api.http.post(f"/v1/{what}", json={"name": name} if what == "projects" else {"name": name, "role": "admin"})
+        made = await api.http.post(
+            f"/v1/{what}",
+            json={"name": name} if what == "projects" else {"name": name, "role": "admin"},
+        )
         assert made.status_code == 201
     key = {"projects": "name", "tokens": "id"}[what]
     all_keys = [item[key] for item in (await api.get(f"/v1/{what}?limit=500"))["items"]]
@@ -203,7 +257,9 @@ async def test_what_is_deleted_between_two_pages_hides_nothing(api: ApiService, 
 async def test_every_call_that_may_change_something_is_in_the_audit_log(api: ApiService) -> None:
     token = await made_token(api)
     client = await api.client(token["token"])
-    run_id = (await client.post("/v1/runs", json=spec(project="vision"), headers={"Idempotency-Key": "k"})).json()["id"]
+    run_id = (
+        await client.post("/v1/runs", json=spec(project="vision"), headers={"Idempotency-Key": "k"})
+    ).json()["id"]
     await client.post("/v1/runs", json=spec(project="vision"), headers={"Idempotency-Key": "k"})
     await client.post("/v1/runs", json={"name": "a"})
     await client.post(f"/v1/runs/{run_id}/cancel")
@@ -219,14 +275,25 @@ async def test_every_call_that_may_change_something_is_in_the_audit_log(api: Api
         ("POST", "/v1/runs", run_id, 200),
         ("POST", "/v1/runs", run_id, 201),
     ]
-    assert {(item["token_name"], item["role"], item["address"]) for item in items} == {("ci", "submitter", "127.0.0.1")}
+    assert {(item["token_name"], item["role"], item["address"]) for item in items} == {
+        ("ci", "submitter", "127.0.0.1")
+    }
     assert {item["at"] for item in items} == {"2026-05-28T20:26:40.000Z"}
     everything = await api.get("/v1/audit?limit=500")
     assert [item["target"] for item in everything["items"]][-1] == token["id"]
     assert token["token"] not in json.dumps(everything)
     page = await api.get("/v1/audit?limit=2")
-    assert [(item["seq"], item["status"]) for item in page["items"]] == [(7, 404), (6, 403)] and page["next_cursor"] == "6"
-    assert [item["seq"] for item in (await api.get("/v1/audit?limit=500&cursor=6"))["items"]] == [5, 4, 3, 2, 1]
+    assert [(item["seq"], item["status"]) for item in page["items"]] == [
+        (7, 404),
+        (6, 403),
+    ] and page["next_cursor"] == "6"
+    assert [item["seq"] for item in (await api.get("/v1/audit?limit=500&cursor=6"))["items"]] == [
+        5,
+        4,
+        3,
+        2,
+        1,
+    ]
 
 
 # ---------------------------------------------------------------- limits
@@ -246,7 +313,9 @@ async def test_who_asks_too_often_is_told_when_to_come_back(api: ApiService) -> 
     assert (await api.http.get("/v1/catalog")).status_code == 429
 
 
-def test_no_limit_lets_everybody_in_and_the_books_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_limit_lets_everybody_in_and_the_books_stay_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert {RateLimit(0.0).wait_s("a") for _ in range(10)} == {0}
     monkeypatch.setattr("service.api.rate_limit._MAX_TOKENS", 10)
     limit = RateLimit(1.0, lambda: 0.0)
@@ -261,7 +330,9 @@ async def test_no_route_reads_a_body_beyond_its_limit(api: ApiService, path: str
             yield b" " * 65536
 
     for body in (b'"' + b"x" * (2 << 20) + b'"', chunks()):
-        answer: httpx.Response = await api.http.post(path, content=body, headers={"content-type": "application/json"})
+        answer: httpx.Response = await api.http.post(
+            path, content=body, headers={"content-type": "application/json"}
+        )
         assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
@@ -274,8 +345,14 @@ async def test_the_sdk_makes_lists_and_revokes(api: ApiService) -> None:
         assert client.projects.create("vision", max_workers=8).quotas.max_workers == 8
         assert client.projects.get("vision").usage.queued == 0
         until = datetime.fromtimestamp(NOON, UTC) + timedelta(days=1)
-        made = client.tokens.create("ci", role="submitter", project="vision", expires_at=until, create_project=True)
-        assert made.expires_at == until and made.token not in repr(made) and made.token not in str(made)
+        made = client.tokens.create(
+            "ci", role="submitter", project="vision", expires_at=until, create_project=True
+        )
+        assert (
+            made.expires_at == until
+            and made.token not in repr(made)
+            and made.token not in str(made)
+        )
         theirs = Client(token=made.token)
         with pytest.raises(AuthError, match="needs the role admin"):
             list(theirs.tokens.list())

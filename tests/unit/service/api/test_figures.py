@@ -26,17 +26,32 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 
 async def figures(api: ApiService) -> dict[str, float]:
     lines = (await api.http.get("/metrics")).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def a_hard_life(journal: Journal) -> list[JournalEvent]:
-    lost = {"verdict": "worker_lost", "first_rank": 1, "node_id": "node-2", "step": 3, "detect_s": 0.4}
+    lost = {
+        "verdict": "worker_lost",
+        "first_rank": 1,
+        "node_id": "node-2",
+        "step": 3,
+        "detect_s": 0.4,
+    }
     return [
         journal.steps(1, 2, 3),
         journal.checkpoint(3),
         journal.event(EventKind.CHECKPOINT_FAILED, step=4, error="full"),
         journal.event(EventKind.FAILURE, **lost, action="restart"),
-        journal.event(EventKind.RECOVERED, recovery_s=2.5, steps_lost=1, world_size_before=2, world_size_after=1),
+        journal.event(
+            EventKind.RECOVERED,
+            recovery_s=2.5,
+            steps_lost=1,
+            world_size_before=2,
+            world_size_after=1,
+        ),
         journal.event(EventKind.STRAGGLER, slow=True, rank=0),
         journal.event(EventKind.FAILURE, **{**lost, "verdict": "of a newer driver"}, action="stop"),
         journal.event(EventKind.METRICS, nonsense=True),
@@ -50,7 +65,9 @@ async def test_what_happened_is_counted_once(api: ApiService) -> None:
     seen = api.context.figures
     seen.started(run, 20.0)
     at_first = await figures(api)
-    assert at_first['everstep_checkpoints_total{project="default",result="failed"}'] == 0, "born before it counts"
+    assert at_first['everstep_checkpoints_total{project="default",result="failed"}'] == 0, (
+        "born before it counts"
+    )
     api.clock.now += 3
     seen.applied(run, a_hard_life(journal))
     told = await figures(api)
@@ -99,13 +116,17 @@ async def test_a_token_of_one_project_sees_its_own_time_only(api: ApiService) ->
         items = (await mine.get(f"/v1/goodput{query}")).json()["items"]
         assert [ProjectGoodput.model_validate(item).project for item in items] == names
     everyone = (await api.get("/v1/goodput"))["items"]
-    assert [(item["project"], item["runs"], item["wall_s"], item["goodput"]) for item in everyone] == [
+    assert [
+        (item["project"], item["runs"], item["wall_s"], item["goodput"]) for item in everyone
+    ] == [
         ("mine", 1, 5, None),
         ("theirs", 1, 5, None),
     ]
 
 
-async def test_a_run_that_ended_is_not_read_again_and_one_that_is_deleted_is_forgotten(api: ApiService) -> None:
+async def test_a_run_that_ended_is_not_read_again_and_one_that_is_deleted_is_forgotten(
+    api: ApiService,
+) -> None:
     run_id = await api.create()
     api.clock.now += 7
     await api.http.post(f"/v1/runs/{run_id}/cancel")
@@ -131,7 +152,9 @@ class Ledgers:
 
 
 @given(histories=st.lists(st.lists(any_event(), max_size=15), min_size=1, max_size=4))
-def test_a_project_s_buckets_are_the_sum_of_its_runs_to_the_microsecond(histories: list[list[object]]) -> None:
+def test_a_project_s_buckets_are_the_sum_of_its_runs_to_the_microsecond(
+    histories: list[list[object]],
+) -> None:
     ledgers = []
     for history in histories:
         ledger = TimeLedger.begin(BEGIN)

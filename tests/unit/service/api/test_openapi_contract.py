@@ -1,4 +1,5 @@
-"""OpenAPI is complete, and what it says is frozen: a change of the API is a change of ``openapi.json``, to be seen in review.
+"""OpenAPI is complete, and what it says is frozen: a change of the API is a change of
+``openapi.json``, to be seen in review.
 
 ``python -m tests.unit.service.api.test_openapi_contract`` writes the file anew.
 """
@@ -24,7 +25,12 @@ OPEN = {"/healthz", "/readyz"}
 def described() -> dict[str, Any]:
     """What the application says of itself, but for its version."""
     with tempfile.TemporaryDirectory() as directory:
-        context = ApiContext(Database(f"sqlite:///{directory}/x.db"), open_storage(directory), OneNodeCluster(), lambda: None)
+        context = ApiContext(
+            Database(f"sqlite:///{directory}/x.db"),
+            open_storage(directory),
+            OneNodeCluster(),
+            lambda: None,
+        )
         schema: dict[str, Any] = json.loads(json.dumps(create_app(context).openapi()))
         context.database.close()
     schema["info"].pop("version")
@@ -32,13 +38,19 @@ def described() -> dict[str, Any]:
 
 
 def operations() -> list[tuple[str, str, dict[str, Any]]]:
-    return [(method, path, operation) for path, methods in described()["paths"].items() for method, operation in methods.items()]
+    return [
+        (method, path, operation)
+        for path, methods in described()["paths"].items()
+        for method, operation in methods.items()
+    ]
 
 
 def test_the_contract_is_as_it_was_agreed() -> None:
     now, agreed = described(), json.loads(FROZEN.read_text())
     for part in ("paths", "components"):
-        assert now[part] == agreed[part], "a deliberate change? python -m tests.unit.service.api.test_openapi_contract"
+        assert now[part] == agreed[part], (
+            "a deliberate change? python -m tests.unit.service.api.test_openapi_contract"
+        )
     assert now == agreed
 
 
@@ -46,12 +58,26 @@ def test_everything_says_what_it_is() -> None:
     missing = []
     for method, path, operation in operations():
         name = f"{method} {path}"
-        missing += [f"{name}: {what}" for what in ("summary", "operationId") if not operation.get(what)]
-        missing += [f"{name}: {one['name']}" for one in operation.get("parameters", ()) if not one.get("description")]
+        missing += [
+            f"{name}: {what}" for what in ("summary", "operationId") if not operation.get(what)
+        ]
+        missing += [
+            f"{name}: {one['name']}"
+            for one in operation.get("parameters", ())
+            if not one.get("description")
+        ]
         body = operation.get("requestBody", {}).get("content", {})
-        shown = {kind for kind, content in body.items() if "example" in content or "examples" in content}
-        missing += [f"{name}: example of {kind}" for kind in body if "json" in kind and kind not in shown]
-        missing += [f"{name}: {status}" for status, answer in operation["responses"].items() if not answer.get("description")]
+        shown = {
+            kind for kind, content in body.items() if "example" in content or "examples" in content
+        }
+        missing += [
+            f"{name}: example of {kind}" for kind in body if "json" in kind and kind not in shown
+        ]
+        missing += [
+            f"{name}: {status}"
+            for status, answer in operation["responses"].items()
+            if not answer.get("description")
+        ]
     assert missing == []
 
 

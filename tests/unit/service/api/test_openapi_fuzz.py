@@ -1,4 +1,5 @@
-"""Generated requests against the real application: no 5xx, and no answer that OpenAPI does not tell of."""
+"""Generated requests against the real application: no 5xx, and no answer that OpenAPI does not tell
+of."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode, Response
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from everstep.spec.run_spec import parse_spec
 from everstep.wire.events import EventKind
@@ -27,7 +32,12 @@ from storage.filesystem import open_storage
 from tests.support.api_service import Journal, ManualClock, OneNodeCluster, spec
 from tests.support.fake_ray import FakeRay, serving
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 BOUNDED = settings(
     database=None,
     derandomize=True,
@@ -45,7 +55,14 @@ def context(tmp_path: Path) -> Iterator[ApiContext]:
         endpoint = RayEndpoint(ray.url, ray.token)
         jobs = RayJobs(lambda: endpoint)
         yield ApiContext(
-            database, storage, OneNodeCluster(), lambda: 0.1, ManualClock(), drills_enabled=True, rate_per_s=0, ray=jobs
+            database,
+            storage,
+            OneNodeCluster(),
+            lambda: 0.1,
+            ManualClock(),
+            drills_enabled=True,
+            rate_per_s=0,
+            ray=jobs,
         )
     database.close()
 
@@ -78,7 +95,8 @@ def check(case: Case, headers: dict[str, str]) -> Response:
     if isinstance(case.query, dict):
         case.query.pop("follow", None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the generator sends: invalid cookies, unknown charsets
+        # of what the generator sends: invalid cookies, unknown charsets
+        warnings.simplefilter("ignore")
         case.headers.update(headers)
         response = case.call()
     case.validate_response(response, checks=CHECKS)
@@ -103,12 +121,15 @@ def test_no_generated_request_gets_an_answer_that_is_not_documented(
             ask()
 
 
-def test_no_sequence_of_requests_gets_there_either(api: Any, headers: dict[str, str], context: ApiContext) -> None:
+def test_no_sequence_of_requests_gets_there_either(
+    api: Any, headers: dict[str, str], context: ApiContext
+) -> None:
     """Along the links: what is made is looked at, stopped, resumed and deleted."""
 
     class Story(api.as_state_machine()):  # type: ignore[misc]
         def setup(self) -> None:
-            """Begin where every other story begins: what the same requests are answered with must not depend on earlier ones."""
+            """Begin where every other story begins: what the same requests are answered with must
+            not depend on earlier ones."""
             with context.database.write() as connection:
                 for table in reversed(metadata.sorted_tables):
                     if table.name != "tokens":

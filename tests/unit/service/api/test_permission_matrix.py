@@ -1,4 +1,5 @@
-"""Every route for every role, from OpenAPI: a route that is missing here fails, and so does one that is here and nowhere else."""
+"""Every route for every role, from OpenAPI: a route that is missing here fails, and so does one
+that is here and nowhere else."""
 
 from __future__ import annotations
 
@@ -96,9 +97,17 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
     for (method, route), least in LEAST_ROLE.items():
         for who, client in clients.items():
             run_id = await api.create() if "{run_id}" in route else ""
-            names = {"run_id": run_id, "step": "latest", "drill_id": "drill_x", "profile_id": "prof_x", "node_id": "node-1"}
+            names = {
+                "run_id": run_id,
+                "step": "latest",
+                "drill_id": "drill_x",
+                "profile_id": "prof_x",
+                "node_id": "node-1",
+            }
             path = route.format(**names, project="none", token_id="tok_none", check_id="check_none")
-            answer = await client.request(method, path, json=BODIES.get(route) if method == "POST" else None)
+            answer = await client.request(
+                method, path, json=BODIES.get(route) if method == "POST" else None
+            )
             case = (method, route, who, answer.status_code, answer.text[:200])
             if who == "stranger" and run_id:
                 assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), case

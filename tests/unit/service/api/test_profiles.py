@@ -1,4 +1,5 @@
-"""Profiles from the command to the trace on disk, against the service's real API; the rank's part is told by its journal."""
+"""Profiles from the command to the trace on disk, against the service's real API; the rank's part
+is told by its journal."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def listed(api: ApiService, run_id: str) -> list[Profile]:
-    return [Profile.model_validate(item) for item in (await api.get(f"/v1/runs/{run_id}/profiles"))["items"]]
+    return [
+        Profile.model_validate(item)
+        for item in (await api.get(f"/v1/runs/{run_id}/profiles"))["items"]
+    ]
 
 
 async def asked(api: ApiService, run_id: str) -> Profile:
@@ -44,20 +48,36 @@ def record(api: ApiService, run_id: str, journal: Journal, profile_id: str) -> N
     run_dir = api.storage.run_dir(run_id)
     run_dir.files.write(run_dir.trace_path(profile_id), b"\x1f\x8b the trace")
     told = {**named, "steps": 3, "step_s": 0.01, "size_bytes": 12, "all_reduces": ALL_REDUCES}
-    api.apply(run_id, [journal.event(EventKind.PROFILE_STARTED, **named, step=12), journal.event(EventKind.PROFILE_DONE, **told)])
+    api.apply(
+        run_id,
+        [
+            journal.event(EventKind.PROFILE_STARTED, **named, step=12),
+            journal.event(EventKind.PROFILE_DONE, **told),
+        ],
+    )
 
 
-async def test_the_command_waits_shows_all_reduces_and_fetches_the_trace(api: ApiService, tmp_path: Path) -> None:
+async def test_the_command_waits_shows_all_reduces_and_fetches_the_trace(
+    api: ApiService, tmp_path: Path
+) -> None:
     run_id, journal = await api.running()
     target = tmp_path / "t.json.gz"
-    command = asyncio.create_task(everstep("profile", run_id, "--rank", 1, "--steps", 3, "-o", target))
+    command = asyncio.create_task(
+        everstep("profile", run_id, "--rank", 1, "--steps", 3, "-o", target)
+    )
     profile = await asked(api, run_id)
     assert (profile.state, profile.rank, profile.steps) == (ProfileState.REQUESTED, 1, 3)
-    assert api.storage.run_dir(run_id).profile_ordered(1) == ProfileOrder(profile.id, 1, 3, attempt=1)
+    assert api.storage.run_dir(run_id).profile_ordered(1) == ProfileOrder(
+        profile.id, 1, 3, attempt=1
+    )
     record(api, run_id, journal, profile.id)
     done = await command
     assert done.exit_code == 0, done.output
-    assert "bucket 0" in done.output and "2.00 ms" in done.output and "3 steps from step 12 on, 10.00 ms each" in done.output
+    assert (
+        "bucket 0" in done.output
+        and "2.00 ms" in done.output
+        and "3 steps from step 12 on, 10.00 ms each" in done.output
+    )
     assert target.read_bytes() == b"\x1f\x8b the trace"
     [kept] = await listed(api, run_id)
     assert kept.state is ProfileState.DONE and kept.all_reduces[0].max_s == 0.003
@@ -67,7 +87,14 @@ async def test_a_profile_whose_attempt_ends_lapses_and_the_command_fails(api: Ap
     run_id, journal = await api.running()
     command = asyncio.create_task(everstep("profile", run_id, "--json"))
     profile = await asked(api, run_id)
-    failure = {"verdict": "worker_lost", "first_rank": 0, "node_id": "node-1", "step": 3, "action": "restarted", "evidence": {}}
+    failure = {
+        "verdict": "worker_lost",
+        "first_rank": 0,
+        "node_id": "node-1",
+        "step": 3,
+        "action": "restarted",
+        "evidence": {},
+    }
     api.apply(run_id, [journal.event(EventKind.FAILURE, **failure)])
     done = await command
     assert done.exit_code == 1 and json.loads(done.stdout.splitlines()[0])["state"] == "lapsed"
@@ -91,7 +118,9 @@ async def test_what_is_refused_is_raised(api: ApiService) -> None:
     with pytest.raises(Conflict, match="has not been taken up yet"):
         await asyncio.to_thread(run.profile)
     ordered = journal.event(EventKind.PROFILE_ORDERED, id=first.id, rank=0, steps=10)
-    failed = journal.event(EventKind.PROFILE_FAILED, id=first.id, rank=0, problem="another profiler runs")
+    failed = journal.event(
+        EventKind.PROFILE_FAILED, id=first.id, rank=0, problem="another profiler runs"
+    )
     api.apply(run_id, [ordered, failed])
     await asyncio.to_thread(first.refresh)
     assert (first.state, first.problem) == (ProfileState.FAILED, "another profiler runs")

@@ -1,4 +1,5 @@
-"""Submissions that come at the same moment: one commit for all of them on SQLite, and each with its own answer and audit entry."""
+"""Submissions that come at the same moment: one commit for all of them on SQLite, and each with its
+own answer and audit entry."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def another_writer(api: ApiService) -> Iterator[None]:
 
 
 async def submitted_together(api: ApiService, *requests: tuple[str, str]) -> list[httpx.Response]:
-    """Answers about runs of these (name, Idempotency-Key), all of which came while another writer had its turn."""
+    """Answers about runs of these (name, Idempotency-Key), all of which came while another writer
+    had its turn."""
     come: list[object] = []
     do = api.context._writes.do
 
@@ -58,21 +60,30 @@ async def submitted_together(api: ApiService, *requests: tuple[str, str]) -> lis
     with another_writer(api), pytest.MonkeyPatch.context() as patched:
         patched.setattr(api.context._writes, "do", noted)
         asked = [
-            asyncio.create_task(api.http.post("/v1/runs", json=spec(name=name), headers={"Idempotency-Key": key}))
+            asyncio.create_task(
+                api.http.post("/v1/runs", json=spec(name=name), headers={"Idempotency-Key": key})
+            )
             for name, key in requests
         ]
-        await asyncio.to_thread(wait_for, lambda: len(come) == len(requests), 20, "requests that wait")
+        await asyncio.to_thread(
+            wait_for, lambda: len(come) == len(requests), 20, "requests that wait"
+        )
     return list(await asyncio.gather(*asked))
 
 
 async def test_submissions_share_a_commit_and_each_has_its_own_answer(api: ApiService) -> None:
-    answers = await submitted_together(api, ("a", "1"), ("b", "2"), ("b", "2"), ("other", "2"), ("c", "3"))
-    # The order in which connections are served is not that of the tasks: of those with key 2 one is first, one repeats or differs.
+    answers = await submitted_together(
+        api, ("a", "1"), ("b", "2"), ("b", "2"), ("other", "2"), ("c", "3")
+    )
+    # The order in which connections are served is not that of the tasks: of those with key 2 one is
+    # first, one repeats or differs.
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses in ([200, 201, 201, 201, 409], [201, 201, 201, 409, 409])
     told = [answer.json() for answer in answers if answer.is_success]
     assert all([change["to"] for change in run["transitions"]] == ["QUEUED"] for run in told)
-    assert {run["id"] for run in told} == {run["id"] for run in (await api.get("/v1/runs"))["items"]}
+    assert {run["id"] for run in told} == {
+        run["id"] for run in (await api.get("/v1/runs"))["items"]
+    }
     audit = (await api.get("/v1/audit"))["items"]
     assert sorted(entry["status"] for entry in audit) == statuses
     assert {entry["target"] for entry in audit} - {None} == {run["id"] for run in told}
@@ -83,7 +94,9 @@ async def test_a_commit_that_fails_is_told_to_everybody_who_waits_for_it(api: Ap
         if current_entry() is None:
             return
         connection.exec_driver_sql("PRAGMA defer_foreign_keys=ON")
-        connection.execute(text("INSERT OR IGNORE INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')"))
+        connection.execute(
+            text("INSERT OR IGNORE INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')")
+        )
 
     api.database.companion = orphan
     answers = await submitted_together(api, ("a", "1"), ("b", "2"), ("c", "3"))

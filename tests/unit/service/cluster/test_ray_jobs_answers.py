@@ -7,7 +7,14 @@ import asyncio
 import httpx
 import pytest
 
-from service.cluster.ray_jobs import MOST_SUBMITS, JobRejected, RayEndpoint, RayJobs, RayRefused, RayUnavailable
+from service.cluster.ray_jobs import (
+    MOST_SUBMITS,
+    JobRejected,
+    RayEndpoint,
+    RayJobs,
+    RayRefused,
+    RayUnavailable,
+)
 from tests.support.fake_ray import FakeRay, serving
 
 
@@ -18,9 +25,17 @@ async def test_answers_become_errors_that_say_what_happened() -> None:
             with pytest.raises(JobRejected, match="entrypoint must not be empty"):
                 await ray.submit("run_a-s001", "", {})
             assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001"
-            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001", "exists already: fetched"
+            assert await ray.submit("run_a-s001", "true", {}) == "run_a-s001", (
+                "exists already: fetched"
+            )
             fake.broken = True
-            for call in (ray.version(), ray.jobs(), ray.job("run_a-s001"), ray.submit("run_b-s001", "true", {}), ray.nodes()):
+            for call in (
+                ray.version(),
+                ray.jobs(),
+                ray.job("run_a-s001"),
+                ray.submit("run_b-s001", "true", {}),
+                ray.nodes(),
+            ):
                 with pytest.raises(RayUnavailable, match=r"500 .*something broke"):
                     await call
             fake.broken, fake.token = False, "another"
@@ -46,8 +61,15 @@ async def test_nodes_carry_hostnames_and_drains() -> None:
     with serving(FakeRay()) as fake:
         fake.nodes.append(fake.node("n2", {"CPU": 1.0}, state="DEAD"))
         async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
-            found = {node.node_id: (node.state, node.hostname, node.is_head) for node in await ray.nodes()}
-    assert found == {"head": ("ALIVE", "10.0.0.1", True), "n1": ("DRAINING", "host-a", False), "n2": ("DEAD", "10.0.0.1", False)}
+            found = {
+                node.node_id: (node.state, node.hostname, node.is_head)
+                for node in await ray.nodes()
+            }
+    assert found == {
+        "head": ("ALIVE", "10.0.0.1", True),
+        "n1": ("DRAINING", "host-a", False),
+        "n2": ("DEAD", "10.0.0.1", False),
+    }
 
 
 class Proxy(httpx.AsyncBaseTransport):

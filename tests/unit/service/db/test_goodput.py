@@ -21,7 +21,11 @@ def event(kind: str, at: float, **data: Any) -> EventRow:
 
 
 def steps(*pairs: tuple[int, float]) -> EventRow:
-    return event(EventKind.METRICS, 0.0, points=[{"step": step, "at": BEGIN + at, "values": {}} for step, at in pairs])
+    return event(
+        EventKind.METRICS,
+        0.0,
+        points=[{"step": step, "at": BEGIN + at, "values": {}} for step, at in pairs],
+    )
 
 
 def buckets(events: list[EventRow], end: float) -> dict[str, float]:
@@ -61,7 +65,9 @@ def test_a_failure_is_detected_restarted_from_and_made_good() -> None:
         event(EventKind.TRAINING_STARTED, 7),
         steps((2, 8), (3, 9), (4, 10)),
     ]
-    assert buckets(history, 10) == pytest.approx({"productive": 4, "detecting": 2, "restarting": 3, "rework": 1})
+    assert buckets(history, 10) == pytest.approx(
+        {"productive": 4, "detecting": 2, "restarting": 3, "rework": 1}
+    )
     history[3] = event(EventKind.FAILURE, 5, verdict="worker_lost", detect_s=0.5)
     assert buckets(history, 10)["detecting"] == pytest.approx(0.5)
     history[3] = event(EventKind.FAILURE, 5, verdict="worker_lost", detect_s=100.0)
@@ -70,7 +76,8 @@ def test_a_failure_is_detected_restarted_from_and_made_good() -> None:
 
 @pytest.mark.parametrize("detect_s", [None, 0.0, 5.0, 12.8])
 def test_time_without_progress_is_never_productive(detect_s: float | None) -> None:
-    """A rank is stopped after step 3, and taken for hung 12.8 s later; older drivers told 0.0 of it."""
+    """A rank is stopped after step 3, and taken for hung 12.8 s later; older drivers told 0.0 of
+    it."""
     history = [
         status(0, RunStatus.STARTING),
         event(EventKind.TRAINING_STARTED, 0),
@@ -82,7 +89,9 @@ def test_time_without_progress_is_never_productive(detect_s: float | None) -> No
     found = buckets(history, 18)
     told = 12.8 if detect_s is None else detect_s
     assert found["productive"] == pytest.approx(3 + 1)
-    assert found.get("detecting", 0) == pytest.approx(told) and found["restarting"] == pytest.approx(1.2 + 12.8 - told)
+    assert found.get("detecting", 0) == pytest.approx(told) and found[
+        "restarting"
+    ] == pytest.approx(1.2 + 12.8 - told)
 
 
 def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:
@@ -100,7 +109,8 @@ def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:
 
 
 def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None:
-    """The first step travels alone; those that a dead rank may not have told follow with the next one."""
+    """The first step travels alone; those that a dead rank may not have told follow with the next
+    one."""
     history = [
         status(0, RunStatus.STARTING),
         event(EventKind.TRAINING_STARTED, 1),
@@ -113,7 +123,9 @@ def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None
         steps((5, 124)),
     ]
     found = buckets(history, 124)
-    assert "rework" not in found and found["productive"] == pytest.approx(30 + 30 + 30 + 30), "nor the second without a step"
+    assert "rework" not in found and found["productive"] == pytest.approx(30 + 30 + 30 + 30), (
+        "nor the second without a step"
+    )
 
 
 def test_a_driver_that_vanishes() -> None:
@@ -140,7 +152,9 @@ def test_pauses_and_waiting() -> None:
         status(20, RunStatus.QUEUED),
         status(21, RunStatus.STARTING),
     ]
-    assert buckets(history, 22) == pytest.approx({"queued": 2, "starting": 3, "idle": 4, "productive": 2, "paused": 11})
+    assert buckets(history, 22) == pytest.approx(
+        {"queued": 2, "starting": 3, "idle": 4, "productive": 2, "paused": 11}
+    )
 
 
 def test_nothing_before_the_first_step() -> None:
@@ -160,7 +174,11 @@ def any_event() -> st.SearchStrategy[EventRow]:
         st.builds(status, TIMES, st.sampled_from(RunStatus)),
         st.builds(lambda pairs: steps(*pairs), st.lists(st.tuples(STEPS, TIMES), max_size=5)),
         st.builds(lambda at, d: event(EventKind.FAILURE, at, detect_s=d), TIMES, DURATIONS),
-        st.builds(lambda at, d: event(EventKind.CHECKPOINT_COMMITTED, at, step=1, stall_s=d), TIMES, DURATIONS),
+        st.builds(
+            lambda at, d: event(EventKind.CHECKPOINT_COMMITTED, at, step=1, stall_s=d),
+            TIMES,
+            DURATIONS,
+        ),
         st.builds(lambda at, s: event(EventKind.RESTORED, at, step=s), TIMES, STEPS),
         st.builds(lambda at, c: event(EventKind.ATTEMPT_ENDED, at, cause=c), TIMES, causes),
         st.builds(
@@ -187,12 +205,18 @@ def test_buckets_sum_to_wall_whatever_happens(history: list[EventRow], end: floa
     values = found.buckets.model_dump()
     assert all(value >= 0 for value in values.values())
     # Exactly, in the ledger's unit; the floats of the answer are that divided by a million.
-    assert sum(to_us(value) for value in values.values()) == to_us(found.wall_s) == to_us(BEGIN + end) - to_us(BEGIN)
+    assert (
+        sum(to_us(value) for value in values.values())
+        == to_us(found.wall_s)
+        == to_us(BEGIN + end) - to_us(BEGIN)
+    )
     assert found.goodput is None or 0 <= found.goodput <= 1
 
 
 @given(history=st.lists(any_event(), max_size=40), cut=st.integers(0, 40))
-def test_a_ledger_that_is_stored_in_between_says_the_same(history: list[EventRow], cut: int) -> None:
+def test_a_ledger_that_is_stored_in_between_says_the_same(
+    history: list[EventRow], cut: int
+) -> None:
     whole, parts = TimeLedger.begin(BEGIN), TimeLedger.begin(BEGIN)
     for index, item in enumerate(history):
         whole.apply(item, BEGIN + 600)
@@ -211,7 +235,8 @@ def test_a_ledger_that_is_stored_in_between_says_the_same(history: list[EventRow
 def test_outages_and_clocks_that_disagree_lose_and_invent_no_time(
     history: list[EventRow], heard_s: list[float], end: float
 ) -> None:
-    """Events are heard of in batches, minutes late, by a service whose clock is not that of the nodes."""
+    """Events are heard of in batches, minutes late, by a service whose clock is not that of the
+    nodes."""
     ledger = TimeLedger.begin(BEGIN)
     for item, heard in zip(history, sorted(heard_s), strict=False):
         before = ledger.close(BEGIN + heard)
@@ -219,14 +244,20 @@ def test_outages_and_clocks_that_disagree_lose_and_invent_no_time(
         assert ledger.at_us <= to_us(BEGIN + heard), "no time is booked that has not been"
         assert ledger.close(BEGIN + heard).wall_s == before.wall_s
     found = ledger.close(BEGIN + end)
-    assert sum(to_us(value) for value in found.buckets.model_dump().values()) == to_us(BEGIN + end) - to_us(BEGIN)
+    assert sum(to_us(value) for value in found.buckets.model_dump().values()) == to_us(
+        BEGIN + end
+    ) - to_us(BEGIN)
 
 
 def test_two_minutes_without_the_service_and_a_node_30_s_ahead() -> None:
     ledger = TimeLedger.begin(BEGIN)
     ledger.apply(status(0, RunStatus.STARTING), BEGIN)
-    ledger.apply(event(EventKind.TRAINING_STARTED, 40), BEGIN + 10)  # happened at 10 by the service's clock
-    for item in (steps(*((step, 41 + step) for step in range(1, 120))), event(EventKind.FAILURE, 161, detect_s=1.0)):
+    # happened at 10 by the service's clock
+    ledger.apply(event(EventKind.TRAINING_STARTED, 40), BEGIN + 10)
+    for item in (
+        steps(*((step, 41 + step) for step in range(1, 120))),
+        event(EventKind.FAILURE, 161, detect_s=1.0),
+    ):
         ledger.apply(item, BEGIN + 130)  # heard of when the service was back
     found = ledger.close(BEGIN + 140).buckets
     assert (found.starting, found.productive, found.detecting, found.restarting) == (10, 119, 1, 10)
@@ -241,5 +272,12 @@ def test_a_failure_interrupts_what_came_after_an_evaluation_and_a_hook_not_these
         event(EventKind.EPOCH_HOOK_DONE, 203, epoch=0, seconds=100.0),
         event(EventKind.FAILURE, 213, verdict="hang", detect_s=None),
     ]
-    assert buckets(history, 220) == {"starting": 1, "productive": 202, "detecting": 10, "restarting": 7}
-    assert buckets([*history[:4], history[5]], 220)["detecting"] == 110, "of a hook that never returned nothing is known"
+    assert buckets(history, 220) == {
+        "starting": 1,
+        "productive": 202,
+        "detecting": 10,
+        "restarting": 7,
+    }
+    assert buckets([*history[:4], history[5]], 220)["detecting"] == 110, (
+        "of a hook that never returned nothing is known"
+    )

@@ -1,4 +1,5 @@
-"""What the event loop asks PostgreSQL for itself: in turns, in transactions that end, over connections that may break."""
+"""What the event loop asks PostgreSQL for itself: in turns, in transactions that end, over
+connections that may break."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ async def database(postgresql: PostgresServer) -> AsyncIterator[Database]:
 
 def counted(database: Database, condition: str) -> int:
     with database.look() as connection:
-        return int(connection.execute(text(f"SELECT count(*) {OTHERS} AND {condition}")).scalar_one())
+        return int(
+            connection.execute(text(f"SELECT count(*) {OTHERS} AND {condition}")).scalar_one()
+        )
 
 
 def made(runs: RunStore, name: str) -> RunRow:
@@ -45,9 +48,17 @@ def made(runs: RunStore, name: str) -> RunRow:
 
 async def test_many_write_at_once_and_leave_no_transaction_open(database: Database) -> None:
     runs = RunStore(database)
-    found = await asyncio.gather(*(database.do_in_loop(partial(made, runs, f"r{n}"), writes=True) for n in range(MANY)))
-    assert {row.name for row in runs.find(RunFilter(), MANY + 1)} == {row.name for row in found} == {f"r{n}" for n in range(MANY)}
-    looked = await asyncio.gather(*(database.do_in_loop(partial(runs.get, row.id)) for row in found))
+    found = await asyncio.gather(
+        *(database.do_in_loop(partial(made, runs, f"r{n}"), writes=True) for n in range(MANY))
+    )
+    assert (
+        {row.name for row in runs.find(RunFilter(), MANY + 1)}
+        == {row.name for row in found}
+        == {f"r{n}" for n in range(MANY)}
+    )
+    looked = await asyncio.gather(
+        *(database.do_in_loop(partial(runs.get, row.id)) for row in found)
+    )
     assert looked == found
     assert counted(database, "state LIKE 'idle in transaction%'") == 0
     assert 1 <= counted(database, "true") <= LOOKS + WRITES + 1
@@ -66,12 +77,19 @@ async def test_what_fails_is_undone_and_the_connection_goes_on(database: Databas
             await database.do_in_loop(half, writes=True)
     assert counted(database, "state LIKE 'idle in transaction%'") == 0
     with database.look() as connection:
-        assert connection.execute(text("SELECT count(*) FROM projects WHERE name = 'half'")).scalar_one() == 0
+        assert (
+            connection.execute(
+                text("SELECT count(*) FROM projects WHERE name = 'half'")
+            ).scalar_one()
+            == 0
+        )
     run = await database.do_in_loop(partial(made, runs, "after"), writes=True)
     assert await database.do_in_loop(partial(runs.get, run.id)) == run
 
 
-async def test_connections_that_broke_are_replaced(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_broke_are_replaced(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = RunStore(database)
     run = await database.do_in_loop(partial(made, runs, "kept"), writes=True)
 
@@ -96,11 +114,15 @@ async def test_requests_that_are_cancelled_give_their_turns_back(database: Datab
     for _ in range(2):
         asked = [asyncio.create_task(database.do_in_loop(slow)) for _ in range(LOOKS)]
         async with asyncio.timeout(20):
-            while await asyncio.to_thread(counted, database, "query LIKE '%pg_sleep%' AND state = 'active'") < LOOKS:  # noqa: ASYNC110
+            sleeping = "query LIKE '%pg_sleep%' AND state = 'active'"
+            while await asyncio.to_thread(counted, database, sleeping) < LOOKS:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for task in asked:
             task.cancel()
-        assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*asked, return_exceptions=True))
+        assert all(
+            isinstance(end, asyncio.CancelledError)
+            for end in await asyncio.gather(*asked, return_exceptions=True)
+        )
     async with asyncio.timeout(20):
         assert await database.do_in_loop(partial(RunStore(database).get, "run_none")) is None
 

@@ -60,10 +60,23 @@ def whole_run(submission: int = 1) -> list[JournalEvent]:
         journal.event(EventKind.ATTEMPT_ENDED, cause="worker_lost", last_step=5),
     ]
     journal.attempt = 2
-    events += [*journal.start(3, 1, source="checkpoint"), journal.event(EventKind.RECOVERED, steps_lost=2), journal.steps(4, 5)]
+    events += [
+        *journal.start(3, 1, source="checkpoint"),
+        journal.event(EventKind.RECOVERED, steps_lost=2),
+        journal.steps(4, 5),
+    ]
     events += [
         journal.event(EventKind.EVALUATED, step=5, epoch=0, metrics={"accuracy": 0.9}),
-        journal.event(EventKind.EPOCH_COMPLETED, epoch=0, samples=5, used_once=5, duplicates=0, missing=0, digest="d", seconds=1.0),
+        journal.event(
+            EventKind.EPOCH_COMPLETED,
+            epoch=0,
+            samples=5,
+            used_once=5,
+            duplicates=0,
+            missing=0,
+            digest="d",
+            seconds=1.0,
+        ),
         journal.checkpoint(5, accuracy=0.9),
         journal.event(EventKind.ATTEMPT_ENDED, cause="finished", last_step=5),
         journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=5),
@@ -76,17 +89,32 @@ def test_a_whole_run(stores: Stores) -> None:
     stores.clock.now += 10
     ended = stores.events.apply_journal(run.id, 1, whole_run(), "end")
     assert stores.runs.get(run.id) == ended
-    assert (ended.status, ended.step, ended.attempt, ended.restarts, ended.steps_lost) == (RunStatus.SUCCEEDED, 5, 2, 1, 2)
-    assert (ended.world_size, ended.workers, ended.journal_cursor, ended.journal_submission) == (None, [], "end", 1)
+    assert (ended.status, ended.step, ended.attempt, ended.restarts, ended.steps_lost) == (
+        RunStatus.SUCCEEDED,
+        5,
+        2,
+        1,
+        2,
+    )
+    assert (ended.world_size, ended.workers, ended.journal_cursor, ended.journal_submission) == (
+        None,
+        [],
+        "end",
+        1,
+    )
     assert ended.metrics == {"loss": 0.5, "val_accuracy": 0.9}
     assert ended.latest_checkpoint is not None and ended.latest_checkpoint["step"] == 5
-    assert (ended.started_at, ended.finished_at) == (NOON + 1, NOON + 1), "by the clock of where it happened, not of the tail"
+    assert (ended.started_at, ended.finished_at) == (NOON + 1, NOON + 1), (
+        "by the clock of where it happened, not of the tail"
+    )
     history = stores.history(run.id)
     assert [row.seq for row in history] == list(range(1, ended.last_seq + 1))
     statuses = [row.to_status for row in stores.runs.transitions([run.id])[run.id]]
     assert statuses == ["QUEUED", "STARTING", "RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
     assert (history[-1].kind, history[-1].data["to"]) == ("status", "SUCCEEDED")
-    assert [(point.step, point.value) for point in stores.series.points(run.id, "loss")] == [(n, 0.5) for n in range(1, 6)]
+    assert [(point.step, point.value) for point in stores.series.points(run.id, "loss")] == [
+        (n, 0.5) for n in range(1, 6)
+    ]
     assert stores.series.names(run.id) == ["loss", "val_accuracy"]
 
 
@@ -103,7 +131,9 @@ def test_a_batch_that_overlaps_adds_its_rest(stores: Stores) -> None:
     stores.events.apply_journal(run.id, 1, batch[:6], "six")
     ended = stores.events.apply_journal(run.id, 1, batch[3:], "end")
     assert (ended.journal_n, ended.journal_cursor) == (len(batch), "end")
-    kinds = [row.kind for row in stores.history(run.id) if row.kind not in ("status", "run_created")]
+    kinds = [
+        row.kind for row in stores.history(run.id) if row.kind not in ("status", "run_created")
+    ]
     assert kinds == [str(event.kind) for event in batch]
 
 
@@ -119,20 +149,25 @@ def test_an_empty_batch_moves_the_cursor_only(stores: Stores) -> None:
     run = stores.submitted()
     moved = stores.events.apply_journal(run.id, 1, [], "behind a mark")
     assert (moved.journal_cursor, moved.last_seq) == ("behind a mark", run.last_seq)
-    assert stores.events.apply_journal(run.id, 1, [], "behind a mark").row_version == moved.row_version
+    assert (
+        stores.events.apply_journal(run.id, 1, [], "behind a mark").row_version == moved.row_version
+    )
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
 def test_any_way_of_reading_gives_the_same_run(stores: Stores, cuts: list[tuple[int, int]]) -> None:
-    """Batches that repeat, overlap and leave gaps, as a tail that was killed may hand them over, then the rest."""
+    """Batches that repeat, overlap and leave gaps, as a tail that was killed may hand them over,
+    then the rest."""
     batch = whole_run()
     reference = stores.submitted()
     expected = stores.events.apply_journal(reference.id, 1, batch, "end")
     run = stores.submitted()
     for first, last in cuts:
         try:
-            stores.events.apply_journal(run.id, 1, batch[first : max(first, last)], f"cursor-{last}")
+            stores.events.apply_journal(
+                run.id, 1, batch[first : max(first, last)], f"cursor-{last}"
+            )
         except JournalGap:
             continue
     applied = stores.events.apply_journal(run.id, 1, batch, "end")
@@ -149,11 +184,15 @@ def test_an_older_submission_is_not_heard_any_more(stores: Stores) -> None:
     run, batch = stores.submitted(), whole_run()
     stores.events.apply_journal(run.id, 1, batch[:6], "six")
     stores.runs.claim_submission(run.id, 1)
-    assert stores.events.apply_journal(run.id, 1, batch[:7], "seven").journal_n == 7, "its ranks leave while the next driver starts"
+    assert stores.events.apply_journal(run.id, 1, batch[:7], "seven").journal_n == 7, (
+        "its ranks leave while the next driver starts"
+    )
     taken = stores.events.apply_journal(run.id, 2, whole_run(2)[:2], "two")
     assert (taken.journal_submission, taken.journal_n, taken.journal_cursor) == (2, 2, "two")
     assert stores.events.apply_journal(run.id, 1, batch, "end") == taken
-    assert stores.events.apply_journal(run.id, 3, whole_run(3)[:2], "two") == taken, "a submission that nobody claimed"
+    assert stores.events.apply_journal(run.id, 3, whole_run(3)[:2], "two") == taken, (
+        "a submission that nobody claimed"
+    )
 
 
 def test_nothing_is_heard_after_the_end(stores: Stores) -> None:
@@ -178,13 +217,19 @@ def test_an_event_that_makes_no_sense_does_not_stop_the_tail(stores: Stores) -> 
     ]
     found = stores.events.apply_journal(run.id, 1, batch, "c")
     assert (found.step, found.status, found.journal_n) == (2, RunStatus.RUNNING, len(batch))
-    assert [row.kind for row in stores.history(run.id)].count("metrics") == 2, "it stays in the history"
+    assert [row.kind for row in stores.history(run.id)].count("metrics") == 2, (
+        "it stays in the history"
+    )
 
 
 def test_events_of_a_clock_that_runs_ahead_do_not_book_the_future(stores: Stores) -> None:
     run, journal = stores.submitted(), Journal(at=NOON + 3600)
     stores.clock.now = NOON + 5
-    batch = [*journal.start(), journal.steps(1), journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=1)]
+    batch = [
+        *journal.start(),
+        journal.steps(1),
+        journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=1),
+    ]
     ended = stores.events.apply_journal(run.id, 1, batch, "end")
     assert ended.finished_at == NOON + 5
 
@@ -192,9 +237,15 @@ def test_events_of_a_clock_that_runs_ahead_do_not_book_the_future(stores: Stores
 def test_steps_done_again_replace_their_metrics(stores: Stores) -> None:
     run, journal = stores.submitted(), Journal()
     stores.events.apply_journal(run.id, 1, [*journal.start(), journal.steps(1, 2, loss=1.0)], "a")
-    stores.events.apply_journal(run.id, 1, [journal.steps(2, at=NOON + 1, loss=None), journal.steps(3, loss=3.0)], "b")
+    stores.events.apply_journal(
+        run.id, 1, [journal.steps(2, at=NOON + 1, loss=None), journal.steps(3, loss=3.0)], "b"
+    )
     points = stores.series.points(run.id, "loss")
-    assert [(point.step, point.at, point.value) for point in points] == [(1, NOON, 1.0), (2, NOON + 1, None), (3, NOON + 1, 3.0)]
+    assert [(point.step, point.at, point.value) for point in points] == [
+        (1, NOON, 1.0),
+        (2, NOON + 1, None),
+        (3, NOON + 1, 3.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -212,16 +263,23 @@ def test_a_stopped_driver_ends_as_was_asked(
     stores.events.apply_journal(run.id, 1, [*journal.start(), journal.steps(1)], "a")
     stores.runs.request_stop(run.id, "cancel" if stop == "cancel" else "pause")
     reason = {"code": given_code, "message": "heard"} if given_code else None
-    batch = [journal.steps(2), journal.event(EventKind.FINISHED, outcome="stopped", reason=reason, step=2)]
+    batch = [
+        journal.steps(2),
+        journal.event(EventKind.FINISHED, outcome="stopped", reason=reason, step=2),
+    ]
     stopping = stores.events.apply_journal(run.id, 1, batch[:1], "b")
-    assert (stopping.status, stopping.step) == (RunStatus.STOPPING, 2), "last steps do not make it RUNNING again"
+    assert (stopping.status, stopping.step) == (RunStatus.STOPPING, 2), (
+        "last steps do not make it RUNNING again"
+    )
     ended = stores.events.apply_journal(run.id, 1, batch, "c")
     assert ended.status == status
     assert ended.reason is not None and ended.reason.code == code
     assert ended.stop_requested == ("cancel" if stop == "cancel" else None)
 
 
-def test_words_and_names_that_no_column_can_hold_stop_no_journal(stores: Stores, tmp_path: Path) -> None:
+def test_words_and_names_that_no_column_can_hold_stop_no_journal(
+    stores: Stores, tmp_path: Path
+) -> None:
     """A file name that is not UTF-8 in an error's message, a metric whose name has no end."""
     storage = open_storage(str(tmp_path))
     run, journal = stores.submitted(), Journal(1)
@@ -229,7 +287,12 @@ def test_words_and_names_that_no_column_can_hold_stop_no_journal(stores: Stores,
     named = [{"step": 3, "at": NOON, "values": {"x" * 500: 1.0, "n\x00\udce9": 2.0}}]
     odd = [
         journal.event(EventKind.METRICS, points=named),
-        journal.event(EventKind.FAILURE, verdict="user_error", step=3, exception="OSError: bad file \udce9\x00.jpg"),
+        journal.event(
+            EventKind.FAILURE,
+            verdict="user_error",
+            step=3,
+            exception="OSError: bad file \udce9\x00.jpg",
+        ),
     ]
     with JournalWriter(storage.run_dir(run.id), 1) as writer:
         writer.append([*started, *odd, journal.steps(4)])
@@ -237,7 +300,10 @@ def test_words_and_names_that_no_column_can_hold_stop_no_journal(stores: Stores,
     assert (fact, run.step) == (TailFact.DRAINED, 4)
     [failure] = stores.events.of_kinds(run.id, {"failure"})
     assert failure.data["exception"] == "OSError: bad file \\udce9\\x00.jpg"
-    assert [name for name in stores.series.names(run.id) if name != "loss"] == ["n\\x00\\udce9", "x" * METRIC_NAME_CHARS]
+    assert [name for name in stores.series.names(run.id) if name != "loss"] == [
+        "n\\x00\\udce9",
+        "x" * METRIC_NAME_CHARS,
+    ]
 
 
 def test_a_journal_that_cannot_be_applied_holds_up_no_other(
@@ -259,7 +325,9 @@ def test_a_journal_that_cannot_be_applied_holds_up_no_other(
     assert applied.journal_n > run.journal_n, "it is tried again"
 
 
-def test_a_value_that_the_database_cannot_hold_is_no_trouble_of_the_database(stores: Stores) -> None:
+def test_a_value_that_the_database_cannot_hold_is_no_trouble_of_the_database(
+    stores: Stores,
+) -> None:
     if stores.database.is_sqlite:
         assert stores.runs.get("run_\x00") is None
         return

@@ -21,7 +21,9 @@ def test_migrated_tables_equal_the_metadata(database_url: str) -> None:
     database = Database(database_url)
     database.migrate()
     with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True}
+        )
         assert compare_metadata(context, metadata) == []
         assert set(inspect(connection).get_table_names()) == {*metadata.tables, "alembic_version"}
     database.close()
@@ -31,14 +33,18 @@ def test_migrating_again_changes_nothing(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'e.db'}")
     database.migrate()
     with database.write() as connection:
-        connection.execute(text("INSERT INTO tokens VALUES ('t', 'n', 'admin', NULL, 'h', 0, NULL, NULL, NULL)"))
+        connection.execute(
+            text("INSERT INTO tokens VALUES ('t', 'n', 'admin', NULL, 'h', 0, NULL, NULL, NULL)")
+        )
     database.migrate()
     with database.read() as connection:
         assert connection.execute(text("SELECT count(*) FROM tokens")).scalar_one() == 1
     database.close()
 
 
-def test_replicas_that_start_at_once_migrate_one_after_the_other(postgresql: PostgresServer) -> None:
+def test_replicas_that_start_at_once_migrate_one_after_the_other(
+    postgresql: PostgresServer,
+) -> None:
     with postgresql.database("template0") as url, ThreadPoolExecutor(4) as pool:
         databases = [Database(url) for _ in range(4)]
         list(pool.map(Database.migrate, databases))
@@ -47,7 +53,9 @@ def test_replicas_that_start_at_once_migrate_one_after_the_other(postgresql: Pos
             database.close()
 
 
-def test_a_migration_may_stand_still_for_longer_than_a_request(postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_may_stand_still_for_longer_than_a_request(
+    postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, told = text("SHOW idle_in_transaction_session_timeout"), []
     upgrade = command.upgrade
 
@@ -74,10 +82,14 @@ def test_projects_of_before_are_known(tmp_path: Path) -> None:
         config.attributes["connection"] = connection
         connection.execute(text("DELETE FROM projects"))
         command.downgrade(config, "0003")
-        connection.execute(text("INSERT INTO tokens VALUES ('t', 'n', 'viewer', 'vision', 'h', 5.0, NULL, NULL)"))
+        connection.execute(
+            text("INSERT INTO tokens VALUES ('t', 'n', 'viewer', 'vision', 'h', 5.0, NULL, NULL)")
+        )
     database.migrate()
     with database.read() as connection:
-        found = connection.execute(text("SELECT name, created_at FROM projects ORDER BY name")).all()
+        found = connection.execute(
+            text("SELECT name, created_at FROM projects ORDER BY name")
+        ).all()
     assert [tuple(row) for row in found] == [("default", 0.0), ("vision", 5.0)]
     database.close()
 

@@ -18,10 +18,20 @@ def metrics(attempt: int, losses: Mapping[int, float | None]) -> EventRow:
 
 
 def compared(
-    *events: EventRow, step: int = 30, sizes: tuple[int, int] = (2, 2), over: bool = False, once: bool | None = None
+    *events: EventRow,
+    step: int = 30,
+    sizes: tuple[int, int] = (2, 2),
+    over: bool = False,
+    once: bool | None = None,
 ) -> DrillParity:
     data = {"world_size_before": sizes[0], "world_size_after": sizes[1]}
-    return parity(events, EventRow(9, 1.0, EventKind.RECOVERED, 1, 2, data), step, over=over, samples_used_once=once)
+    return parity(
+        events,
+        EventRow(9, 1.0, EventKind.RECOVERED, 1, 2, data),
+        step,
+        over=over,
+        samples_used_once=once,
+    )
 
 
 def steps(first: int, last: int, add: float = 0.0, times: float = 1.0) -> dict[int, float | None]:
@@ -34,7 +44,11 @@ BEFORE = metrics(1, steps(1, 30))
 def test_a_loss_that_goes_on_is_in_parity() -> None:
     found = compared(BEFORE, metrics(2, steps(31, 50)))
     assert found.in_parity is True and found.num_steps_after == 10
-    assert found.loss_before is not None and found.loss_after is not None and found.loss_after < found.loss_before
+    assert (
+        found.loss_before is not None
+        and found.loss_after is not None
+        and found.loss_after < found.loss_before
+    )
 
 
 def test_it_is_not_known_before_ten_steps_unless_no_more_come() -> None:
@@ -55,7 +69,10 @@ def test_a_step_that_was_repeated_must_have_the_same_loss() -> None:
     assert repeated.in_parity is True and repeated.loss_before is not None
     other = compared(BEFORE, metrics(2, steps(21, 50, times=1.005)), step=20)
     assert other.in_parity is False and other.conflicting_steps == tuple(range(21, 31))
-    assert compared(BEFORE, metrics(2, steps(21, 50, times=1.005)), step=20, sizes=(2, 1)).in_parity is True
+    assert (
+        compared(BEFORE, metrics(2, steps(21, 50, times=1.005)), step=20, sizes=(2, 1)).in_parity
+        is True
+    )
     reported_again = compared(BEFORE, metrics(2, {**steps(28, 30, add=0.1), **steps(31, 50)}))
     assert reported_again.conflicting_steps == (28, 29, 30)
     assert compared(BEFORE, metrics(2, {30: None, **steps(31, 50)})).conflicting_steps == (30,)

@@ -21,11 +21,17 @@ from tests.support.api_service import NOON, spec
 
 
 def run_row(status: RunStatus = RunStatus.RUNNING, **fields: Any) -> RunRow:
-    wanted = parse_spec(spec(checkpoint={"best_metric": "accuracy"}, train={"epochs": 3})).model_dump(mode="json")
-    return replace(new_row("run_000000000001", wanted, "tok", NOON), status=status, submission=1, **fields)
+    wanted = parse_spec(
+        spec(checkpoint={"best_metric": "accuracy"}, train={"epochs": 3})
+    ).model_dump(mode="json")
+    return replace(
+        new_row("run_000000000001", wanted, "tok", NOON), status=status, submission=1, **fields
+    )
 
 
-def event(kind: str, seq: int = 1, *, at: float = NOON, submission: int = 1, attempt: int = 1, **data: Any) -> EventRow:
+def event(
+    kind: str, seq: int = 1, *, at: float = NOON, submission: int = 1, attempt: int = 1, **data: Any
+) -> EventRow:
     return EventRow(seq, at, kind, submission, attempt, data)
 
 
@@ -37,11 +43,21 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
     found = failures.failures(
         [
             event(EventKind.FAILURE, verdict="worker_lost", step=25),
-            event(EventKind.RESTORED, attempt=2, step=10, source="checkpoint", checkpoint="step-000000010.s001", rejected=rejected),
+            event(
+                EventKind.RESTORED,
+                attempt=2,
+                step=10,
+                source="checkpoint",
+                checkpoint="step-000000010.s001",
+                rejected=rejected,
+            ),
             event(EventKind.RECOVERED, attempt=2, recovery_s=1.5, steps_lost=15),
         ]
     )
-    assert [(each.verdict, each.step, each.recovery_s) for each in found] == [("worker_lost", 25, 1.5), ("storage", 20, None)]
+    assert [(each.verdict, each.step, each.recovery_s) for each in found] == [
+        ("worker_lost", 25, 1.5),
+        ("storage", 20, None),
+    ]
     assert found[1].exception == rejected[0]["problem"]
     assert found[1].action == "went on from step 10 (step-000000010.s001)"
     assert found[1].budget is None
@@ -55,7 +71,9 @@ WORKERS = [{"rank": 0, "node_id": "n1", "node_ip": "10.0.0.1", "pid": 7}]
 
 def test_an_attempt_counts_and_clears_what_the_run_waited_for() -> None:
     waiting = run_row(RunStatus.STARTING, reason_code="waiting_for_capacity", reason_message="x")
-    first = project(waiting, event(EventKind.ATTEMPT_STARTED, world_size=1, workers=WORKERS)).columns
+    first = project(
+        waiting, event(EventKind.ATTEMPT_STARTED, world_size=1, workers=WORKERS)
+    ).columns
     assert first == {
         "attempt": 1,
         "restarts": 0,
@@ -65,12 +83,17 @@ def test_an_attempt_counts_and_clears_what_the_run_waited_for() -> None:
         "reason_code": None,
         "reason_message": None,
     }
-    later = project(run_row(attempt=1), event(EventKind.ATTEMPT_STARTED, attempt=4, world_size=1, workers=WORKERS)).columns
+    later = project(
+        run_row(attempt=1),
+        event(EventKind.ATTEMPT_STARTED, attempt=4, world_size=1, workers=WORKERS),
+    ).columns
     assert (later["attempt"], later["restarts"]) == (4, 1)
 
 
 def test_training_makes_a_run_running_where_that_is_legal() -> None:
-    started = event(EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10, snapshots="published")
+    started = event(
+        EventKind.TRAINING_STARTED, total_steps=30, steps_per_epoch=10, snapshots="published"
+    )
     for before, after in (
         (RunStatus.STARTING, RunStatus.RUNNING),
         (RunStatus.RECOVERING, RunStatus.RUNNING),
@@ -80,7 +103,11 @@ def test_training_makes_a_run_running_where_that_is_legal() -> None:
     ):
         changes = project(run_row(before), started)
         assert changes.status == after
-        assert changes.columns == {"total_steps": 30, "steps_per_epoch": 10, "snapshots": "published"}
+        assert changes.columns == {
+            "total_steps": 30,
+            "steps_per_epoch": 10,
+            "snapshots": "published",
+        }
 
 
 def test_metrics_move_the_run() -> None:
@@ -89,16 +116,25 @@ def test_metrics_move_the_run() -> None:
         {"step": 11, "at": NOON + 2, "values": {"loss": None}},
     ]
     changes = project(
-        run_row(RunStatus.STARTING, steps_per_epoch=10, metrics={"val_loss": 1.0}), event(EventKind.METRICS, points=points)
+        run_row(RunStatus.STARTING, steps_per_epoch=10, metrics={"val_loss": 1.0}),
+        event(EventKind.METRICS, points=points),
     )
-    assert changes.columns == {"metrics": {"val_loss": 1.0, "lr": 0.1}, "step": 11, "epoch": 1, "started_at": NOON + 1}
+    assert changes.columns == {
+        "metrics": {"val_loss": 1.0, "lr": 0.1},
+        "step": 11,
+        "epoch": 1,
+        "started_at": NOON + 1,
+    }
     assert changes.status == RunStatus.RUNNING
     assert changes.points == (
         MetricPoint("loss", 10, NOON + 1, 2.0),
         MetricPoint("lr", 10, NOON + 1, 0.1),
         MetricPoint("loss", 11, NOON + 2, None),
     )
-    assert "started_at" not in project(run_row(started_at=NOON), event(EventKind.METRICS, points=points)).columns
+    assert (
+        "started_at"
+        not in project(run_row(started_at=NOON), event(EventKind.METRICS, points=points)).columns
+    )
     assert project(run_row(), event(EventKind.METRICS, points=[])).columns == {}
 
 
@@ -110,23 +146,42 @@ def test_the_last_epoch_stays_in_progress() -> None:
 @pytest.mark.parametrize("name", ["accuracy", "val_accuracy"])
 def test_evaluations_are_series_of_their_own_and_the_best_is_kept(name: str) -> None:
     better = project(
-        run_row(best={"metric": "accuracy", "value": 0.8, "step": 10}), event(EventKind.EVALUATED, step=20, metrics={name: 0.9})
+        run_row(best={"metric": "accuracy", "value": 0.8, "step": 10}),
+        event(EventKind.EVALUATED, step=20, metrics={name: 0.9}),
     )
-    assert better.columns == {"metrics": {"val_accuracy": 0.9}, "best": {"metric": "accuracy", "value": 0.9, "step": 20}}
+    assert better.columns == {
+        "metrics": {"val_accuracy": 0.9},
+        "best": {"metric": "accuracy", "value": 0.9, "step": 20},
+    }
     assert better.points == (MetricPoint("val_accuracy", 20, NOON, 0.9),)
     equal = project(
-        run_row(best={"metric": "accuracy", "value": 0.9, "step": 10}), event(EventKind.EVALUATED, step=20, metrics={name: 0.9})
+        run_row(best={"metric": "accuracy", "value": 0.9, "step": 10}),
+        event(EventKind.EVALUATED, step=20, metrics={name: 0.9}),
     )
     assert "best" not in equal.columns, "of two equals the first"
-    assert "best" not in project(run_row(), event(EventKind.EVALUATED, step=20, metrics={name: None})).columns
+    assert (
+        "best"
+        not in project(run_row(), event(EventKind.EVALUATED, step=20, metrics={name: None})).columns
+    )
 
 
 def test_going_back_counts_lost_steps_until_the_driver_knows_better() -> None:
-    back = project(run_row(step=15, steps_lost=3), event(EventKind.RESTORED, step=10, epoch=1)).columns
-    assert (back["step"], back["epoch"], back["steps_lost"], back["steps_lost_at_restore"]) == (10, 1, 8, 5)
-    reported = project(run_row(steps_lost=8, steps_lost_at_restore=5), event(EventKind.RECOVERED, steps_lost=7)).columns
+    back = project(
+        run_row(step=15, steps_lost=3), event(EventKind.RESTORED, step=10, epoch=1)
+    ).columns
+    assert (back["step"], back["epoch"], back["steps_lost"], back["steps_lost_at_restore"]) == (
+        10,
+        1,
+        8,
+        5,
+    )
+    reported = project(
+        run_row(steps_lost=8, steps_lost_at_restore=5), event(EventKind.RECOVERED, steps_lost=7)
+    ).columns
     assert reported == {"steps_lost_at_restore": 0, "steps_lost": 10}
-    silent = project(run_row(steps_lost=8, steps_lost_at_restore=5), event(EventKind.RECOVERED)).columns
+    silent = project(
+        run_row(steps_lost=8, steps_lost_at_restore=5), event(EventKind.RECOVERED)
+    ).columns
     assert silent == {"steps_lost_at_restore": 0}
     ahead = project(run_row(step=9), event(EventKind.RESTORED, step=10, epoch=1)).columns
     assert ahead["steps_lost"] == 0, "a survivor may know of steps that were never reported"
@@ -152,14 +207,24 @@ def test_the_latest_checkpoint_is_of_the_lineage() -> None:
     for row in (committed(10), committed(20), committed(30)):
         run = replace(run, **project(run, row).columns)
     assert run.latest_checkpoint is not None and run.latest_checkpoint["step"] == 30
-    deleted = project(run, event(EventKind.CHECKPOINT_DELETED, step=30, name="step-000000030.s001")).columns
+    deleted = project(
+        run, event(EventKind.CHECKPOINT_DELETED, step=30, name="step-000000030.s001")
+    ).columns
     assert deleted["latest_checkpoint"]["step"] == 20
-    back = project(run, event(EventKind.RESTORED, submission=2, step=20, epoch=0, source="checkpoint")).columns
-    assert back["latest_checkpoint"]["step"] == 20, "step 30 is of an older submission and beyond the restore"
+    back = project(
+        run, event(EventKind.RESTORED, submission=2, step=20, epoch=0, source="checkpoint")
+    ).columns
+    assert back["latest_checkpoint"]["step"] == 20, (
+        "step 30 is of an older submission and beyond the restore"
+    )
     rejected = [{"name": "step-000000030.s001", "problem": "size"}]
-    same = project(run, event(EventKind.RESTORED, step=20, epoch=0, source="checkpoint", rejected=rejected)).columns
+    same = project(
+        run, event(EventKind.RESTORED, step=20, epoch=0, source="checkpoint", rejected=rejected)
+    ).columns
     assert same["latest_checkpoint"]["step"] == 20
-    fresh = project(run, event(EventKind.RESTORED, submission=2, step=0, epoch=0, source="fresh")).columns
+    fresh = project(
+        run, event(EventKind.RESTORED, submission=2, step=0, epoch=0, source="fresh")
+    ).columns
     assert fresh["latest_checkpoint"] is None
 
 
@@ -180,11 +245,17 @@ def test_of_two_checkpoints_of_one_step_the_later_attempts_is_the_latest() -> No
         (EventKind.ATTEMPT_ENDED, {"cause": "resized"}, None),
         (EventKind.ATTEMPT_ENDED, {"cause": "finished"}, None),
         (EventKind.FINISHED, {"outcome": "succeeded", "reason": None}, RunStatus.SUCCEEDED),
-        (EventKind.FINISHED, {"outcome": "failed", "reason": {"code": "user_error", "message": "m"}}, RunStatus.FAILED),
+        (
+            EventKind.FINISHED,
+            {"outcome": "failed", "reason": {"code": "user_error", "message": "m"}},
+            RunStatus.FAILED,
+        ),
         (EventKind.FINISHED, {"outcome": "stopped", "reason": None}, RunStatus.PAUSED),
     ],
 )
-def test_ends_of_attempts_and_runs(kind: str, data: dict[str, Any], status: RunStatus | None) -> None:
+def test_ends_of_attempts_and_runs(
+    kind: str, data: dict[str, Any], status: RunStatus | None
+) -> None:
     changes = project(run_row(world_size=2), event(kind, **data))
     assert changes.status == status
     assert (changes.columns["world_size"], changes.columns["workers"]) == (None, [])
@@ -193,7 +264,10 @@ def test_ends_of_attempts_and_runs(kind: str, data: dict[str, Any], status: RunS
 
 
 def test_waiting_says_what_for() -> None:
-    changes = project(run_row(), event(EventKind.WAITING, code="waiting_for_capacity", message="1 CPU", missing={"CPU": 1}))
+    changes = project(
+        run_row(),
+        event(EventKind.WAITING, code="waiting_for_capacity", message="1 CPU", missing={"CPU": 1}),
+    )
     assert (changes.columns["reason_code"], changes.columns["reason_message"], changes.status) == (
         "waiting_for_capacity",
         "1 CPU",
@@ -220,9 +294,22 @@ def test_attempts_with_their_ends() -> None:
             event(EventKind.FAILURE, verdict="worker_lost", step=12),
             event(EventKind.ATTEMPT_ENDED, at=NOON + 5, cause="worker_lost", last_step=13),
             event(EventKind.ATTEMPT_STARTED, at=NOON + 6, attempt=2, world_size=1, workers=WORKERS),
-            event(EventKind.RESTORED, step=10, epoch=1, source="checkpoint", checkpoint="step-000000010.s001"),
+            event(
+                EventKind.RESTORED,
+                step=10,
+                epoch=1,
+                source="checkpoint",
+                checkpoint="step-000000010.s001",
+            ),
             event(EventKind.SUBMISSION_STARTED, at=NOON + 9, submission=2),
-            event(EventKind.ATTEMPT_STARTED, at=NOON + 10, submission=2, attempt=3, world_size=1, workers=WORKERS),
+            event(
+                EventKind.ATTEMPT_STARTED,
+                at=NOON + 10,
+                submission=2,
+                attempt=3,
+                world_size=1,
+                workers=WORKERS,
+            ),
         ]
     )
     assert [(a.attempt, a.submission, a.first_step, a.last_step, a.cause) for a in found] == [
@@ -231,7 +318,11 @@ def test_attempts_with_their_ends() -> None:
         (3, 2, None, None, None),
     ]
     assert found[1].restored_from == "step-000000010.s001"
-    assert [(a.ended_at.timestamp() if a.ended_at else None) for a in found] == [NOON + 5, NOON + 9, None]
+    assert [(a.ended_at.timestamp() if a.ended_at else None) for a in found] == [
+        NOON + 5,
+        NOON + 9,
+        None,
+    ]
     assert found[0].workers[0].pid == 7
 
 
@@ -246,7 +337,9 @@ def test_attempts_with_their_ends() -> None:
     ],
 )
 def test_an_attempt_whose_end_was_not_recorded(last: EventRow, cause: str | None) -> None:
-    [found] = attempts.attempts([event(EventKind.ATTEMPT_STARTED, world_size=1, workers=WORKERS), last])
+    [found] = attempts.attempts(
+        [event(EventKind.ATTEMPT_STARTED, world_size=1, workers=WORKERS), last]
+    )
     assert found.cause == cause
     assert (found.ended_at is None) == (cause is None)
 
@@ -254,35 +347,73 @@ def test_an_attempt_whose_end_was_not_recorded(last: EventRow, cause: str | None
 def test_a_failure_learns_from_its_recovery() -> None:
     found = failures.failures(
         [
-            event(EventKind.FAILURE, verdict="worker_lost", first_rank=1, step=5, action="restart", evidence={"signal": 9}),
+            event(
+                EventKind.FAILURE,
+                verdict="worker_lost",
+                first_rank=1,
+                step=5,
+                action="restart",
+                evidence={"signal": 9},
+            ),
             event(EventKind.FAILURE, verdict="made_up_later", detect_s=0.5, steps_lost=1),
-            event(EventKind.RECOVERED, detect_s=9.0, recovery_s=1.5, steps_lost=2, world_size_before=2, world_size_after=1),
+            event(
+                EventKind.RECOVERED,
+                detect_s=9.0,
+                recovery_s=1.5,
+                steps_lost=2,
+                world_size_before=2,
+                world_size_after=1,
+            ),
             event(EventKind.RECOVERED, detect_s=7.0),
         ]
     )
     assert [failure.verdict for failure in found] == ["worker_lost", "unknown"]
     assert (found[0].recovery_s, found[0].evidence, found[0].first_rank) == (None, {"signal": 9}, 1)
     last = found[1]
-    assert (last.detect_s, last.recovery_s, last.steps_lost, last.world_size_after) == (0.5, 1.5, 1, 1)
+    assert (last.detect_s, last.recovery_s, last.steps_lost, last.world_size_after) == (
+        0.5,
+        1.5,
+        1,
+        1,
+    )
 
 
 # ---------------------------------------------------------------- checkpoints and samples
 
 
 def failed_save(in_a_row: int, seq: int = 1) -> EventRow:
-    data = {"step": 10, "error": "StorageFull: no space left", "failed_in_a_row": in_a_row, "max_failed_saves": 3, "retry_s": 4.0}
+    data = {
+        "step": 10,
+        "error": "StorageFull: no space left",
+        "failed_in_a_row": in_a_row,
+        "max_failed_saves": 3,
+        "retry_s": 4.0,
+    }
     return event(EventKind.CHECKPOINT_FAILED, seq, at=NOON + seq, **data)
 
 
 def test_a_run_whose_saves_fail_says_so_while_it_trains_and_until_one_succeeds() -> None:
     run = run_row(latest_checkpoint={"step": 5})
     assert project(run, failed_save(2)).columns == {}
-    assert project(run, event(EventKind.CHECKPOINT_FAILED, step=1, error="told by an older driver")).columns == {}
+    assert (
+        project(
+            run, event(EventKind.CHECKPOINT_FAILED, step=1, error="told by an older driver")
+        ).columns
+        == {}
+    )
     unavailable = project(run, failed_save(3))
-    assert unavailable.status is None and unavailable.columns["reason_code"] == ReasonCode.STORAGE_UNAVAILABLE
+    assert (
+        unavailable.status is None
+        and unavailable.columns["reason_code"] == ReasonCode.STORAGE_UNAVAILABLE
+    )
     message = unavailable.columns["reason_message"]
-    assert message.startswith("3 saves in a row failed, the newest checkpoint is of step 5") and "no space left" in message
-    assert project(run_row(RunStatus.STOPPING), failed_save(3)).columns == {}, "a status with a reason of its own keeps it"
+    assert (
+        message.startswith("3 saves in a row failed, the newest checkpoint is of step 5")
+        and "no space left" in message
+    )
+    assert project(run_row(RunStatus.STOPPING), failed_save(3)).columns == {}, (
+        "a status with a reason of its own keeps it"
+    )
     cleared = project(replace(run, **unavailable.columns), committed(20)).columns
     assert (cleared["reason_code"], cleared["reason_message"]) == (None, None)
     other = run_row(RunStatus.RUNNING, reason_code="waiting_for_capacity")
@@ -290,14 +421,22 @@ def test_a_run_whose_saves_fail_says_so_while_it_trains_and_until_one_succeeds()
 
 
 def test_a_run_that_waits_for_its_storage_says_so_until_it_starts_again() -> None:
-    failed = event(EventKind.FAILURE, verdict="storage", exception="StorageDenied: /mnt", action="wait for the storage, restart")
+    failed = event(
+        EventKind.FAILURE,
+        verdict="storage",
+        exception="StorageDenied: /mnt",
+        action="wait for the storage, restart",
+    )
     waits = project(run_row(RunStatus.RUNNING), failed)
     assert waits.status is RunStatus.RECOVERING and waits.reason is not None
     assert waits.reason.code is ReasonCode.STORAGE_UNAVAILABLE and "/mnt" in waits.reason.message
     again = project(run_row(RunStatus.RECOVERING), failed)
     assert again.status is None and again.columns["reason_code"] == ReasonCode.STORAGE_UNAVAILABLE
     assert "reason_code" not in project(run_row(RunStatus.STOPPING), failed).columns
-    assert project(run_row(RunStatus.RUNNING), event(EventKind.FAILURE, verdict="node_lost")).reason is None
+    assert (
+        project(run_row(RunStatus.RUNNING), event(EventKind.FAILURE, verdict="node_lost")).reason
+        is None
+    )
 
 
 def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() -> None:
@@ -305,7 +444,10 @@ def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() ->
     saves = [failed_save(number, seq=1 + number) for number in (1, 2, 3, 4)]
     recovered = event(EventKind.RECOVERED, 9, recovery_s=2.5)
     found = failures.failures([lost, *saves, recovered])
-    assert [(item.verdict, item.recovery_s) for item in found] == [("node_lost", 2.5), ("storage", None)]
+    assert [(item.verdict, item.recovery_s) for item in found] == [
+        ("node_lost", 2.5),
+        ("storage", None),
+    ]
     assert found[1].exception == "StorageFull: no space left" and found[1].step == 10
 
 
@@ -331,10 +473,14 @@ def test_checkpoints_of_the_lineage() -> None:
     worst = checkpoints.best(found, "accuracy", "min")
     assert worst is not None and worst.step == 20, "step 10 is deleted"
     scored = [committed(10), committed(20), committed(30)]
-    for entry, metrics in zip(scored, ({"accuracy": 0.8}, {"accuracy": 0.9}, {"accuracy": 0.9}), strict=True):
+    for entry, metrics in zip(
+        scored, ({"accuracy": 0.8}, {"accuracy": 0.9}, {"accuracy": 0.9}), strict=True
+    ):
         entry.data["metrics"] = metrics
     best = checkpoints.best(checkpoints.checkpoints(scored, {}), "accuracy", "max")
-    assert best is not None and best.step == 20, "a later one that is as good may only repeat what was measured before it"
+    assert best is not None and best.step == 20, (
+        "a later one that is as good may only repeat what was measured before it"
+    )
     scored[0].data["metrics"] = {}
     late = [*scored, event(EventKind.EVALUATED, step=10, epoch=0, metrics={"accuracy": 0.95})]
     best = checkpoints.best(checkpoints.checkpoints(late, {}), "accuracy", "max")
@@ -346,7 +492,9 @@ def test_checkpoints_of_the_lineage() -> None:
     assert deleted is not None and deleted.state == "deleted"
 
 
-def test_what_an_older_attempt_commits_beyond_a_newer_ones_beginning_is_not_in_the_lineage() -> None:
+def test_what_an_older_attempt_commits_beyond_a_newer_ones_beginning_is_not_in_the_lineage() -> (
+    None
+):
     """Also where it was told before the newer one began: its rank was given up, not dead."""
     by_attempts = [committed(step) for step in (20, 60, 60)]
     for entry, attempt in zip(by_attempts, (1, 1, 2), strict=True):
@@ -360,8 +508,14 @@ def test_what_an_older_attempt_commits_beyond_a_newer_ones_beginning_is_not_in_t
         run = replace(run, **project(run, row).columns)
     assert [item["name"] for item in run.recent_checkpoints] == names
     both = checkpoints.checkpoints([by_attempts[2], by_attempts[1]], {})
-    found = (checkpoints.newest(both), checkpoints.at_step(both, 60), checkpoints.best(both, "val_accuracy", "max"))
-    assert [item and item.name for item in found] == [names[1]] * 3, "of one step the newer attempt's counts"
+    found = (
+        checkpoints.newest(both),
+        checkpoints.at_step(both, 60),
+        checkpoints.best(both, "val_accuracy", "max"),
+    )
+    assert [item and item.name for item in found] == [names[1]] * 3, (
+        "of one step the newer attempt's counts"
+    )
 
 
 def test_checks_and_rejections_show() -> None:
@@ -385,7 +539,9 @@ def test_checks_and_rejections_show() -> None:
     broken = CheckpointCheck("step-000000010.s001", NOON + 1, "digest")
     [found] = checkpoints.checkpoints([committed(10)], {broken.name: broken})
     assert (found.state, found.problem) == ("corrupt", "digest")
-    [again] = checkpoints.checkpoints([committed(10), committed(10, at=NOON + 2)], {broken.name: broken})
+    [again] = checkpoints.checkpoints(
+        [committed(10), committed(10, at=NOON + 2)], {broken.name: broken}
+    )
     assert again.state == "committed", "it was written anew after the check"
 
 
@@ -395,8 +551,13 @@ def epoch(number: int, **counts: int) -> EventRow:
 
 
 def test_samples_of_the_lineage() -> None:
-    found = samples.samples([epoch(0), epoch(1, missing=1), event(EventKind.RESTORED, step=15, epoch=1), epoch(1)])
-    assert [(item.epoch, item.missing, item.digest) for item in found.epochs] == [(0, 0, "d0"), (1, 0, "d1")]
+    found = samples.samples(
+        [epoch(0), epoch(1, missing=1), event(EventKind.RESTORED, step=15, epoch=1), epoch(1)]
+    )
+    assert [(item.epoch, item.missing, item.digest) for item in found.epochs] == [
+        (0, 0, "d0"),
+        (1, 0, "d1"),
+    ]
     back = samples.samples([epoch(0), epoch(1), event(EventKind.RESTORED, step=5, epoch=0)])
     assert back.epochs == ()
 
@@ -427,22 +588,32 @@ def test_protection() -> None:
         (None, "checkpoint", "checkpoint", "no node keeps the state"),
     ],
 )
-def test_protection_says_what_each_death_would_cost(snapshots: str | None, process_loss: str, node_loss: str, said: str) -> None:
+def test_protection_says_what_each_death_would_cost(
+    snapshots: str | None, process_loss: str, node_loss: str, said: str
+) -> None:
     found = protection(run_row(workers=WORKERS, snapshots=snapshots))
     assert (found.process_loss, found.node_loss) == (process_loss, node_loss)
     assert found.message is not None and said in found.message
-    spec_without = {**run_row().spec, "recovery": {**run_row().spec["recovery"], "max_system_failures": 0}}
+    spec_without = {
+        **run_row().spec,
+        "recovery": {**run_row().spec["recovery"], "max_system_failures": 0},
+    }
     fragile = protection(run_row(workers=WORKERS, snapshots=snapshots, spec=spec_without))
     assert (fragile.survives, fragile.process_loss, fragile.node_loss) == (("driver",), None, None)
 
 
 def test_protection_follows_what_rank_0_reports() -> None:
     run = run_row(attempt=1, workers=WORKERS, snapshots="published")
-    changed = project(run, event(EventKind.SNAPSHOTS, step=5, snapshots="none", problem="does not fit"))
+    changed = project(
+        run, event(EventKind.SNAPSHOTS, step=5, snapshots="none", problem="does not fit")
+    )
     assert changed.columns == {"snapshots": "none"}
     again = project(run, event(EventKind.ATTEMPT_STARTED, attempt=2, world_size=1, workers=WORKERS))
     assert again.columns["snapshots"] is None, "the next attempt may run elsewhere"
-    assert project(run, event(EventKind.TRAINING_STARTED, snapshots="survivors")).columns["snapshots"] == "survivors"
+    assert (
+        project(run, event(EventKind.TRAINING_STARTED, snapshots="survivors")).columns["snapshots"]
+        == "survivors"
+    )
 
 
 def test_thinning_keeps_extremes_and_ends() -> None:

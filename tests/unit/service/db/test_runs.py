@@ -40,7 +40,12 @@ def test_a_new_run_is_queued_with_its_history(runs: RunStore, events: EventStore
     run = create(runs, tags={"team": "vision"})
     assert RUN_ID_PATTERN.fullmatch(run.id)
     assert runs.get(run.id) == run
-    assert (run.status, run.submission, run.created_at, run.last_seq) == (RunStatus.QUEUED, 0, NOON, 2)
+    assert (run.status, run.submission, run.created_at, run.last_seq) == (
+        RunStatus.QUEUED,
+        0,
+        NOON,
+        2,
+    )
     assert run.spec["train"]["global_batch_size"] == 128, "the spec is stored as resolved"
     assert [(row.seq, row.kind, row.data) for row in events.after(run.id, 0, 10)] == [
         (1, "run_created", {"name": "digits", "project": "default"}),
@@ -57,7 +62,9 @@ def test_ids_sort_by_time_and_differ_within_a_millisecond() -> None:
     assert sorted(ALPHABET) == list(ALPHABET) and len(set(ALPHABET)) == 32
 
 
-def test_an_id_that_is_taken_is_drawn_again(runs: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_is_taken_is_drawn_again(
+    runs: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = create(runs)
     drawn = iter([first.id, first.id, "run_000000000001"])
     monkeypatch.setattr("service.db.runs.new_run_id", lambda _now: next(drawn))
@@ -101,7 +108,9 @@ def test_one_key_from_many_threads_makes_one_run(runs: RunStore) -> None:
     assert len(runs.find(RunFilter(), 100)) == 1
 
 
-def test_pages_cover_every_run_once_even_within_one_moment(runs: RunStore, clock: ManualClock) -> None:
+def test_pages_cover_every_run_once_even_within_one_moment(
+    runs: RunStore, clock: ManualClock
+) -> None:
     made = []
     for index in range(25):
         clock.now = NOON + index // 5
@@ -121,14 +130,21 @@ def test_pages_cover_every_run_once_even_within_one_moment(runs: RunStore, clock
     "where",
     [
         RunFilter(tags=(("team", "vision"),)),
-        RunFilter(tags=(("team", "vision"), ("stage", None)), statuses=(RunStatus.QUEUED, RunStatus.PAUSED)),
+        RunFilter(
+            tags=(("team", "vision"), ("stage", None)),
+            statuses=(RunStatus.QUEUED, RunStatus.PAUSED),
+        ),
         RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.QUEUED, RunStatus.QUEUED)),
-        RunFilter(statuses=(RunStatus.CANCELLED, RunStatus.PAUSED), project="default", search="VIS"),
+        RunFilter(
+            statuses=(RunStatus.CANCELLED, RunStatus.PAUSED), project="default", search="VIS"
+        ),
         RunFilter(project="default", statuses=(RunStatus.PAUSED,)),
     ],
     ids=["tag", "tags and statuses", "statuses", "statuses and search", "project and status"],
 )
-def test_pages_of_every_kind_are_the_whole_list_cut(runs: RunStore, clock: ManualClock, where: RunFilter) -> None:
+def test_pages_of_every_kind_are_the_whole_list_cut(
+    runs: RunStore, clock: ManualClock, where: RunFilter
+) -> None:
     for index in range(24):
         clock.now = NOON + index // 3
         made = create(runs, tags={"team": ("vision", "text")[index % 2], "stage": "x"})
@@ -139,14 +155,18 @@ def test_pages_of_every_kind_are_the_whole_list_cut(runs: RunStore, clock: Manua
     wanted = {
         run.id
         for run in everything
-        if run and (not where.statuses or run.status in where.statuses) and team in (None, run.tags["team"])
+        if run
+        and (not where.statuses or run.status in where.statuses)
+        and team in (None, run.tags["team"])
     }
     seen, before = [], None
     while page := runs.page(where, 2, before):
         seen += page
         before = (page[-1].created_at, page[-1].id)
     assert len(seen) == len(wanted) > 2 and {run.id for run in seen} == wanted
-    assert [run.created_at for run in seen] == sorted((run.created_at for run in seen), reverse=True)
+    assert [run.created_at for run in seen] == sorted(
+        (run.created_at for run in seen), reverse=True
+    )
 
 
 def test_filters(runs: RunStore) -> None:
@@ -177,7 +197,11 @@ def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
     runs.request_stop(ended.id, "cancel")
     assert {run.id for run in runs.live()} == {queued.id, started.id}
     counts = runs.count_by_status()
-    assert (counts[RunStatus.QUEUED], counts[RunStatus.PAUSED], counts[RunStatus.RUNNING]) == (1, 1, 0)
+    assert (counts[RunStatus.QUEUED], counts[RunStatus.PAUSED], counts[RunStatus.RUNNING]) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> None:
@@ -187,8 +211,19 @@ def test_a_transition_is_guarded_by_status_and_submission(runs: RunStore) -> Non
     with pytest.raises(TransitionConflict, match="submission is 0, not 3"):
         runs.transition(run.id, RunStatus.QUEUED, RunStatus.STARTING, submission=3)
     reason = Reason(code=ReasonCode.DEADLINE_EXCEEDED, message="too late")
-    failed = runs.transition(run.id, {RunStatus.QUEUED, RunStatus.STARTING}, RunStatus.FAILED, reason, columns={"priority": 7})
-    assert (failed.status, failed.reason, failed.finished_at, failed.priority) == (RunStatus.FAILED, reason, NOON, 7)
+    failed = runs.transition(
+        run.id,
+        {RunStatus.QUEUED, RunStatus.STARTING},
+        RunStatus.FAILED,
+        reason,
+        columns={"priority": 7},
+    )
+    assert (failed.status, failed.reason, failed.finished_at, failed.priority) == (
+        RunStatus.FAILED,
+        reason,
+        NOON,
+        7,
+    )
     with pytest.raises(TransitionConflict) as gone:
         runs.transition("run_000000000000", RunStatus.QUEUED, RunStatus.FAILED)
     assert gone.value.found is None
@@ -225,7 +260,12 @@ def test_claims_follow_the_run(runs: RunStore) -> None:
     assert (recorded.ray_job_id, recorded.submitted_at) == ("job-1", NOON)
     runs.transition(run.id, RunStatus.STARTING, RunStatus.RUNNING)
     second = runs.claim_submission(run.id, 1)
-    assert (second.status, second.submission, second.ray_job_id, second.submitted_at) == (RunStatus.RECOVERING, 2, None, None)
+    assert (second.status, second.submission, second.ray_job_id, second.submitted_at) == (
+        RunStatus.RECOVERING,
+        2,
+        None,
+        None,
+    )
     with pytest.raises(TransitionConflict):
         runs.record_job(run.id, 1, "job-1")
     assert runs.claim_submission(run.id, 2).status == RunStatus.RECOVERING
@@ -239,12 +279,20 @@ def test_reasons_are_said_in_one_go_where_runs_are_as_they_were(runs: RunStore) 
     before = runs.live_versions()
     assert before == {row.id: row.row_version for row in runs.live()}
     runs.set_reasons(
-        [(run.id, RunStatus.QUEUED, WAITING), (other.id, RunStatus.RUNNING, WAITING), ("run_gone", RunStatus.QUEUED, None)]
+        [
+            (run.id, RunStatus.QUEUED, WAITING),
+            (other.id, RunStatus.RUNNING, WAITING),
+            ("run_gone", RunStatus.QUEUED, None),
+        ]
     )
     found = runs.rows([run.id, other.id, "run_gone"])
     assert {name: row.reason for name, row in found.items()} == {run.id: WAITING, other.id: None}
     after = runs.live_versions()
-    assert list(after) == list(before) and after[run.id] > before[run.id] and after[other.id] == before[other.id]
+    assert (
+        list(after) == list(before)
+        and after[run.id] > before[run.id]
+        and after[other.id] == before[other.id]
+    )
     runs.set_reason(run.id, RunStatus.QUEUED, None)
     assert {row.reason for row in runs.live()} == {None}
     runs.set_reason(run.id, RunStatus.QUEUED, WAITING)
@@ -255,21 +303,32 @@ def test_reasons_are_said_in_one_go_where_runs_are_as_they_were(runs: RunStore) 
 
 @pytest.mark.parametrize(
     ("stop", "status", "code"),
-    [("cancel", RunStatus.CANCELLED, ReasonCode.CANCELLED_BY_USER), ("pause", RunStatus.PAUSED, ReasonCode.PAUSED_BY_USER)],
+    [
+        ("cancel", RunStatus.CANCELLED, ReasonCode.CANCELLED_BY_USER),
+        ("pause", RunStatus.PAUSED, ReasonCode.PAUSED_BY_USER),
+    ],
 )
-def test_a_queued_run_stops_at_once(runs: RunStore, stop: Any, status: RunStatus, code: ReasonCode) -> None:
+def test_a_queued_run_stops_at_once(
+    runs: RunStore, stop: Any, status: RunStatus, code: ReasonCode
+) -> None:
     stopped = runs.request_stop(create(runs).id, stop)
     assert stopped.status == status
     assert stopped.reason is not None and stopped.reason.code == code
     assert stopped.stop_requested is None
 
 
-def test_a_submitted_run_is_asked_to_stop(runs: RunStore, events: EventStore, clock: ManualClock) -> None:
+def test_a_submitted_run_is_asked_to_stop(
+    runs: RunStore, events: EventStore, clock: ManualClock
+) -> None:
     run = create(runs)
     runs.claim_submission(run.id, 0)
     clock.now += 5
     stopping = runs.request_stop(run.id, "pause")
-    assert (stopping.status, stopping.stop_requested, stopping.stop_requested_at) == (RunStatus.STOPPING, "pause", NOON + 5)
+    assert (stopping.status, stopping.stop_requested, stopping.stop_requested_at) == (
+        RunStatus.STOPPING,
+        "pause",
+        NOON + 5,
+    )
     assert runs.request_stop(run.id, "pause") == stopping, "asking again changes nothing"
     cancelled = runs.request_stop(run.id, "cancel")
     assert (cancelled.status, cancelled.stop_requested) == (RunStatus.STOPPING, "cancel")
@@ -288,7 +347,9 @@ def test_pause_and_resume(runs: RunStore) -> None:
     assert (resumed.status, resumed.reason) == (RunStatus.QUEUED, None)
 
 
-def test_only_what_has_ended_is_deleted(runs: RunStore, events: EventStore, database: Database) -> None:
+def test_only_what_has_ended_is_deleted(
+    runs: RunStore, events: EventStore, database: Database
+) -> None:
     run, other = create(runs, tags={"a": "b"}), create(runs)
     with pytest.raises(TransitionConflict, match="only a run that has ended"):
         runs.delete(run.id)
@@ -298,13 +359,20 @@ def test_only_what_has_ended_is_deleted(runs: RunStore, events: EventStore, data
     assert len(events.after(run.id, 0, 100)) == 0 and len(events.after(other.id, 0, 100)) == 2
     with database.read() as connection:
         for table in ("run_tags", "transitions"):
-            assert connection.execute(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run.id}).scalar_one() == 0
+            assert (
+                connection.execute(
+                    text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run.id}
+                ).scalar_one()
+                == 0
+            )
     with pytest.raises(TransitionConflict) as gone:
         runs.delete(run.id)
     assert gone.value.found is None
 
 
-def test_a_writer_that_raises_leaves_no_trace_and_no_lock(database: Database, runs: RunStore) -> None:
+def test_a_writer_that_raises_leaves_no_trace_and_no_lock(
+    database: Database, runs: RunStore
+) -> None:
     class Boom(Exception):
         pass
 
@@ -314,7 +382,9 @@ def test_a_writer_that_raises_leaves_no_trace_and_no_lock(database: Database, ru
     assert create(runs).status == RunStatus.QUEUED
 
 
-def test_readers_see_the_state_before_a_write_that_is_under_way(database: Database, runs: RunStore) -> None:
+def test_readers_see_the_state_before_a_write_that_is_under_way(
+    database: Database, runs: RunStore
+) -> None:
     run = create(runs)
     with database.write() as connection:
         connection.execute(text("UPDATE runs SET name = 'renamed'"))
@@ -352,7 +422,9 @@ for index in range(10**9):
 
 def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'e.db'}"
-    process = subprocess.Popen([sys.executable, "-c", _SUBMIT_FOREVER, url], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SUBMIT_FOREVER, url], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     acknowledged = [process.stdout.readline().strip() for _ in range(200)]
     os.kill(process.pid, signal.SIGKILL)
@@ -372,7 +444,11 @@ def test_threads_that_write_never_see_a_locked_database(runs: RunStore, events: 
     run = create(runs)
 
     def work(index: int) -> None:
-        steps: list[Callable[[], object]] = [lambda: create(runs), lambda: runs.live(), lambda: events.after(run.id, 0, 10)]
+        steps: list[Callable[[], object]] = [
+            lambda: create(runs),
+            lambda: runs.live(),
+            lambda: events.after(run.id, 0, 10),
+        ]
         for step in range(20):
             steps[(index + step) % 3]()
 

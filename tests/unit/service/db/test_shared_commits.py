@@ -1,4 +1,5 @@
-"""Writers of SQLite that are committed together: each is whole or not there, and nobody is told before it is on the disk."""
+"""Writers of SQLite that are committed together: each is whole or not there, and nobody is told
+before it is on the disk."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Writers:
 
     @contextmanager
     def beside(self, *later: Write) -> Iterator[list[Future[None]]]:
-        """While the first one has its turn the ``later`` ones wait for theirs; with the block's end it is done, too."""
+        """While the first one has its turn the ``later`` ones wait for theirs; with the block's end
+        it is done, too."""
         begun, done = threading.Event(), threading.Event()
 
         def first(connection: Connection) -> None:
@@ -47,7 +49,9 @@ class Writers:
         assert commits is not None
         for number, write in enumerate(later, start=1):
             futures.append(self._pool.submit(self._write, write))
-            wait_for(lambda number=number: commits._num_waiting == number, 60, "a writer that waits")  # type: ignore[misc]
+            wait_for(
+                lambda number=number: commits._num_waiting == number, 60, "a writer that waits"
+            )  # type: ignore[misc]
         yield futures
         done.set()
 
@@ -57,7 +61,9 @@ class Writers:
 
     def names(self) -> set[str]:
         with self.database.read() as connection:
-            return set(connection.execute(text("SELECT name FROM projects")).scalars()) - {"default"}
+            return set(connection.execute(text("SELECT name FROM projects")).scalars()) - {
+                "default"
+            }
 
 
 @pytest.fixture
@@ -81,11 +87,15 @@ def raising(connection: Connection) -> None:
 
 def orphan(connection: Connection) -> None:
     connection.execute(text("PRAGMA defer_foreign_keys=ON"))
-    connection.execute(text("INSERT INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')"))
+    connection.execute(
+        text("INSERT INTO run_tags (run_id, key, value) VALUES ('nobody', 'k', 'v')")
+    )
 
 
 def losing(connection: Connection) -> None:
-    connection.execute(text("INSERT OR ROLLBACK INTO projects (name, created_at) VALUES ('first', 0)"))
+    connection.execute(
+        text("INSERT OR ROLLBACK INTO projects (name, created_at) VALUES ('first', 0)")
+    )
 
 
 def test_writers_that_wait_share_the_commit_of_the_one_before(writers: Writers) -> None:
@@ -100,12 +110,21 @@ def test_one_that_fails_is_undone_alone(writers: Writers) -> None:
     with writers.beside(named("a"), raising, named("first"), named("b")) as futures:
         pass
     outcomes = [type(future.exception(20)) for future in futures]
-    assert sorted(each.__name__ for each in outcomes) == ["IntegrityError", "NoneType", "NoneType", "NoneType", "ValueError"]
+    assert sorted(each.__name__ for each in outcomes) == [
+        "IntegrityError",
+        "NoneType",
+        "NoneType",
+        "NoneType",
+        "ValueError",
+    ]
     assert writers.commits == 1 and writers.names() == {"first", "a", "b"}
 
 
 def test_a_first_one_that_fails_takes_none_along(writers: Writers) -> None:
-    with pytest.raises(ValueError, match="changed its mind"), writers.database.write() as connection:
+    with (
+        pytest.raises(ValueError, match="changed its mind"),
+        writers.database.write() as connection,
+    ):
         raising(connection)
     with writers.database.write() as connection:
         connection.execute(INSERT, {"name": "next"})
@@ -125,14 +144,19 @@ def test_a_commit_that_fails_has_failed_for_all(writers: Writers) -> None:
 def test_a_transaction_that_sqlite_gave_up_is_nobodys(writers: Writers) -> None:
     with writers.beside(losing) as [first, second]:
         pass
-    assert isinstance(first.exception(20), DatabaseUnavailable) and isinstance(second.exception(20), IntegrityError)
+    assert isinstance(first.exception(20), DatabaseUnavailable) and isinstance(
+        second.exception(20), IntegrityError
+    )
     assert writers.names() == set()
 
 
-def test_a_writer_that_gives_up_leaves_the_commit_to_those_that_wait(writers: Writers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_gives_up_leaves_the_commit_to_those_that_wait(
+    writers: Writers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commits = writers.database._shared_commits
     assert commits is not None
-    monkeypatch.setattr(commits, "_num_waiting", 1)  # as it is at the very moment at which the last one gives up
+    # as it is at the very moment at which the last one gives up
+    monkeypatch.setattr(commits, "_num_waiting", 1)
     future = writers._pool.submit(writers._write, named("a"))
     wait_for(lambda: commits._open is not None, 60, "a transaction that is left open")
     assert not future.done()
@@ -174,7 +198,9 @@ def test_a_commit_that_fails_fails_what_was_written_together(writers: Writers) -
     assert writers.names() == {"next"}
 
 
-def test_nothing_more_is_written_together_once_sqlite_gave_the_transaction_up(writers: Writers) -> None:
+def test_nothing_more_is_written_together_once_sqlite_gave_the_transaction_up(
+    writers: Writers,
+) -> None:
     writers._write(named("first"))
     with pytest.raises(DatabaseUnavailable), writers.database.together():
         writers._write(named("a"))

@@ -12,7 +12,14 @@ from everstep.spec.run_spec import parse_spec
 from everstep.wire import TERMINAL_STATUSES, RunStatus
 from service.db.engine import Database
 from service.db.runs import RunStore
-from service.model.states import LIVE, SUBMITTED, TRANSITIONS, TransitionConflict, check_legal, is_legal
+from service.model.states import (
+    LIVE,
+    SUBMITTED,
+    TRANSITIONS,
+    TransitionConflict,
+    check_legal,
+    is_legal,
+)
 from tests.support.api_service import spec
 
 
@@ -45,7 +52,9 @@ def test_every_live_run_can_be_stopped_or_cancelled() -> None:
 
 
 def test_nothing_that_was_submitted_queues_again_without_a_pause() -> None:
-    assert {status for status in RunStatus if is_legal(status, RunStatus.QUEUED)} == {RunStatus.PAUSED}
+    assert {status for status in RunStatus if is_legal(status, RunStatus.QUEUED)} == {
+        RunStatus.PAUSED
+    }
 
 
 def test_an_illegal_change_names_what_would_be_legal() -> None:

@@ -48,20 +48,40 @@ def statuses(runs: RunStore, run_id: str) -> list[tuple[str, str | None]]:
 # ---------------------------------------------------------------- preemption
 
 
-def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(runs: RunStore, database: Database) -> None:
+def test_a_preempted_run_queues_again_in_the_transaction_that_pauses_it(
+    runs: RunStore, database: Database
+) -> None:
     run, urgent = started(runs, limit=3), create(runs)
     assert run.workers_limit == 3
     stopping = runs.preempt(run.id, 1, urgent.id)
-    assert (stopping.status, stopping.stop_requested, stopping.preempted_by) == (RunStatus.STOPPING, "pause", urgent.id)
+    assert (stopping.status, stopping.stop_requested, stopping.preempted_by) == (
+        RunStatus.STOPPING,
+        "pause",
+        urgent.id,
+    )
     with pytest.raises(TransitionConflict):
         runs.preempt(run.id, 1, "run_other")
     journal = Journal()
-    finished = journal.event(EventKind.FINISHED, outcome="stopped", reason={"code": "paused_by_user", "message": "x"}, step=7)
+    finished = journal.event(
+        EventKind.FINISHED,
+        outcome="stopped",
+        reason={"code": "paused_by_user", "message": "x"},
+        step=7,
+    )
     back = EventStore(database, runs._clock).apply_journal(run.id, 1, [finished], "c")
-    assert (back.status, back.step, back.stop_requested, back.preempted_by) == (RunStatus.QUEUED, 7, None, None)
+    assert (back.status, back.step, back.stop_requested, back.preempted_by) == (
+        RunStatus.QUEUED,
+        7,
+        None,
+        None,
+    )
     assert back.reason is not None and urgent.id in back.reason.message
     preempted = ReasonCode.PREEMPTED_BY_PRIORITY.value
-    assert statuses(runs, run.id) == [("STOPPING", preempted), ("PAUSED", preempted), ("QUEUED", preempted)]
+    assert statuses(runs, run.id) == [
+        ("STOPPING", preempted),
+        ("PAUSED", preempted),
+        ("QUEUED", preempted),
+    ]
     again = runs.claim_submission(run.id, 1)
     assert (again.status, again.submission, again.workers_limit) == (RunStatus.STARTING, 2, None)
 
@@ -84,7 +104,9 @@ def test_a_cancel_ends_a_preempted_run(runs: RunStore) -> None:
 # ---------------------------------------------------------------- projects
 
 
-def test_a_project_comes_with_its_first_run_or_token_and_its_queue_has_an_end(runs: RunStore, database: Database) -> None:
+def test_a_project_comes_with_its_first_run_or_token_and_its_queue_has_an_end(
+    runs: RunStore, database: Database
+) -> None:
     projects, tokens = ProjectStore(database), TokenStore(database)
     create(runs, project="seen")
     tokens.create("t", "viewer", "tokened")
@@ -107,10 +129,20 @@ def test_at_the_same_moment_one_project_is_made(runs: RunStore) -> None:
 # ---------------------------------------------------------------- audit log
 
 
-def test_an_entry_is_written_with_what_it_tells_of_or_not_at_all(runs: RunStore, database: Database, clock: ManualClock) -> None:
+def test_an_entry_is_written_with_what_it_tells_of_or_not_at_all(
+    runs: RunStore, database: Database, clock: ManualClock
+) -> None:
     audit = AuditStore(database, clock)
     database.companion = audit.join
-    entry = AuditEntry("POST", "/v1/runs" + "x" * 600, "10.0.0.1", token_id="tok_a", token_name="a", role="submitter", status=201)
+    entry = AuditEntry(
+        "POST",
+        "/v1/runs" + "x" * 600,
+        "10.0.0.1",
+        token_id="tok_a",
+        token_name="a",
+        role="submitter",
+        status=201,
+    )
     begin_entry(entry)
     try:
         with pytest.raises(ZeroDivisionError), database.write():
@@ -121,7 +153,13 @@ def test_an_entry_is_written_with_what_it_tells_of_or_not_at_all(runs: RunStore,
     finally:
         begin_entry(None)
     [row] = audit.page(10)
-    assert (row.token_id, row.target, row.status, row.at, len(row.path)) == ("tok_a", run.id, 201, NOON, 512)
+    assert (row.token_id, row.target, row.status, row.at, len(row.path)) == (
+        "tok_a",
+        run.id,
+        201,
+        NOON,
+        512,
+    )
     create(runs)
     assert len(audit.page(10)) == 1, "the reconciler's writes are nobody's call"
 
@@ -133,13 +171,19 @@ def expire(database: Database, clock: ManualClock) -> None:
     """As if the holder had been silent for long enough."""
     clock.now += LEASE_S + 1
     with database.write() as connection:
-        connection.execute(text("UPDATE leases SET expires_at = expires_at - :s"), {"s": LEASE_S + 1})
+        connection.execute(
+            text("UPDATE leases SET expires_at = expires_at - :s"), {"s": LEASE_S + 1}
+        )
 
 
-def test_one_holder_at_a_time_and_an_old_one_writes_nothing(database: Database, clock: ManualClock) -> None:
+def test_one_holder_at_a_time_and_an_old_one_writes_nothing(
+    database: Database, clock: ManualClock
+) -> None:
     leases = LeaseStore(database, clock)
     first = leases.take("reconciler", "a")
-    assert first is not None and leases.take("reconciler", "a") == first, "renewed under the same fence"
+    assert first is not None and leases.take("reconciler", "a") == first, (
+        "renewed under the same fence"
+    )
     assert leases.take("reconciler", "b") is None
     old = RunStore(database.guarded(first.check), clock)
     run = create(old)
@@ -149,14 +193,18 @@ def test_one_holder_at_a_time_and_an_old_one_writes_nothing(database: Database, 
     assert second is not None and second.fence > first.fence
     with pytest.raises(LeaseLost):
         old.claim_submission(run.id, 0)
-    assert RunStore(database.guarded(second.check), clock).claim_submission(run.id, 0).submission == 1
+    assert (
+        RunStore(database.guarded(second.check), clock).claim_submission(run.id, 0).submission == 1
+    )
     leases.release(second)
     assert leases.take("reconciler", "a") is not None, "given back, not waited for"
     leases.release(first)
     assert leases.take("reconciler", "b") is None, "an old lease gives nothing back"
 
 
-def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Database, clock: ManualClock) -> None:
+def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(
+    database: Database, clock: ManualClock
+) -> None:
     leases = LeaseStore(database, clock)
     first = leases.take("reconciler", "a")
     assert first is not None
@@ -181,7 +229,9 @@ def test_a_lease_does_not_change_hands_in_the_middle_of_a_write(database: Databa
 # ---------------------------------------------------------------- addresses and lost connections
 
 
-def test_a_connection_that_drops_in_the_middle_changes_nothing_and_the_next_one_works(postgresql: PostgresServer) -> None:
+def test_a_connection_that_drops_in_the_middle_changes_nothing_and_the_next_one_works(
+    postgresql: PostgresServer,
+) -> None:
     with postgresql.database() as url:
         database = Database(url)
         runs = RunStore(database)
@@ -209,7 +259,9 @@ def test_an_address_may_name_any_driver(tmp_path: Path) -> None:
     database.close()
 
 
-def test_submissions_at_the_same_moment_do_not_pass_a_quota_together(database: Database, clock: ManualClock) -> None:
+def test_submissions_at_the_same_moment_do_not_pass_a_quota_together(
+    database: Database, clock: ManualClock
+) -> None:
     runs, projects = RunStore(database, clock), ProjectStore(database, clock)
     projects.put("default", Quotas(max_queued=3))
     together = threading.Barrier(8)
@@ -226,7 +278,9 @@ def test_submissions_at_the_same_moment_do_not_pass_a_quota_together(database: D
         assert sum(pool.map(submit, range(8))) == 3
 
 
-def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(database: Database, clock: ManualClock) -> None:
+def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(
+    database: Database, clock: ManualClock
+) -> None:
     runs = RunStore(database, clock)
     runs_of_both = [create(runs, project=name) for name in ("default", "theirs")]
     for urgent, named in zip(runs_of_both, (True, False), strict=True):
@@ -236,7 +290,9 @@ def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(database: Data
         stopping = runs.preempt(paused.id, 1, urgent.id)
         assert stopping.reason_message is not None
         told = (str(limited.data["by"]), stopping.reason_message)
-        assert [urgent.id in text for text in told] == [named, named] and (named or "another project" in told[1])
+        assert [urgent.id in text for text in told] == [named, named] and (
+            named or "another project" in told[1]
+        )
 
 
 async def test_a_lease_that_others_had_meanwhile_is_not_taken_back_in_the_middle_of_a_tick(

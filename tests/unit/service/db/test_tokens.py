@@ -10,7 +10,12 @@ from sqlalchemy import text
 
 from everstep.spec.run_spec import parse_spec
 from everstep.wire import RunStatus
-from service.api.auth import LOCAL_TOKEN_ID, METRICS_TOKEN_ID, ensure_local_token, ensure_metrics_token
+from service.api.auth import (
+    LOCAL_TOKEN_ID,
+    METRICS_TOKEN_ID,
+    ensure_local_token,
+    ensure_metrics_token,
+)
 from service.db.engine import Database
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
@@ -52,7 +57,11 @@ def test_the_local_token_is_made_once_and_kept(database: Database, tmp_path: Pat
     ensure_local_token(tokens, path)
     secret = path.read_text().strip()
     found = tokens.find(secret)
-    assert found is not None and (found.id, found.role, found.project) == (LOCAL_TOKEN_ID, "admin", None)
+    assert found is not None and (found.id, found.role, found.project) == (
+        LOCAL_TOKEN_ID,
+        "admin",
+        None,
+    )
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
     ensure_local_token(tokens, path)
@@ -62,7 +71,9 @@ def test_the_local_token_is_made_once_and_kept(database: Database, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [None, "", "evs_of-another-database", "\udcff"])
-def test_a_missing_or_foreign_local_token_is_replaced(database: Database, tmp_path: Path, content: str | None) -> None:
+def test_a_missing_or_foreign_local_token_is_replaced(
+    database: Database, tmp_path: Path, content: str | None
+) -> None:
     tokens, path = TokenStore(database), tmp_path / "token"
     ensure_local_token(tokens, path)
     old = path.read_text().strip()
@@ -75,12 +86,18 @@ def test_a_missing_or_foreign_local_token_is_replaced(database: Database, tmp_pa
     assert tokens.find(old) is None, "the lost token must not stay valid"
 
 
-def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(database: Database) -> None:
+def test_a_secret_for_metrics_is_a_viewers_token_until_another_takes_its_place(
+    database: Database,
+) -> None:
     tokens = TokenStore(database)
     for secret in ("a" * 40, "a" * 40, "b" * 40):
         ensure_metrics_token(tokens, secret)
         found = tokens.find(secret)
-        assert found is not None and (found.id, found.role, found.project) == (METRICS_TOKEN_ID, "viewer", None)
+        assert found is not None and (found.id, found.role, found.project) == (
+            METRICS_TOKEN_ID,
+            "viewer",
+            None,
+        )
     assert tokens.find("a" * 40) is None
 
 
@@ -92,7 +109,9 @@ def test_a_token_and_a_run_are_found_together_as_they_are_apart(database: Databa
     # Times have digits enough to lose some, and texts what JSON writes otherwise.
     for seconds, stop in ((0.123457, "pause"), (0.000001, None), (1 / 3, "cancel")):
         clock.now += seconds
-        runs.request_stop(run.id, "cancel" if stop == "cancel" else "pause") if stop else runs.resume(run.id)
+        runs.request_stop(
+            run.id, "cancel" if stop == "cancel" else "pause"
+        ) if stop else runs.resume(run.id)
     found, seen = tokens.find_with_run(secret, run.id)
     assert found == row and seen is not None
     assert seen[1] == runs.transitions([run.id])[run.id] and len(seen[1]) == 4
@@ -108,7 +127,11 @@ def test_a_claim_holds_as_long_as_its_token_is_what_it_was(database: Database, e
     row, secret = tokens.create("ci", "submitter", "default", expires_at=NOON + 10)
     run = runs.create(parse_spec(spec()), row.id)[0]
     claim = Claim(row.sha256, row.role, row.project)
-    filters = (RunFilter(), RunFilter(statuses=(RunStatus.QUEUED, RunStatus.PAUSED)), RunFilter(name="nobody"))
+    filters = (
+        RunFilter(),
+        RunFilter(statuses=(RunStatus.QUEUED, RunStatus.PAUSED)),
+        RunFilter(name="nobody"),
+    )
     pages = [runs.claimed_page(claim, where, 5) for where in filters]
     assert [page and page[0].id for page in pages] == [run.id, run.id, []]
     if end == "revoked":

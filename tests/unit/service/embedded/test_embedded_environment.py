@@ -1,4 +1,5 @@
-"""What the embedded cluster's processes inherit from the operator's shell, and what they must not."""
+"""What the embedded cluster's processes inherit from the operator's shell, and what they must
+not."""
 
 from __future__ import annotations
 
@@ -57,9 +58,15 @@ NEEDED = {
 }
 
 
-def environment(inherited: dict[str, str], cpus_per_node: int = 1, patterns: tuple[str, ...] = ()) -> dict[str, str]:
+def environment(
+    inherited: dict[str, str], cpus_per_node: int = 1, patterns: tuple[str, ...] = ()
+) -> dict[str, str]:
     return cluster_environment(
-        inherited, temp_dir="/tmp/es-x", token_path=Path("/home/ray_token"), cpus_per_node=cpus_per_node, patterns=patterns
+        inherited,
+        temp_dir="/tmp/es-x",
+        token_path=Path("/home/ray_token"),
+        cpus_per_node=cpus_per_node,
+        patterns=patterns,
     )
 
 
@@ -70,9 +77,18 @@ def test_the_services_secrets_stay_out_and_what_ranks_need_comes_along() -> None
 
 
 def test_the_operator_names_what_goes_along() -> None:
-    made = environment({**SECRETS, "HF_TOKENIZERS": "1"}, patterns=("HF_*", "WANDB_API_KEY", "RAY_AUTH_TOKEN"))
-    assert made.keys() & {*SECRETS, "HF_TOKENIZERS"} == {"HF_TOKEN", "HF_TOKENIZERS", "WANDB_API_KEY"}
-    assert cluster_env({"EVERSTEP_CLUSTER_ENV": "HF_*, WANDB_API_KEY,"}) == ("HF_*", "WANDB_API_KEY")
+    made = environment(
+        {**SECRETS, "HF_TOKENIZERS": "1"}, patterns=("HF_*", "WANDB_API_KEY", "RAY_AUTH_TOKEN")
+    )
+    assert made.keys() & {*SECRETS, "HF_TOKENIZERS"} == {
+        "HF_TOKEN",
+        "HF_TOKENIZERS",
+        "WANDB_API_KEY",
+    }
+    assert cluster_env({"EVERSTEP_CLUSTER_ENV": "HF_*, WANDB_API_KEY,"}) == (
+        "HF_*",
+        "WANDB_API_KEY",
+    )
     for wrong in ("*", "A=b", "", "A*B"):
         with pytest.raises(SettingsError, match="is not the name of a variable"):
             Settings(home=Path("/srv/es"), cluster_env=(wrong,))
@@ -84,22 +100,36 @@ def test_other_settings_bring_what_they_need() -> None:
         return environment(SECRETS, patterns=settings.cluster_variables).keys() & SECRETS.keys()
 
     assert passed() == set()
-    assert passed(storage_uri="s3://bucket/runs") == {name for name in SECRETS if name.startswith("AWS_")}
+    assert passed(storage_uri="s3://bucket/runs") == {
+        name for name in SECRETS if name.startswith("AWS_")
+    }
     assert passed(storage_roots=("/data", "gs://bucket")) == {"GOOGLE_APPLICATION_CREDENTIALS"}
     assert passed(pip_rule=pip_rule({"EVERSTEP_ALLOW_PIP": "einops"})) == {"PIP_INDEX_URL"}
     tracked = environment({**SECRETS, "EVERSTEP_MLFLOW_TRACKING_URI": "http://mlflow:5000"})
-    assert tracked["MLFLOW_TRACKING_TOKEN"] == "secret" and tracked["EVERSTEP_MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
+    assert (
+        tracked["MLFLOW_TRACKING_TOKEN"] == "secret"
+        and tracked["EVERSTEP_MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
+    )
 
 
 def test_nothing_leads_to_another_cluster_or_another_token() -> None:
-    made = environment({"RAY_ADDRESS": "auto", "RAY_AUTH_TOKEN": "theirs", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": "/elsewhere"})
+    made = environment(
+        {
+            "RAY_ADDRESS": "auto",
+            "RAY_AUTH_TOKEN": "theirs",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": "/elsewhere",
+        }
+    )
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR"} & made.keys()
     assert made["RAY_AUTH_MODE"] == "token"
     assert made["RAY_AUTH_TOKEN_PATH"] == "/home/ray_token"
 
 
 def test_the_operators_timers_stay() -> None:
-    assert environment({"RAY_health_check_period_ms": "5000"})["RAY_health_check_period_ms"] == "5000"
+    assert (
+        environment({"RAY_health_check_period_ms": "5000"})["RAY_health_check_period_ms"] == "5000"
+    )
     assert environment({})["RAY_health_check_period_ms"] == "500"
 
 
@@ -109,7 +139,10 @@ def test_all_ranks_list_sets_in_one_order_which_the_operator_may_choose() -> Non
 
 
 def test_ray_s_dashboard_tracks_trainings_and_shows_the_operators_grafana() -> None:
-    theirs = {"RAY_GRAFANA_HOST": "http://grafana:3000", "RAY_PROMETHEUS_HOST": "http://prometheus:9090"}
+    theirs = {
+        "RAY_GRAFANA_HOST": "http://grafana:3000",
+        "RAY_PROMETHEUS_HOST": "http://prometheus:9090",
+    }
     made = environment(theirs)
     assert made["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1" and theirs.items() <= made.items()
 

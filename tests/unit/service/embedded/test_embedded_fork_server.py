@@ -1,4 +1,5 @@
-"""Workers that are forked: they are what an exec would have made, they end when their node loses them, and they share no ids."""
+"""Workers that are forked: they are what an exec would have made, they end when their node loses
+them, and they share no ids."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ class Server:
     def __init__(self, directory: Path) -> None:
         socket, self.log = directory / "s", directory / "log"
         self.address = str(socket)
-        command = [sys.executable, "-m", "service.embedded.fork_server", self.address, "no_such_module"]
+        command = [
+            sys.executable,
+            "-m",
+            "service.embedded.fork_server",
+            self.address,
+            "no_such_module",
+        ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
         wait_for(socket.exists, 60, "the fork server's socket")
@@ -72,10 +79,20 @@ class Started:
         script.write_text(WORKER)
         self.out = directory / "said.json"
         context = CONTEXT_FLAG + json.dumps({"env_vars": {"A": "1"}})
-        command = [sys.executable, worker_start.__file__, context, "--language=PYTHON", str(script), str(self.out), *arguments]
+        command = [
+            sys.executable,
+            worker_start.__file__,
+            context,
+            "--language=PYTHON",
+            str(script),
+            str(self.out),
+            *arguments,
+        ]
         env = {**os.environ, FORK_SERVER_VARIABLE: address}
         give_way = functools.partial(os.sched_setscheduler, 0, os.SCHED_BATCH, os.sched_param(0))
-        self.process = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, text=True, preexec_fn=give_way)
+        self.process = subprocess.Popen(
+            command, env=env, cwd=directory, stdout=subprocess.PIPE, text=True, preexec_fn=give_way
+        )
 
     def said(self) -> dict[str, object]:
         wait_for(self.out.exists, 60, "the worker's word")
@@ -95,7 +112,9 @@ def test_a_forked_worker_is_what_an_exec_would_have_made(address: str, tmp_path:
     assert said["a"] == "1", "the runtime environment's variables are set"
     assert said["group"] == os.getpgrp()
     assert said["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
-    assert said["log_handlers"] == 0, "the server's would write secrets to the worker's stderr that its own output masks"
+    assert said["log_handlers"] == 0, (
+        "the server's would write secrets to the worker's stderr that its own output masks"
+    )
     assert said["policy"] == os.SCHED_BATCH, "it gives way as its raylet does"
 
 
@@ -125,7 +144,8 @@ def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path
 
 
 def test_a_worker_and_its_stand_in_may_end_at_once(server: Server, tmp_path: Path) -> None:
-    """The server learns of both in one look: the worker's end closes the connection whose end comes next."""
+    """The server learns of both in one look: the worker's end closes the connection whose end comes
+    next."""
     started = Started(server.address, tmp_path / "1", "stay")
     pid = int(str(started.said()["pid"]))
     server.process.send_signal(signal.SIGSTOP)
@@ -147,7 +167,10 @@ def test_a_worker_whose_raylet_dies_ends(address: str, tmp_path: Path) -> None:
     worker, out = tmp_path / "worker.py", tmp_path / "said.json"
     worker.write_text(WORKER)
     env = {**os.environ, FORK_SERVER_VARIABLE: address}
-    raylet = subprocess.Popen([sys.executable, script, sys.executable, worker_start.__file__, worker, out, "stay"], env=env)
+    raylet = subprocess.Popen(
+        [sys.executable, script, sys.executable, worker_start.__file__, worker, out, "stay"],
+        env=env,
+    )
     wait_for(out.exists, 60, "the worker's word")
     pid = json.loads(out.read_text())["pid"]
     raylet.kill()
@@ -159,7 +182,14 @@ def test_what_a_fork_cannot_give_is_left_to_ray() -> None:
     assert plan([CONTEXT_FLAG + '{"py_executable": "/other/python"}', "w.py"], {}) is None
     assert plan([CONTEXT_FLAG + '{"command_prefix": ["podman", "run"]}', "w.py"], {}) is None
     assert plan(["--language=JAVA", "w.py"], {}) is None
-    request = plan([CONTEXT_FLAG + json.dumps({"py_executable": sys.executable, "command_prefix": []}), "w.py", "--a"], {"B": "2"})
+    request = plan(
+        [
+            CONTEXT_FLAG + json.dumps({"py_executable": sys.executable, "command_prefix": []}),
+            "w.py",
+            "--a",
+        ],
+        {"B": "2"},
+    )
     assert request is not None
     assert request["argv"] == ["w.py", "--a"]
     assert request["environ"] == {"B": "2"}

@@ -1,4 +1,5 @@
-"""The embedded cluster's start on a machine that is busy: tried again, for two minutes at least, and not for a wrong setting."""
+"""The embedded cluster's start on a machine that is busy: tried again, for two minutes at least,
+and not for a wrong setting."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from service.embedded.patience import RETRY_S, start_patiently
 class Start:
     """Fails so often, each time after so many seconds of a clock that nothing else moves."""
 
-    def __init__(self, failures: int, seconds: float = 20.0, error: Exception | None = None) -> None:
+    def __init__(
+        self, failures: int, seconds: float = 20.0, error: Exception | None = None
+    ) -> None:
         self.now, self.num_tries, self.cleared, self.said = 0.0, 0, 0, list[str | None]()
-        self._failures, self._seconds, self._error = failures, seconds, error or TimeoutError("the port file did not appear")
+        self._failures, self._seconds, self._error = (
+            failures,
+            seconds,
+            error or TimeoutError("the port file did not appear"),
+        )
         self.stopping = False
 
     def run(self) -> str:
@@ -50,8 +57,12 @@ def test_a_failed_start_is_tried_again(caplog: pytest.LogCaptureFixture) -> None
     start = Start(failures=3)
     assert start.run() == "started" and start.num_tries == 4
     assert start.said[0] == "the head to start" and start.said[-1] is None
-    assert "2 tries failed so far, the last one with TimeoutError: the port file" in str(start.said[2])
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == ["the head did not start"] * 3
+    assert "2 tries failed so far, the last one with TimeoutError: the port file" in str(
+        start.said[2]
+    )
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "the head did not start"
+    ] * 3
 
 
 @pytest.mark.parametrize("seconds", [0.1, 15.0, 60.0])
@@ -62,7 +73,9 @@ def test_nothing_is_given_up_before_two_minutes(seconds: float) -> None:
     assert 120 <= start.now < patience.GIVE_UP_S + 2 * (seconds + RETRY_S)
 
 
-@pytest.mark.parametrize("error", [ValueError("not a number"), FileNotFoundError("gcs_server"), PermissionError("/tmp")])
+@pytest.mark.parametrize(
+    "error", [ValueError("not a number"), FileNotFoundError("gcs_server"), PermissionError("/tmp")]
+)
 def test_what_would_fail_every_time_is_said_at_once(error: Exception) -> None:
     start = Start(failures=10**6, error=error)
     with pytest.raises(type(error)):

@@ -1,4 +1,5 @@
-"""The keeper of an embedded cluster where a node does not start: the others are there, and its place is tried again."""
+"""The keeper of an embedded cluster where a node does not start: the others are there, and its
+place is tried again."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def node(slot: int) -> NodeNote:
 
 
 class Slow(Keeper):
-    """A cluster on a machine that is so busy that the raylets in some places are not there in time, at first."""
+    """A cluster on a machine that is so busy that the raylets in some places are not there in time,
+    at first."""
 
     late: ClassVar[list[int]] = []
     left: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -32,8 +34,17 @@ class Slow(Keeper):
     def _start_node(self, slot: int) -> NodeNote:
         if slot in self.late:
             self.late.remove(slot)
-            command = [sys.executable, "-c", "import time; time.sleep(60)", f"{self._note.temp_dir}/n{slot}.0/raylet"]
-            self.left.append(subprocess.Popen(command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir}))
+            command = [
+                sys.executable,
+                "-c",
+                "import time; time.sleep(60)",
+                f"{self._note.temp_dir}/n{slot}.0/raylet",
+            ]
+            self.left.append(
+                subprocess.Popen(
+                    command, env={**os.environ, CLUSTER_DIR_VARIABLE: self._note.temp_dir}
+                )
+            )
             raise Exception("The current node timed out during startup.")  # as Ray says it
         return node(slot)
 
@@ -50,7 +61,9 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     return Slow(tmp_path / "cluster.json", note)
 
 
-def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slow, "late", [2])
     slow._fill()
     note = read_note(slow._note_path)
@@ -65,7 +78,9 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(slow
     assert slow._refill_at is None
 
 
-def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeper_module, "LOOK_INTERVAL_S", 600.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
         slow._note = replace(slow._note, nodes=(node(0), replace(node(1), raylet_pid=raylet.pid)))
@@ -89,13 +104,23 @@ def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(slow: Slow, mo
 def test_nodes_have_cores_of_their_own_where_they_take_them_all(slow: Slow) -> None:
     """Three nodes of one CPU, then of two."""
     one, two = slow._note, replace(slow._note, cpus_per_node=2)
-    assert [list(keeper_module.cores_of(slot, one, [0, 2, 5])) for slot in (1, 2, 3)] == [[0], [2], [5]]
-    assert [list(keeper_module.cores_of(slot, two, range(6))) for slot in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(keeper_module.cores_of(slot, one, [0, 2, 5])) for slot in (1, 2, 3)] == [
+        [0],
+        [2],
+        [5],
+    ]
+    assert [list(keeper_module.cores_of(slot, two, range(6))) for slot in (1, 2, 3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
     for cores in ([0, 1], [0, 1, 2, 3]):
         assert list(keeper_module.cores_of(1, one, cores)) == [], "too few, or some to spare"
 
 
-def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slow, "late", [1, 2, 3])
     slow._fill_first()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
@@ -103,5 +128,7 @@ def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(slow: Slow,
     slow._note = replace(slow._note, nodes=(node(0),))
     monkeypatch.setattr(slow, "late", [1, 1, 2, 2, 3, 3])
     slow._fill_first()
-    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3], "and a third: it is given up by the clock, not by tries"
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3], (
+        "and a third: it is given up by the clock, not by tries"
+    )
     assert [process.wait(60) for process in slow.left] == [-9] * 9

@@ -1,4 +1,5 @@
-"""What keeps order gives way to the ranks, as long as it gets its turn all the same. Real processes on one core."""
+"""What keeps order gives way to the ranks, as long as it gets its turn all the same. Real processes
+on one core."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ from service.embedded.processes import CLUSTER_DIR_VARIABLE
 from tests.support.service_process import wait_for
 
 ROOT = Path(__file__).parents[4]
-CONTROL = "import os, time; os.sched_setaffinity(0, {%d})\nwhile True: time.sleep(0.01); sum(range(100_000))"
-RANK = "import os; os.sched_setaffinity(0, {%d}); os.setpriority(os.PRIO_PROCESS, 0, -10)\nwhile True: pass"
+CONTROL = (
+    "import os, time; os.sched_setaffinity(0, {%d})\nwhile True: time.sleep(0.01); "
+    "sum(range(100_000))"
+)
+RANK = (
+    "import os; os.sched_setaffinity(0, {%d}); os.setpriority(os.PRIO_PROCESS, 0, -10)\nwhile "
+    "True: pass"
+)
 KEEPER = """
 import sys
 from service.embedded import precedence
@@ -26,7 +33,9 @@ kept = precedence.Precedence(sys.argv[1])
 kept.give_way([int(sys.argv[2])])
 kept.keep()
 """
-needs_privilege = pytest.mark.skipif(os.geteuid() != 0, reason="only root may let a process out of class IDLE again")
+needs_privilege = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may let a process out of class IDLE again"
+)
 
 
 class Processes:
@@ -37,14 +46,18 @@ class Processes:
         self.temp_dir = temp_dir
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, script: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, script: str, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", script, *arguments]
         self._started.append(subprocess.Popen(command, env={**os.environ, **(env or {})}, cwd=ROOT))
         return self._started[-1]
 
     def start_control(self) -> psutil.Process:
         """A process of the cluster that wakes up every 10 ms, to do something."""
-        return psutil.Process(self.start(CONTROL % self.core, env={CLUSTER_DIR_VARIABLE: str(self.temp_dir)}).pid)
+        return psutil.Process(
+            self.start(CONTROL % self.core, env={CLUSTER_DIR_VARIABLE: str(self.temp_dir)}).pid
+        )
 
     def end(self) -> None:
         for process in self._started:
@@ -71,7 +84,11 @@ def test_a_process_gives_way_until_ranks_leave_it_no_turn(processes: Processes) 
     assert control.nice() == CONTROL_NICENESS
 
     rank = processes.start(RANK % processes.core)
-    wait_for(lambda: policy(control) == os.SCHED_OTHER, 60, "the process to be let out where a rank never waits")
+    wait_for(
+        lambda: policy(control) == os.SCHED_OTHER,
+        60,
+        "the process to be let out where a rank never waits",
+    )
     ran_s = sum(control.cpu_times()[:2])
     wait_for(lambda: sum(control.cpu_times()[:2]) > ran_s, 60, "the process to run beside the rank")
     rank.kill()
@@ -80,18 +97,24 @@ def test_a_process_gives_way_until_ranks_leave_it_no_turn(processes: Processes) 
 
 
 @needs_privilege
-def test_what_is_not_of_the_cluster_or_does_not_give_way_is_left_alone(processes: Processes) -> None:
+def test_what_is_not_of_the_cluster_or_does_not_give_way_is_left_alone(
+    processes: Processes,
+) -> None:
     stranger = psutil.Process(processes.start(CONTROL % processes.core).pid)
     stranger.nice(CONTROL_NICENESS)
-    raylet, control = processes.start_control(), processes.start_control()  # the latter is looked at last
+    # the latter is looked at last
+    raylet, control = processes.start_control(), processes.start_control()
     processes.start(KEEPER, str(processes.temp_dir), str(control.pid))
     wait_for(lambda: policy(control) == os.SCHED_IDLE, 60, "the process to give way")
     assert (policy(raylet), raylet.nice()) == (os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0))
     assert policy(stranger) == os.SCHED_OTHER
 
 
-def test_a_cluster_that_was_started_at_a_low_priority_is_left_as_it_is(processes: Processes) -> None:
-    """Its ranks could not be told from what gives way to them; nor could they be without a privilege."""
+def test_a_cluster_that_was_started_at_a_low_priority_is_left_as_it_is(
+    processes: Processes,
+) -> None:
+    """Its ranks could not be told from what gives way to them; nor could they be without a
+    privilege."""
     control = processes.start_control()
     low = f"import os; os.nice({CONTROL_NICENESS})\n{KEEPER}"
     assert processes.start(low, str(processes.temp_dir), str(control.pid)).wait(60) == 0
@@ -100,6 +123,12 @@ def test_a_cluster_that_was_started_at_a_low_priority_is_left_as_it_is(processes
 
 def test_who_wants_to_run_and_does_not_is_starved() -> None:
     before = {1: Turn(True, 5), 2: Turn(False, 5), 3: Turn(True, 5), 4: Turn(True, 5)}
-    now = {1: Turn(True, 5), 2: Turn(True, 5), 3: Turn(True, 6), 4: Turn(False, 5), 5: Turn(True, 5)}
+    now = {
+        1: Turn(True, 5),
+        2: Turn(True, 5),
+        3: Turn(True, 6),
+        4: Turn(False, 5),
+        5: Turn(True, 5),
+    }
     assert starved(before, now) == [1]
     assert starved({}, now) == []

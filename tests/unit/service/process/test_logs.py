@@ -1,4 +1,5 @@
-"""The service's own log: what others choose, such as a path, does not steer the operator's terminal."""
+"""The service's own log: what others choose, such as a path, does not steer the operator's
+terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ except ValueError:
 @pytest.mark.parametrize("form", ["words", "json"])
 def test_what_others_choose_does_not_steer_the_terminal(form: str) -> None:
     env = {**os.environ, "EVERSTEP_LOG_FORMAT": form, "PYTHONIOENCODING": "utf-8"}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, check=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, check=True, timeout=60
+    )
     said = ended.stderr.decode()
     assert "not let in" in said and "a library says /v1/" in said and "ValueError: /v1/" in said
     assert not set(said) & {"\x1b", "\x9b", "\u202e"}

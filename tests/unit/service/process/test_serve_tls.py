@@ -1,4 +1,5 @@
-"""The service over TLS, beside a stand-in for Ray: it answers whoever trusts its certificate, and nobody in plain text."""
+"""The service over TLS, beside a stand-in for Ray: it answers whoever trusts its certificate, and
+nobody in plain text."""
 
 from __future__ import annotations
 
@@ -35,20 +36,36 @@ def certificate(directory: Path) -> tuple[Path, Path]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
+        )
         .sign(key, hashes.SHA256())
     )
     cert_path, key_path = directory / "cert.pem", directory / "key.pem"
     cert_path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     key_path.write_bytes(key.private_bytes(*pem))
     return cert_path, key_path
 
 
 def serve(home: Path, ray: FakeRay, port: int, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "service.process.serve", "--port", str(port), "--ray-address", ray.url]
+    command = [
+        sys.executable,
+        "-m",
+        "service.process.serve",
+        "--port",
+        str(port),
+        "--ray-address",
+        ray.url,
+    ]
     environ = {**os.environ, "EVERSTEP_HOME": str(home), "RAY_AUTH_TOKEN": ray.token, **env}
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_it_answers_over_tls_and_tells_its_clients_so(tmp_path: Path) -> None:
@@ -56,7 +73,11 @@ def test_it_answers_over_tls_and_tells_its_clients_so(tmp_path: Path) -> None:
     port, home = free_port(), tmp_path / "home"
     url = f"https://127.0.0.1:{port}"
     with serving(FakeRay()) as ray:
-        env = {"EVERSTEP_TLS_CERT": str(cert), "EVERSTEP_TLS_KEY": str(key), "EVERSTEP_PUBLIC_URL": url}
+        env = {
+            "EVERSTEP_TLS_CERT": str(cert),
+            "EVERSTEP_TLS_KEY": str(key),
+            "EVERSTEP_PUBLIC_URL": url,
+        }
         process = serve(home, ray, port, **env)
         try:
             trusting = ssl.create_default_context(cafile=str(cert))
@@ -84,7 +105,11 @@ def answers(http: httpx.Client) -> bool:
 def test_a_certificate_that_cannot_be_used_ends_the_start_with_the_way_out(tmp_path: Path) -> None:
     cert, _ = certificate(tmp_path)
     (tmp_path / "other.pem").write_text("no key")
-    env = {"EVERSTEP_TLS_CERT": str(cert), "EVERSTEP_TLS_KEY": str(tmp_path / "other.pem"), "EVERSTEP_PUBLIC_URL": "https://a"}
+    env = {
+        "EVERSTEP_TLS_CERT": str(cert),
+        "EVERSTEP_TLS_KEY": str(tmp_path / "other.pem"),
+        "EVERSTEP_PUBLIC_URL": "https://a",
+    }
     with serving(FakeRay()) as ray:
         process = serve(tmp_path / "home", ray, free_port(), **env)
         _, error = process.communicate(timeout=60)
@@ -92,7 +117,10 @@ def test_a_certificate_that_cannot_be_used_ends_the_start_with_the_way_out(tmp_p
 
 
 def test_tls_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    assert tls_settings({"EVERSTEP_TLS_CERT": "/a", "EVERSTEP_TLS_KEY": "/b"}) == (Path("/a"), Path("/b"))
+    assert tls_settings({"EVERSTEP_TLS_CERT": "/a", "EVERSTEP_TLS_KEY": "/b"}) == (
+        Path("/a"),
+        Path("/b"),
+    )
     assert tls_settings({}) == (None, None)
     with pytest.raises(SettingsError, match="EVERSTEP_TLS_KEY"):
         Settings(home=tmp_path, tls_cert=Path("/a"))

@@ -1,4 +1,5 @@
-"""Webhooks: told in the transaction of what happened, only to allowed origins, signed, and until somebody takes them."""
+"""Webhooks: told in the transaction of what happened, only to allowed origins, signed, and until
+somebody takes them."""
 
 from __future__ import annotations
 
@@ -53,22 +54,35 @@ def told(runs: RunStore) -> Callable[..., str]:
     return make
 
 
-def notifier(database: Database, clock: ManualClock, receiver: Receiver, rule: NotifyRule = RULE) -> Notifier:
+def notifier(
+    database: Database, clock: ManualClock, receiver: Receiver, rule: NotifyRule = RULE
+) -> Notifier:
     return Notifier(NotificationStore(database, clock), rule, clock, httpx.MockTransport(receiver))
 
 
-async def test_an_end_is_told_once_and_signed(database: Database, clock: ManualClock, told: Callable[..., str]) -> None:
+async def test_an_end_is_told_once_and_signed(
+    database: Database, clock: ManualClock, told: Callable[..., str]
+) -> None:
     run_id, receiver = told(notify={"url": URL}), Receiver()
     told(), told(notify={"url": URL, "on": ["FAILED"]})
     for _ in range(2):
         await notifier(database, clock, receiver).work()
     [request] = receiver.requests
     body = json.loads(request.content)
-    assert (body["run_id"], body["status"], body["reason"]["code"]) == (run_id, RunStatus.CANCELLED, "cancelled_by_user")
+    assert (body["run_id"], body["status"], body["reason"]["code"]) == (
+        run_id,
+        RunStatus.CANCELLED,
+        "cancelled_by_user",
+    )
     parts = dict(part.split("=") for part in request.headers["Everstep-Signature"].split(","))
-    expected = hmac.new(SECRET.encode(), f"{parts['t']}.".encode() + request.content, hashlib.sha256).hexdigest()
+    expected = hmac.new(
+        SECRET.encode(), f"{parts['t']}.".encode() + request.content, hashlib.sha256
+    ).hexdigest()
     assert (int(parts["t"]), parts["v1"]) == (int(clock.now), expected)
-    assert request.headers["Everstep-Delivery"] == f"{run_id}/{body['seq']}" and "Authorization" not in request.headers
+    assert (
+        request.headers["Everstep-Delivery"] == f"{run_id}/{body['seq']}"
+        and "Authorization" not in request.headers
+    )
 
 
 @pytest.mark.parametrize("status", [None, 302, 500])
@@ -83,14 +97,18 @@ async def test_it_is_tried_again_and_given_up_after_a_day(
         clock.now += 1000.0
         assert clock.now < began + GIVE_UP_S + 10_000
     assert clock.now > began + GIVE_UP_S and 20 < len(receiver.requests) < 60
-    assert {request.url.host for request in receiver.requests} == {"hooks.example.org"}, "redirects are not followed"
+    assert {request.url.host for request in receiver.requests} == {"hooks.example.org"}, (
+        "redirects are not followed"
+    )
     receiver.status = 200
     told(notify={"url": URL})
     await notifier(database, clock, receiver).work()
     assert store.count() == 0
 
 
-async def test_what_is_no_longer_allowed_is_not_called(database: Database, clock: ManualClock, told: Callable[..., str]) -> None:
+async def test_what_is_no_longer_allowed_is_not_called(
+    database: Database, clock: ManualClock, told: Callable[..., str]
+) -> None:
     told(notify={"url": URL})
     receiver = Receiver()
     await notifier(database, clock, receiver, NOBODY).work()
@@ -122,17 +140,35 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
         assert refused.json()["errors"][0]["loc"] == ["notify", "url"]
         archive = {"archive": f"sha256:{'0' * 64}", "task": "mine:Task"}
-        wrong = {"name": "a", "notify": {"url": URL}, "code": archive, "resume_from": {"run_id": "run_1"}}
-        told = (await api.http.post("/v1/runs", json=wrong | {"runtime_env": {"pip": ["einops"]}})).json()["errors"]
-        assert [".".join(error["loc"]) for error in told] == ["runtime_env", "notify.url", "code.archive", "resume_from.run_id"]
+        wrong = {
+            "name": "a",
+            "notify": {"url": URL},
+            "code": archive,
+            "resume_from": {"run_id": "run_1"},
+        }
+        told = (
+            await api.http.post("/v1/runs", json=wrong | {"runtime_env": {"pip": ["einops"]}})
+        ).json()["errors"]
+        assert [".".join(error["loc"]) for error in told] == [
+            "runtime_env",
+            "notify.url",
+            "code.archive",
+            "resume_from.run_id",
+        ]
         api.context.notify = RULE
         assert (await api.http.post("/v1/runs", json=spec(notify={"url": URL}))).status_code == 201
 
 
 def test_what_an_operator_may_say() -> None:
     assert notify_rule({}) == NOBODY
-    environ = {"EVERSTEP_NOTIFY_ORIGINS": "https://Hooks.example.org:443/, http://10.0.0.1:9000", "EVERSTEP_NOTIFY_SECRET": SECRET}
+    environ = {
+        "EVERSTEP_NOTIFY_ORIGINS": "https://Hooks.example.org:443/, http://10.0.0.1:9000",
+        "EVERSTEP_NOTIFY_SECRET": SECRET,
+    }
     assert notify_rule(environ) == RULE
-    for wrong in ({"EVERSTEP_NOTIFY_ORIGINS": "hooks.example.org"}, {"EVERSTEP_NOTIFY_SECRET": "short"}):
+    for wrong in (
+        {"EVERSTEP_NOTIFY_ORIGINS": "hooks.example.org"},
+        {"EVERSTEP_NOTIFY_SECRET": "short"},
+    ):
         with pytest.raises(SettingsError, match="EVERSTEP_NOTIFY"):
             notify_rule(environ | wrong)

@@ -18,10 +18,15 @@ def run(name: str, **values: Any) -> RunFacts:
 
 
 def nodes(*cpus: float, gpus: float = 0) -> tuple[NodeFacts, ...]:
-    return tuple(NodeFacts(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9}) for i, count in enumerate(cpus))
+    return tuple(
+        NodeFacts(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9})
+        for i, count in enumerate(cpus)
+    )
 
 
-def admit(queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeFacts]) -> tuple[Admission, ...]:
+def admit(
+    queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeFacts]
+) -> tuple[Admission, ...]:
     return plan(queued, holding, nodes).admissions
 
 
@@ -34,7 +39,9 @@ def test_a_run_starts_when_its_least_fits() -> None:
 
 
 def test_one_that_can_never_fit_says_what_is_missing() -> None:
-    [admission] = admit([run("a", min_workers=5, max_workers=5, worker={"CPU": 2})], [], nodes(0, 2, 3))
+    [admission] = admit(
+        [run("a", min_workers=5, max_workers=5, worker={"CPU": 2})], [], nodes(0, 2, 3)
+    )
     assert code(admission) is ReasonCode.INFEASIBLE
     assert admission.reason is not None
     assert "room for 2" in admission.reason.message
@@ -56,7 +63,10 @@ def test_a_gpu_that_is_asked_for_counts() -> None:
 
 
 def test_strict_strategies_bound_the_room() -> None:
-    spread, pack = (run("a", min_workers=3, max_workers=3, placement_strategy=f"STRICT_{word}") for word in ("SPREAD", "PACK"))
+    spread, pack = (
+        run("a", min_workers=3, max_workers=3, placement_strategy=f"STRICT_{word}")
+        for word in ("SPREAD", "PACK")
+    )
     assert not admit([spread], [], nodes(4, 4))[0].starts
     assert admit([spread], [], nodes(1, 1, 1))[0].starts
     assert admit([pack], [], nodes(1, 3))[0].starts
@@ -72,7 +82,10 @@ def test_runs_hold_what_they_may_use_until_their_size_is_known() -> None:
 
 
 def test_priority_goes_before_age_and_nobody_overtakes() -> None:
-    queue = [run("old", created_at=1.0), run("urgent", created_at=2.0, priority=5, min_workers=2, max_workers=2)]
+    queue = [
+        run("old", created_at=1.0),
+        run("urgent", created_at=2.0, priority=5, min_workers=2, max_workers=2),
+    ]
     holder = run("h", status=RunStatus.RUNNING, world_size=1)
     first, second = admit(queue, [holder], nodes(1, 1))
     assert (first.run_id, code(first)) == ("urgent", ReasonCode.WAITING_FOR_CAPACITY)
@@ -105,26 +118,38 @@ workers = st.builds(
 
 @given(st.lists(workers, max_size=6), st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_what_starts_fits_at_its_least(queue: list[dict[str, Any]], cpus: list[int]) -> None:
-    """However the queue looks: everyone is answered once, and the least sizes of those that start fit together."""
+    """However the queue looks: everyone is answered once, and the least sizes of those that start
+    fit together."""
     queued = [run(f"r{i}", **values) for i, values in enumerate(queue)]
     admissions = admit(queued, [], nodes(*map(float, cpus)))
     assert sorted(admission.run_id for admission in admissions) == sorted(one.id for one in queued)
     started = [one for one in queued if Admission(one.id) in admissions]
     assert sum(one.min_workers * one.worker["CPU"] for one in started) <= sum(cpus)
-    feasible = [admission for admission in admissions if code(admission) is not ReasonCode.INFEASIBLE]
+    feasible = [
+        admission for admission in admissions if code(admission) is not ReasonCode.INFEASIBLE
+    ]
     assert not feasible or feasible[0].starts, "an empty cluster starts the first that can ever fit"
 
 
-def marked(mark: Literal["cordoned", "draining"], *cpus: float, first: int = 10) -> tuple[NodeFacts, ...]:
+def marked(
+    mark: Literal["cordoned", "draining"], *cpus: float, first: int = 10
+) -> tuple[NodeFacts, ...]:
     return tuple(NodeFacts(f"n{first + i}", {"CPU": count}, mark) for i, count in enumerate(cpus))
 
 
 def test_marked_nodes_are_no_room_but_could_be_again() -> None:
-    [admission] = admit([run("a", min_workers=2, max_workers=2)], [], (*nodes(1), *marked("cordoned", 1)))
+    [admission] = admit(
+        [run("a", min_workers=2, max_workers=2)], [], (*nodes(1), *marked("cordoned", 1))
+    )
     assert code(admission) is ReasonCode.WAITING_FOR_CAPACITY
-    assert admission.reason is not None and "1 of 2 nodes are cordoned or draining" in admission.reason.message
+    assert (
+        admission.reason is not None
+        and "1 of 2 nodes are cordoned or draining" in admission.reason.message
+    )
     assert "room for 1 in all" in admission.reason.message
-    [hopeless] = admit([run("a", min_workers=3, max_workers=3)], [], (*nodes(1), *marked("cordoned", 1)))
+    [hopeless] = admit(
+        [run("a", min_workers=3, max_workers=3)], [], (*nodes(1), *marked("cordoned", 1))
+    )
     assert code(hopeless) is ReasonCode.INFEASIBLE
     assert admit([run("a")], [], (*nodes(1), *marked("draining", 4)))[0].starts
 
@@ -137,6 +162,8 @@ def test_a_run_that_needs_marked_nodes_holds_nobody_back() -> None:
 
 def test_ranks_on_a_cordoned_node_stay_and_those_on_a_draining_one_need_other_room() -> None:
     holder = run("a", status=RunStatus.RUNNING, world_size=2, max_workers=2, node_ids=("n0", "n10"))
-    assert admit([run("b", created_at=1.0)], [holder], (*nodes(1, 1), *marked("cordoned", 1)))[0].starts
+    assert admit([run("b", created_at=1.0)], [holder], (*nodes(1, 1), *marked("cordoned", 1)))[
+        0
+    ].starts
     [waits] = admit([run("b", created_at=1.0)], [holder], (*nodes(1, 1), *marked("draining", 1)))
     assert code(waits) is ReasonCode.WAITING_FOR_CAPACITY

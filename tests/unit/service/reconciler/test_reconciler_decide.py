@@ -1,4 +1,5 @@
-"""decide(): single rules by example, and whole histories of a run, Ray and this process at random."""
+"""decide(): single rules by example, and whole histories of a run, Ray and this process at
+random."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ NOW = 1000.0
 
 
 def run(status: RunStatus = RunStatus.RUNNING, **values: Any) -> RunFacts:
-    submitted = {} if status == RunStatus.QUEUED else {"submission": 1, "job_recorded": True, "submitted_at": NOW - 100}
+    submitted = (
+        {}
+        if status == RunStatus.QUEUED
+        else {"submission": 1, "job_recorded": True, "submitted_at": NOW - 100}
+    )
     return RunFacts(**{"id": "run_a", "status": status, "created_at": 0.0, **submitted, **values})
 
 
@@ -45,7 +50,9 @@ def decided(one: RunFacts, **values: Any) -> tuple[Decision, ...]:
 
 def test_a_queued_run_that_fits_starts() -> None:
     assert decided(run(RunStatus.QUEUED)) == (Start("run_a", 0),)
-    assert decided(run(RunStatus.QUEUED, submission=3)) == (Start("run_a", 3),), "a resumed run goes on with the next number"
+    assert decided(run(RunStatus.QUEUED, submission=3)) == (Start("run_a", 3),), (
+        "a resumed run goes on with the next number"
+    )
 
 
 def test_a_queued_run_says_what_it_waits_for_once() -> None:
@@ -61,7 +68,9 @@ def test_a_queued_run_says_what_it_waits_for_once() -> None:
 def test_a_job_that_is_gone_without_a_verdict_is_replaced(status: RunStatus) -> None:
     for job in (JobFact.MISSING, JobFact.ENDED):
         assert decided(run(status, job=job, tail=TailFact.DRAINED)) == (Start("run_a", 1),)
-        assert decided(run(status, job=job, tail=TailFact.BEHIND)) == (), "its journal may still hold the verdict"
+        assert decided(run(status, job=job, tail=TailFact.BEHIND)) == (), (
+            "its journal may still hold the verdict"
+        )
     for job in (JobFact.ALIVE, JobFact.UNKNOWN):
         assert decided(run(status, job=job, tail=TailFact.DRAINED)) == ()
 
@@ -69,7 +78,9 @@ def test_a_job_that_is_gone_without_a_verdict_is_replaced(status: RunStatus) -> 
 def test_a_claim_without_a_job_is_submitted_under_the_same_number() -> None:
     claimed = run(RunStatus.STARTING, job_recorded=False, submitted_at=None)
     for job in (JobFact.MISSING, JobFact.ALIVE):
-        assert decided(replace(claimed, job=job, tail=TailFact.DRAINED)) == (SubmitClaimed("run_a", 1),)
+        assert decided(replace(claimed, job=job, tail=TailFact.DRAINED)) == (
+            SubmitClaimed("run_a", 1),
+        )
     assert decided(claimed) == (), "while Ray is silent the job may be there"
 
 
@@ -77,7 +88,9 @@ def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> 
     lost = run(RunStatus.RECOVERING, job=JobFact.ENDED, tail=TailFact.DRAINED, submitted_at=NOW - 1)
     assert decided(replace(lost, fruitless=1)) == (Start("run_a", 1),)
     assert decided(replace(lost, fruitless=2)) == ()
-    assert decided(replace(lost, fruitless=2, submitted_at=NOW - backoff_s(2))) == (Start("run_a", 1),)
+    assert decided(replace(lost, fruitless=2, submitted_at=NOW - backoff_s(2))) == (
+        Start("run_a", 1),
+    )
     many = replace(lost, fruitless=MANY_FRUITLESS)
     [said] = decided(many)
     assert isinstance(said, SayReason) and said.reason is not None
@@ -87,9 +100,13 @@ def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> 
     assert waits == sorted(waits) and waits[0] == 0 and waits[-1] == 60
 
 
-@pytest.mark.parametrize(("stop", "end"), [("cancel", RunStatus.CANCELLED), ("pause", RunStatus.PAUSED)])
+@pytest.mark.parametrize(
+    ("stop", "end"), [("cancel", RunStatus.CANCELLED), ("pause", RunStatus.PAUSED)]
+)
 def test_a_stop_is_delivered_then_forced_then_recorded(stop: Any, end: RunStatus) -> None:
-    stopping = run(RunStatus.STOPPING, stop=stop, stop_at=NOW - 1, job=JobFact.ALIVE, tail=TailFact.DRAINED)
+    stopping = run(
+        RunStatus.STOPPING, stop=stop, stop_at=NOW - 1, job=JobFact.ALIVE, tail=TailFact.DRAINED
+    )
     assert decided(stopping) == (DeliverStop("run_a", 1, stop),)
     told = replace(stopping, stop_delivered=True)
     assert decided(told) == ()
@@ -97,7 +114,9 @@ def test_a_stop_is_delivered_then_forced_then_recorded(stop: Any, end: RunStatus
     assert decided(late) == (EndJob("run_a-s001"),)
     [ended] = decided(replace(told, job=JobFact.ENDED))
     assert isinstance(ended, ChangeStatus) and ended.to == end
-    assert decided(replace(told, job=JobFact.ENDED, tail=TailFact.BEHIND)) == (), "the driver may have said how it ended"
+    assert decided(replace(told, job=JobFact.ENDED, tail=TailFact.BEHIND)) == (), (
+        "the driver may have said how it ended"
+    )
 
 
 def test_a_deadline_ends_a_waiting_run_at_once_and_a_driver_that_is_silent_after_a_grace() -> None:
@@ -105,29 +124,38 @@ def test_a_deadline_ends_a_waiting_run_at_once_and_a_driver_that_is_silent_after
     assert isinstance(waiting, ChangeStatus) and waiting.reason.code is ReasonCode.DEADLINE_EXCEEDED
     late = run(deadline_at=NOW - 1, job=JobFact.ALIVE, tail=TailFact.DRAINED)
     assert decided(late) == (), "its driver stops it with a last checkpoint, and says so"
-    silent = replace(late, deadline_at=NOW - DEADLINE_GRACE_S - 1, submitted_at=NOW - DEADLINE_GRACE_S - 9)
+    silent = replace(
+        late, deadline_at=NOW - DEADLINE_GRACE_S - 1, submitted_at=NOW - DEADLINE_GRACE_S - 9
+    )
     for job in (JobFact.ALIVE, JobFact.UNKNOWN):
         change, end = decided(replace(silent, job=job))
         assert change == replace(waiting, expected=RunStatus.RUNNING, submission=1)
         assert end == EndJob("run_a-s001"), "only after the run has its verdict"
-    assert decided(replace(silent, submitted_at=NOW - 1)) == (), "a driver that has just begun learns of it first"
+    assert decided(replace(silent, submitted_at=NOW - 1)) == (), (
+        "a driver that has just begun learns of it first"
+    )
     assert decided(run(deadline_at=NOW + 1, job=JobFact.ALIVE)) == ()
 
 
 def test_a_lost_driver_is_not_replaced_after_the_deadline() -> None:
     for job in (JobFact.ENDED, JobFact.MISSING):
         change, _ = decided(run(deadline_at=NOW - 1, job=job, tail=TailFact.DRAINED))
-        assert isinstance(change, ChangeStatus) and change.reason.code is ReasonCode.DEADLINE_EXCEEDED
+        assert (
+            isinstance(change, ChangeStatus) and change.reason.code is ReasonCode.DEADLINE_EXCEEDED
+        )
 
 
 @pytest.mark.parametrize("job", list(JobFact))
 def test_a_run_that_may_have_finished_is_not_failed_by_its_deadline(job: JobFact) -> None:
-    """However late: its driver may have written ``finished``, and only the end of the journal tells."""
+    """However late: its driver may have written ``finished``, and only the end of the journal
+    tells."""
     late = run(deadline_at=NOW - 10_000, job=job)
     assert decided(replace(late, tail=TailFact.BEHIND)) == ()
     done = replace(late, steps_done=True)
     for tail in TailFact:
-        assert not any(isinstance(decision, ChangeStatus) for decision in decided(replace(done, tail=tail)))
+        assert not any(
+            isinstance(decision, ChangeStatus) for decision in decided(replace(done, tail=tail))
+        )
 
 
 def test_strays_are_ended_after_a_grace() -> None:
@@ -138,7 +166,8 @@ def test_strays_are_ended_after_a_grace() -> None:
 class OneRunsLife(RuleBasedStateMachine):
     """A run, its jobs and its drivers under a reconciler that may see little and die at any line.
 
-    The model is the world: it plays database, Ray and drivers, and applies decisions as execute() does, cut off anywhere.
+    The model is the world: it plays database, Ray and drivers, and applies decisions as execute()
+    does, cut off anywhere.
     """
 
     @initialize()
@@ -162,7 +191,11 @@ class OneRunsLife(RuleBasedStateMachine):
     def tick(self, asked: bool, drained: bool, room: bool, cut: int) -> None:
         """One tick of a process that dies after ``cut`` steps; 4 is never."""
         submitted = self.status in SUBMITTED
-        job = self.jobs.get(self.submission, JobFact.MISSING) if asked and submitted else JobFact.UNKNOWN
+        job = (
+            self.jobs.get(self.submission, JobFact.MISSING)
+            if asked and submitted
+            else JobFact.UNKNOWN
+        )
         if drained and submitted and self.submission in self.finished:
             self.apply_verdict()
             if self.status not in LIVE:
@@ -196,8 +229,14 @@ class OneRunsLife(RuleBasedStateMachine):
                 assert after == self.submission, "a number is claimed only behind the newest"
                 assert self.status != RunStatus.STOPPING
                 job = self.jobs.get(self.submission)
-                assert self.status == RunStatus.QUEUED or job in (None, JobFact.ENDED, JobFact.MISSING), "replaces no live job"
-                self.change(RunStatus.STARTING if self.status == RunStatus.QUEUED else RunStatus.RECOVERING)
+                assert self.status == RunStatus.QUEUED or job in (
+                    None,
+                    JobFact.ENDED,
+                    JobFact.MISSING,
+                ), "replaces no live job"
+                self.change(
+                    RunStatus.STARTING if self.status == RunStatus.QUEUED else RunStatus.RECOVERING
+                )
                 self.submission, self.recorded, self.submitted_at = after + 1, False, None
                 return self.submit(cut - 1)
             case SubmitClaimed(_, submission):
@@ -205,7 +244,9 @@ class OneRunsLife(RuleBasedStateMachine):
                 return self.submit(cut)
             case ChangeStatus():
                 assert decision.expected == self.status and decision.submission == self.submission
-                assert decision.to != RunStatus.FAILED, "without a deadline only the driver's verdict fails a run"
+                assert decision.to != RunStatus.FAILED, (
+                    "without a deadline only the driver's verdict fails a run"
+                )
                 self.change(decision.to)
                 self.reason = decision.reason
             case EndJob(job_id):
@@ -244,7 +285,12 @@ class OneRunsLife(RuleBasedStateMachine):
     def cluster_is_lost(self) -> None:
         self.jobs.clear()
 
-    @precondition(lambda self: self.status in (RunStatus.STARTING, RunStatus.RECOVERING) and self.jobs.get(self.submission))
+    @precondition(
+        lambda self: (
+            self.status in (RunStatus.STARTING, RunStatus.RECOVERING)
+            and self.jobs.get(self.submission)
+        )
+    )
     @rule()
     def training_starts(self) -> None:
         self.change(RunStatus.RUNNING)

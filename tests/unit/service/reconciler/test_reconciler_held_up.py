@@ -28,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("whole_ticks")
 
 STARTED = (
     (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
-    (EventKind.RESTORED, {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []}),
+    (
+        EventKind.RESTORED,
+        {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []},
+    ),
     (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
 )
 STEPS = (EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]})
@@ -46,7 +49,9 @@ def journal(here: World, run_id: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "sparse"])
-async def test_a_fifo_or_a_sparse_line_in_one_runs_journal(here: World, ray: FakeRay, kind: str) -> None:
+async def test_a_fifo_or_a_sparse_line_in_one_runs_journal(
+    here: World, ray: FakeRay, kind: str
+) -> None:
     """open() waited for a writer of the FIFO, and with it the tick of all runs."""
     one, other = await two_runs(here, ray)
     path = journal(here, one)
@@ -66,7 +71,9 @@ async def test_a_fifo_or_a_sparse_line_in_one_runs_journal(here: World, ray: Fak
             os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
-async def test_a_directory_that_does_not_answer(here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_directory_that_does_not_answer(
+    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on NFS, where a read may wait for ever, and nothing ends it."""
     one, other = await two_runs(here, ray)
     answers, waits = threading.Event(), threading.Event()
@@ -116,12 +123,23 @@ async def test_many_directories_that_do_not_answer_take_a_bounded_number_of_thre
 
 
 ODD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**30) | st.just(-1),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just(10**30)
+    | st.just(-1),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 WELL = {
-    EventKind.ATTEMPT_STARTED: {"world_size": 2, "workers": [{"rank": 0, "node_id": "n", "node_ip": "i", "pid": 1}]},
+    EventKind.ATTEMPT_STARTED: {
+        "world_size": 2,
+        "workers": [{"rank": 0, "node_id": "n", "node_ip": "i", "pid": 1}],
+    },
     EventKind.RESTORED: {
         "step": 3,
         "epoch": 0,
@@ -129,11 +147,28 @@ WELL = {
         "checkpoint": None,
         "rejected": [{"name": "x", "problem": "y"}],
     },
-    EventKind.TRAINING_STARTED: {"total_steps": 10, "steps_per_epoch": 10, "snapshots": "none", "guarantee": "all"},
+    EventKind.TRAINING_STARTED: {
+        "total_steps": 10,
+        "steps_per_epoch": 10,
+        "snapshots": "none",
+        "guarantee": "all",
+    },
     EventKind.METRICS: {"points": [{"step": 7, "at": 1.0, "values": {"loss": 0.5}}]},
     EventKind.EVALUATED: {"step": 7, "epoch": 0, "metrics": {"accuracy": 0.5}},
-    EventKind.CHECKPOINT_COMMITTED: {"step": 7, "epoch": 0, "name": "step-000000007.s001", "size_bytes": 1, "metrics": {}},
-    EventKind.CHECKPOINT_FAILED: {"step": 7, "error": "e", "failed_in_a_row": 3, "max_failed_saves": 3, "retry_s": 1},
+    EventKind.CHECKPOINT_COMMITTED: {
+        "step": 7,
+        "epoch": 0,
+        "name": "step-000000007.s001",
+        "size_bytes": 1,
+        "metrics": {},
+    },
+    EventKind.CHECKPOINT_FAILED: {
+        "step": 7,
+        "error": "e",
+        "failed_in_a_row": 3,
+        "max_failed_saves": 3,
+        "retry_s": 1,
+    },
     EventKind.FAILURE: {"verdict": "storage", "exception": "e", "action": "a"},
     EventKind.RECOVERED: {"steps_lost": 1},
     EventKind.WAITING: {"code": "c", "message": "m", "missing": {}},
@@ -145,8 +180,18 @@ WELL = {
 def spoilt_lines(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Events of which each has one value that is something else than it should be, at any depth."""
     lines = []
-    for n, kind in enumerate(draw(st.lists(st.sampled_from(list(WELL)), min_size=1, max_size=6)), 1):
-        line = {"n": n, "at": 1.0, "kind": kind.value, "submission": 1, "attempt": 1, "source": "driver", "source_n": n}
+    for n, kind in enumerate(
+        draw(st.lists(st.sampled_from(list(WELL)), min_size=1, max_size=6)), 1
+    ):
+        line = {
+            "n": n,
+            "at": 1.0,
+            "kind": kind.value,
+            "submission": 1,
+            "attempt": 1,
+            "source": "driver",
+            "source_n": n,
+        }
         line["data"] = json.loads(json.dumps(WELL[kind]))
         node: Any = line
         for _ in range(draw(st.integers(1, 4))):
@@ -174,12 +219,18 @@ async def test_a_journal_of_odd_values_stops_no_look(here: World, ray: FakeRay) 
         path = journal(here, one)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        here.write(other, 1, (EventKind.METRICS, {"points": [{"step": count, "at": 1.0, "values": {"loss": 0.5}}]}), first=count)
+        here.write(
+            other,
+            1,
+            (EventKind.METRICS, {"points": [{"step": count, "at": 1.0, "values": {"loss": 0.5}}]}),
+            first=count,
+        )
         await here.reconciler.tick()
         assert here.get(other).step == count
         with here.database.write() as connection:
             connection.exec_driver_sql(
-                "UPDATE runs SET journal_submission = 0, journal_n = 0, journal_cursor = NULL, row_version = row_version + 1 "
+                "UPDATE runs SET journal_submission = 0, journal_n = 0, journal_cursor = NULL, "
+                "row_version = row_version + 1 "
                 f"WHERE id = '{one}'"
             )
 
@@ -193,10 +244,14 @@ async def test_a_journal_of_odd_values_stops_no_look(here: World, ray: FakeRay) 
 
 async def test_workers_of_another_type_are_left_out(here: World, ray: FakeRay) -> None:
     one, _ = await two_runs(here, ray)
-    here.write(one, 1, (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": [5]}), *STARTED[1:], STEPS)
+    here.write(
+        one, 1, (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": [5]}), *STARTED[1:], STEPS
+    )
     await here.reconciler.tick()
     await here.reconciler.tick()
-    assert (here.get(one).workers, here.get(one).step) == ([], 7), "what comes behind it still counts"
+    assert (here.get(one).workers, here.get(one).step) == ([], 7), (
+        "what comes behind it still counts"
+    )
 
 
 async def test_a_journal_with_a_gap_stops_no_look(here: World, ray: FakeRay) -> None:

@@ -1,4 +1,5 @@
-"""Much work in pieces: all of it, in order, and with pauses in which others have the interpreter."""
+"""Much work in pieces: all of it, in order, and with pauses in which others have the
+interpreter."""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ async def test_a_quota_becomes_the_driver_s_limit(here: World) -> None:
     free = here.create()
     here.projects.put("vision", Quotas())
     await here.reconciler.tick()
-    assert here.get(free.id).workers_limit is None and here.storage.run_dir(free.id).workers_limit() is None
+    assert (
+        here.get(free.id).workers_limit is None
+        and here.storage.run_dir(free.id).workers_limit() is None
+    )
 
 
 async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeRay) -> None:
@@ -49,17 +52,26 @@ async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeR
     here.write(low.id, 1, (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}))
     urgent = here.create(scaling=scaling, priority=1)
     await here.reconciler.tick()
-    assert (here.get(low.id).status, here.get(low.id).preempted_by) == (RunStatus.STOPPING, urgent.id)
+    assert (here.get(low.id).status, here.get(low.id).preempted_by) == (
+        RunStatus.STOPPING,
+        urgent.id,
+    )
     await here.reconciler.tick()
     assert here.storage.run_dir(low.id).stop_requested(1) == "pause"
-    stopped = {"outcome": "stopped", "reason": {"code": "paused_by_user", "message": "stopped as asked: pause"}, "step": 5}
+    stopped = {
+        "outcome": "stopped",
+        "reason": {"code": "paused_by_user", "message": "stopped as asked: pause"},
+        "step": 5,
+    }
     here.write(low.id, 1, (EventKind.FINISHED, stopped), first=2)
     ray.end(f"{low.id}-s001", "SUCCEEDED")
     for _ in range(2):
         await here.reconciler.tick()
     assert (here.get(low.id).status, here.get(low.id).step) == (RunStatus.QUEUED, 5)
     assert here.get(urgent.id).status == RunStatus.STARTING
-    here.write(urgent.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 1}))
+    here.write(
+        urgent.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 1})
+    )
     ray.end(f"{urgent.id}-s001", "SUCCEEDED")
     for _ in range(2):
         await here.reconciler.tick()
@@ -67,7 +79,9 @@ async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeR
     assert ray.submissions == [f"{low.id}-s001", f"{urgent.id}-s001", f"{low.id}-s002"]
 
 
-async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(here: World, ray: FakeRay) -> None:
+async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(
+    here: World, ray: FakeRay
+) -> None:
     ray.nodes.append(ray.node("n2", {"CPU": 1.0}))
     low = here.create(scaling={"min_workers": 1, "max_workers": 3}, priority=-1)
     await here.reconciler.tick()
@@ -77,7 +91,9 @@ async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(here: Worl
     await here.reconciler.tick()
     found = here.get(low.id)
     assert (found.status, found.stop_requested) == (RunStatus.STARTING, None)
-    assert found.shrunk == {"to": 1, "by": urgent.id, "at": here.now} and run_dir.workers_limit() == 1
+    assert (
+        found.shrunk == {"to": 1, "by": urgent.id, "at": here.now} and run_dir.workers_limit() == 1
+    )
     run_dir.write_workers_limit(None)
     here.restart()
     await here.reconciler.tick()
@@ -87,11 +103,16 @@ async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(here: Worl
     for _ in range(2):
         await here.reconciler.tick()
     assert here.get(urgent.id).status == RunStatus.STARTING and here.get(low.id).shrunk is not None
-    here.write(urgent.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 1}))
+    here.write(
+        urgent.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 1})
+    )
     for _ in range(2):
         await here.reconciler.tick()
     assert here.get(low.id).shrunk is None and run_dir.workers_limit() is None
-    told = [(event.data["limit"], event.data["by"]) for event in here.events.of_kinds(low.id, {EventKind.WORKERS_LIMITED})]
+    told = [
+        (event.data["limit"], event.data["by"])
+        for event in here.events.of_kinds(low.id, {EventKind.WORKERS_LIMITED})
+    ]
     assert told == [(1, urgent.id), (None, None)]
 
 
@@ -100,12 +121,16 @@ async def test_one_replica_reconciles_and_one_that_stood_still_does_no_harm(
 ) -> None:
     async with AsyncExitStack() as stack:
         url = stack.enter_context(postgresql.database())
-        first, second = [await stack.enter_async_context(world(tmp_path, ray.url, url)) for _ in range(2)]
+        first, second = [
+            await stack.enter_async_context(world(tmp_path, ray.url, url)) for _ in range(2)
+        ]
         run = first.create()
         assert await first.reconciler.tick() != ()
         assert await second.reconciler.tick() == (), "it stands by"
         with first.database.write() as connection:
-            connection.execute(text("UPDATE leases SET expires_at = expires_at - :s"), {"s": LEASE_S + 1})
+            connection.execute(
+                text("UPDATE leases SET expires_at = expires_at - :s"), {"s": LEASE_S + 1}
+            )
         waiting = first.create()
         await second.reconciler.tick()
         assert second.get(waiting.id).status == RunStatus.STARTING
@@ -117,7 +142,9 @@ async def test_one_replica_reconciles_and_one_that_stood_still_does_no_harm(
         third = first.create()
         ray.nodes.append(ray.node("n2", {"CPU": 4.0}))
         await first.reconciler.tick()
-        assert first.get(third.id).status == RunStatus.STARTING, "given back in order, taken at once"
+        assert first.get(third.id).status == RunStatus.STARTING, (
+            "given back in order, taken at once"
+        )
         assert len(ray.submissions) == 3
 
 
@@ -134,8 +161,17 @@ def test_a_leader_that_is_stopped_or_killed_is_replaced_within_ten_seconds(
                 found = connection.execute(text("SELECT holder FROM leases")).scalar_one_or_none()
             return str(found).split(":")[1] if found else ""
 
-        command = [sys.executable, "-m", "tests.support.reconciler_world", str(tmp_path), ray.url, url]
-        replicas = {str(process.pid): process for process in (subprocess.Popen(command) for _ in range(2))}
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.reconciler_world",
+            str(tmp_path),
+            ray.url,
+            url,
+        ]
+        replicas = {
+            str(process.pid): process for process in (subprocess.Popen(command) for _ in range(2))
+        }
         try:
             wait_for(lambda: holder() in replicas, 60, "a first leader")
             leader = replicas[holder()]

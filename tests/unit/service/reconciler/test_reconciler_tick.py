@@ -29,14 +29,18 @@ from tests.support.fake_ray import HANGS_S, FakeRay
 from tests.support.reconciler_world import World, world
 
 if TYPE_CHECKING:
-    from tests.support.reconciler_fixtures import SetPatience  # a plugin must not be imported before it is one
+    # a plugin must not be imported before it is one
+    from tests.support.reconciler_fixtures import SetPatience
 
 pytest_plugins = ["tests.support.reconciler_fixtures"]
 pytestmark = pytest.mark.usefixtures("whole_ticks")
 
 STARTED = (
     (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
-    (EventKind.RESTORED, {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []}),
+    (
+        EventKind.RESTORED,
+        {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []},
+    ),
     (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
 )
 
@@ -57,10 +61,18 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
     assert ray.submissions == [job_id]
     job = ray.jobs[job_id]
     known = Known(storage=read_identity(here.storage)).to_text()
-    command = f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
+    command = (
+        f"python -m train_fn.driver --storage {here.storage.uri} --run-id {run.id} --submission 1"
+    )
     assert job["entrypoint"] == f"EVERSTEP_KNOWN={shlex.quote(known)} {command}"
     page = f"https://everstep.example/runs/{run.id}"
-    assert job["metadata"] == {"run_id": run.id, "run_name": "a", "project": "default", "submission": "1", "everstep": page}
+    assert job["metadata"] == {
+        "run_id": run.id,
+        "run_name": "a",
+        "project": "default",
+        "submission": "1",
+        "everstep": page,
+    }
     assert not {"runtime_env", "entrypoint_num_cpus", "entrypoint_resources"} & job.keys()
     assert here.storage.run_dir(run.id).read_spec().name == "a"
     row = here.get(run.id)
@@ -68,10 +80,14 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
 
 
 @pytest.mark.parametrize("point", ["before_claim", "after_claim", "after_submit", "after_record"])
-async def test_a_kill_at_any_line_of_a_start_leaves_one_job(point: str, tmp_path: Path, ray: FakeRay, here: World) -> None:
+async def test_a_kill_at_any_line_of_a_start_leaves_one_job(
+    point: str, tmp_path: Path, ray: FakeRay, here: World
+) -> None:
     run = here.create()
     command = [sys.executable, "-m", "tests.support.reconciler_world", str(tmp_path), ray.url]
-    killed = await asyncio.create_subprocess_exec(*command, env={**os.environ, "EVERSTEP_CRASH_POINT": point})
+    killed = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, "EVERSTEP_CRASH_POINT": point}
+    )
     assert await asyncio.wait_for(killed.wait(), 60) == -signal.SIGKILL
     for _ in range(3):
         await here.reconciler.tick()
@@ -86,7 +102,12 @@ async def test_a_journal_becomes_status_metrics_and_end(here: World) -> None:
     here.write(run.id, 1, *STARTED, METRICS)
     await here.reconciler.tick()
     row = here.get(run.id)
-    assert (row.status, row.step, row.metrics, row.world_size) == (RunStatus.RUNNING, 7, {"loss": 0.5}, 2)
+    assert (row.status, row.step, row.metrics, row.world_size) == (
+        RunStatus.RUNNING,
+        7,
+        {"loss": 0.5},
+        2,
+    )
     here.write(run.id, 1, SUCCEEDED, first=5)
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.SUCCEEDED
@@ -94,7 +115,9 @@ async def test_a_journal_becomes_status_metrics_and_end(here: World) -> None:
     assert seqs == list(range(1, len(seqs) + 1))
 
 
-async def test_a_journal_that_has_not_grown_is_not_read_again(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_journal_that_has_not_grown_is_not_read_again(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[str] = []
 
     def counted(run_dir: RunDir, *more: Any, **options: Any) -> Any:
@@ -116,7 +139,9 @@ async def test_a_journal_that_has_not_grown_is_not_read_again(here: World, monke
     assert reads == [run.id] and here.get(run.id).world_size is None
 
 
-async def test_a_new_process_reads_on_where_the_last_one_stopped(here: World, tmp_path: Path, ray: FakeRay) -> None:
+async def test_a_new_process_reads_on_where_the_last_one_stopped(
+    here: World, tmp_path: Path, ray: FakeRay
+) -> None:
     run = here.create()
     await here.reconciler.tick()
     here.write(run.id, 1, *STARTED)
@@ -126,10 +151,14 @@ async def test_a_new_process_reads_on_where_the_last_one_stopped(here: World, tm
     async with world(tmp_path, ray.url) as next_one:
         await next_one.reconciler.tick()
         assert next_one.get(run.id).status == RunStatus.SUCCEEDED
-    assert len(here.events.after(run.id, 0, 100)) == before + 3, "two entries of the journal, and the status"
+    assert len(here.events.after(run.id, 0, 100)) == before + 3, (
+        "two entries of the journal, and the status"
+    )
 
 
-async def test_a_lost_driver_is_replaced_after_its_journal_was_read(here: World, ray: FakeRay) -> None:
+async def test_a_lost_driver_is_replaced_after_its_journal_was_read(
+    here: World, ray: FakeRay
+) -> None:
     run = here.create()
     await here.reconciler.tick()
     here.write(run.id, 1, *STARTED, METRICS)
@@ -142,10 +171,14 @@ async def test_a_lost_driver_is_replaced_after_its_journal_was_read(here: World,
     await here.reconciler.tick()
     here.write(run.id, 1, SUCCEEDED, first=5)
     await here.reconciler.tick()
-    assert here.get(run.id).status == RunStatus.RUNNING, "what a replaced driver still writes is not taken"
+    assert here.get(run.id).status == RunStatus.RUNNING, (
+        "what a replaced driver still writes is not taken"
+    )
 
 
-async def test_ranks_that_leave_after_their_drivers_death_are_heard(here: World, ray: FakeRay) -> None:
+async def test_ranks_that_leave_after_their_drivers_death_are_heard(
+    here: World, ray: FakeRay
+) -> None:
     run = here.create()
     await here.reconciler.tick()
     here.write(run.id, 1, *STARTED, METRICS)
@@ -154,13 +187,33 @@ async def test_ranks_that_leave_after_their_drivers_death_are_heard(here: World,
     here.write(run.id, 1, step_done(8), first=5)
     await here.reconciler.tick()
     row = here.get(run.id)
-    assert (row.status, row.submission, row.step) == (RunStatus.RECOVERING, 2, 8), "they train, but nobody drives them"
+    assert (row.status, row.submission, row.step) == (RunStatus.RECOVERING, 2, 8), (
+        "they train, but nobody drives them"
+    )
     here.write(run.id, 1, step_done(9), first=6)
-    restored = {"step": 9, "epoch": 0, "source": "checkpoint", "checkpoint": "step-000000009.s001", "rejected": []}
-    here.write(run.id, 2, (EventKind.SUBMISSION_STARTED, {}), STARTED[0], (EventKind.RESTORED, restored), STARTED[2])
+    restored = {
+        "step": 9,
+        "epoch": 0,
+        "source": "checkpoint",
+        "checkpoint": "step-000000009.s001",
+        "rejected": [],
+    }
+    here.write(
+        run.id,
+        2,
+        (EventKind.SUBMISSION_STARTED, {}),
+        STARTED[0],
+        (EventKind.RESTORED, restored),
+        STARTED[2],
+    )
     await here.reconciler.tick()
     row = here.get(run.id)
-    assert (row.status, row.step, row.steps_lost, row.journal_submission) == (RunStatus.RUNNING, 9, 0, 2)
+    assert (row.status, row.step, row.steps_lost, row.journal_submission) == (
+        RunStatus.RUNNING,
+        9,
+        0,
+        2,
+    )
 
 
 async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
@@ -190,8 +243,11 @@ async def test_a_newer_journal_that_cannot_be_read_is_not_taken_for_none(
     assert here.get(run.id).status == RunStatus.SUCCEEDED
 
 
-async def test_what_a_driver_of_the_past_was_asked_to_stop_for_does_not_stop_its_successor(here: World, ray: FakeRay) -> None:
-    """Ray lost sight of it, so that the run counted as paused before it had left; then it was resumed."""
+async def test_what_a_driver_of_the_past_was_asked_to_stop_for_does_not_stop_its_successor(
+    here: World, ray: FakeRay
+) -> None:
+    """Ray lost sight of it, so that the run counted as paused before it had left; then it was
+    resumed."""
     run = here.create()
     await here.reconciler.tick()
     here.write(run.id, 1, *STARTED, METRICS)
@@ -203,7 +259,9 @@ async def test_what_a_driver_of_the_past_was_asked_to_stop_for_does_not_stop_its
     here.runs.resume(run.id)
     await here.reconciler.tick()
     assert here.get(run.id).submission == 2
-    here.write(run.id, 1, (EventKind.FINISHED, {"outcome": "stopped", "reason": None, "step": 8}), first=5)
+    here.write(
+        run.id, 1, (EventKind.FINISHED, {"outcome": "stopped", "reason": None, "step": 8}), first=5
+    )
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.STARTING
 
@@ -218,7 +276,9 @@ async def test_a_job_that_ray_calls_failed_may_have_succeeded(here: World, ray: 
     assert ray.submissions == [f"{run.id}-s001"]
 
 
-async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: World, ray: FakeRay) -> None:
+async def test_a_cluster_that_forgot_everything_gets_the_next_submission(
+    here: World, ray: FakeRay
+) -> None:
     run = here.create()
     await here.reconciler.tick()
     ray.jobs.clear()
@@ -226,8 +286,11 @@ async def test_a_cluster_that_forgot_everything_gets_the_next_submission(here: W
     assert list(ray.jobs) == [f"{run.id}-s002"]
 
 
-async def test_a_job_on_a_dead_node_has_ended_whatever_ray_calls_it(here: World, ray: FakeRay) -> None:
-    """So Ray 2.60 answers after its head was restarted with its state: the job's supervisor is gone, and nobody looks."""
+async def test_a_job_on_a_dead_node_has_ended_whatever_ray_calls_it(
+    here: World, ray: FakeRay
+) -> None:
+    """So Ray 2.60 answers after its head was restarted with its state: the job's supervisor is
+    gone, and nobody looks."""
     run = here.create()
     await here.reconciler.tick()
     ray.jobs[f"{run.id}-s001"]["driver_node_id"] = "n2"
@@ -239,7 +302,9 @@ async def test_a_job_on_a_dead_node_has_ended_whatever_ray_calls_it(here: World,
     assert ray.stopped == [], "Ray has nobody who could stop it"
 
 
-async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ray: FakeRay, patience: SetPatience) -> None:
+async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(
+    here: World, ray: FakeRay, patience: SetPatience
+) -> None:
     ray.nodes.append(ray.node("n2", {"CPU": 2.0}))
     run = here.create()
     await here.reconciler.tick()
@@ -263,8 +328,11 @@ async def test_a_ray_that_hangs_keeps_no_journal_from_being_read(here: World, ra
     await here.reconciler.close()
 
 
-async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: World, ray: FakeRay, patience: SetPatience) -> None:
-    """Ray is asked about a claimed submission, and is slow to say that there is no job; meanwhile it is submitted."""
+async def test_no_such_job_from_before_the_job_means_nothing_afterwards(
+    here: World, ray: FakeRay, patience: SetPatience
+) -> None:
+    """Ray is asked about a claimed submission, and is slow to say that there is no job; meanwhile
+    it is submitted."""
     run = here.create()
     await here.reconciler.tick()
     job = ray.jobs.pop(f"{run.id}-s001")
@@ -273,7 +341,8 @@ async def test_no_such_job_from_before_the_job_means_nothing_afterwards(here: Wo
     ray.answers.clear()
     patience(0.5)
     await here.reconciler.tick()
-    # The answer is on its way; the submission is made meanwhile, as a slow action in the background would.
+    # The answer is on its way; the submission is made meanwhile, as a slow action in the background
+    # would.
     ray.jobs[f"{run.id}-s001"] = job
     here.runs.record_job(run.id, 1, f"{run.id}-s001")
     ray.answers.set()
@@ -324,16 +393,24 @@ async def test_what_can_never_fit_says_so_and_starts_when_it_can(here: World, ra
     assert list(ray.jobs) == [f"{run.id}-s001"]
 
 
-async def test_storage_that_cannot_be_written_keeps_the_run_queued(here: World, ray: FakeRay, tmp_path: Path) -> None:
+async def test_storage_that_cannot_be_written_keeps_the_run_queued(
+    here: World, ray: FakeRay, tmp_path: Path
+) -> None:
     (tmp_path / "storage").write_text("a file where the directory should be")
     run = here.create()
     await here.reconciler.tick()
     row = here.get(run.id)
-    assert (row.status, row.submission, row.reason_code) == (RunStatus.QUEUED, 0, ReasonCode.STORAGE_UNAVAILABLE)
+    assert (row.status, row.submission, row.reason_code) == (
+        RunStatus.QUEUED,
+        0,
+        ReasonCode.STORAGE_UNAVAILABLE,
+    )
     assert ray.submissions == []
 
 
-async def test_a_deadline_is_the_driver_s_to_keep_and_the_service_s_when_it_does_not(here: World, ray: FakeRay) -> None:
+async def test_a_deadline_is_the_driver_s_to_keep_and_the_service_s_when_it_does_not(
+    here: World, ray: FakeRay
+) -> None:
     run = here.create(recovery={"deadline_s": 60})
     await here.reconciler.tick()
     assert here.storage.run_dir(run.id).deadline() == pytest.approx(run.created_at + 60)
@@ -350,7 +427,8 @@ async def test_a_deadline_is_the_driver_s_to_keep_and_the_service_s_when_it_does
 async def test_a_run_that_finished_before_its_deadline_succeeds_however_late_that_is_read(
     here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service was away when the run finished, and comes back after the deadline to a journal longer than one look."""
+    """The service was away when the run finished, and comes back after the deadline to a journal
+    longer than one look."""
     monkeypatch.setattr("service.reconciler.tail.BATCH_EVENTS", 1)
     monkeypatch.setattr("service.reconciler.tail.MAX_BATCHES", 2)
     run = here.create(recovery={"deadline_s": 60})
@@ -363,10 +441,17 @@ async def test_a_run_that_finished_before_its_deadline_succeeds_however_late_tha
     assert here.get(run.id).status == RunStatus.SUCCEEDED
 
 
-async def test_a_run_whose_steps_are_done_may_take_its_time_to_end(here: World, ray: FakeRay) -> None:
+async def test_a_run_whose_steps_are_done_may_take_its_time_to_end(
+    here: World, ray: FakeRay
+) -> None:
     run = here.create(recovery={"deadline_s": 60})
     await here.reconciler.tick()
-    here.write(run.id, 1, *STARTED, (EventKind.METRICS, {"points": [{"step": 10, "at": 1.0, "values": {"loss": 0.5}}]}))
+    here.write(
+        run.id,
+        1,
+        *STARTED,
+        (EventKind.METRICS, {"points": [{"step": 10, "at": 1.0, "values": {"loss": 0.5}}]}),
+    )
     here.now += 61 + 2 * DEADLINE_GRACE_S
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.RUNNING, "it commits its last checkpoint"
@@ -375,7 +460,9 @@ async def test_a_run_whose_steps_are_done_may_take_its_time_to_end(here: World, 
     assert here.get(run.id).status == RunStatus.SUCCEEDED
 
 
-async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_our_own_superseded_jobs_are_ended(
+    here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = here.create()
     await here.reconciler.tick()
     ray.end(f"{run.id}-s001")
@@ -383,7 +470,11 @@ async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay,
     # Ray lost sight of the first driver, which lives; and another service shares the cluster.
     ray.jobs[f"{run.id}-s001"]["status"] = "RUNNING"
     other = {"run_id": "run_of_another", "submission": "1"}
-    ray.jobs["run_of_another-s001"] = {**ray.jobs[f"{run.id}-s001"], "submission_id": "run_of_another-s001", "metadata": other}
+    ray.jobs["run_of_another-s001"] = {
+        **ray.jobs[f"{run.id}-s001"],
+        "submission_id": "run_of_another-s001",
+        "metadata": other,
+    }
     await here.reconciler.tick()
     assert ray.stopped == [], "it may be ending by itself"
     monkeypatch.setattr("service.reconciler.decide.STRAY_GRACE_S", 0.0)
@@ -391,8 +482,11 @@ async def test_only_our_own_superseded_jobs_are_ended(here: World, ray: FakeRay,
     assert ray.stopped == [f"{run.id}-s001"]
 
 
-async def test_of_many_runs_that_fail_at_once_each_failure_is_taken(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody takes is told by the event loop, with its traceback: of hundreds that held a service up for minutes."""
+async def test_of_many_runs_that_fail_at_once_each_failure_is_taken(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody takes is told by the event loop, with its traceback: of hundreds that held a
+    service up for minutes."""
     for _ in range(3):
         here.create()
     told: list[dict[str, Any]] = []

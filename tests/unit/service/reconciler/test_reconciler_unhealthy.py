@@ -1,4 +1,5 @@
-"""Which nodes are cordoned for failing too often: the rule over any records, and the reconciler that applies it."""
+"""Which nodes are cordoned for failing too often: the rule over any records, and the reconciler
+that applies it."""
 
 from __future__ import annotations
 
@@ -29,11 +30,20 @@ NOW = 1_000_000.0
 RULE = CordonRule(runs=3, failures=5, window_s=3600.0)
 
 
-def failure(run: str = "a", *, node: str = "n1", ago_s: float = 10.0, verdict: str = "worker_lost", error: str = "") -> NodeFailure:
+def failure(
+    run: str = "a",
+    *,
+    node: str = "n1",
+    ago_s: float = 10.0,
+    verdict: str = "worker_lost",
+    error: str = "",
+) -> NodeFailure:
     return NodeFailure(run, node, NOW - ago_s, verdict, error)
 
 
-def suspected(failures: list[NodeFailure], rule: CordonRule = RULE, **pardoned_ago_s: float) -> list[str]:
+def suspected(
+    failures: list[NodeFailure], rule: CordonRule = RULE, **pardoned_ago_s: float
+) -> list[str]:
     pardoned = {node_id: NOW - ago_s for node_id, ago_s in pardoned_ago_s.items()}
     return [suspect.node_id for suspect in find_suspects(failures, rule, NOW, pardoned)]
 
@@ -46,7 +56,9 @@ def test_five_failures_or_three_runs_are_too_many() -> None:
     assert suspected([failure()] * 5) == ["n1"]
     assert suspected([failure("a"), failure("b")]) == []
     assert suspected([failure("a"), failure("b"), failure("c")]) == ["n1"]
-    assert suspected([failure("a", node="n1"), failure("b", node="n2"), failure("c", node="n3")]) == []
+    assert (
+        suspected([failure("a", node="n1"), failure("b", node="n2"), failure("c", node="n3")]) == []
+    )
     assert suspected([failure(ago_s=3599)] * 5) == ["n1"]
     assert suspected([failure(ago_s=3600)] * 5) == []
 
@@ -56,7 +68,10 @@ def test_a_limit_of_zero_is_none() -> None:
     assert suspected(many, CordonRule(runs=0, failures=10)) == []
     assert suspected(many, CordonRule(runs=0, failures=9)) == ["n1"]
     assert suspected(many, CordonRule(runs=9, failures=0)) == ["n1"]
-    assert suspected(many, CordonRule(runs=0, failures=0)) == [] and not CordonRule(runs=0, failures=0).is_on
+    assert (
+        suspected(many, CordonRule(runs=0, failures=0)) == []
+        and not CordonRule(runs=0, failures=0).is_on
+    )
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
@@ -68,7 +83,9 @@ def test_only_what_may_be_the_node_s_fault_counts(verdict: Verdict) -> None:
 def test_the_memory_of_a_gpu_is_the_model_s_matter() -> None:
     words = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert suspected([failure(verdict="out_of_memory", error=words)] * 5) == []
-    assert suspected([failure(verdict="out_of_memory", error="killed by the memory monitor")] * 5) == ["n1"]
+    assert suspected(
+        [failure(verdict="out_of_memory", error="killed by the memory monitor")] * 5
+    ) == ["n1"]
 
 
 def test_failures_before_a_pardon_are_forgiven() -> None:
@@ -79,16 +96,25 @@ def test_failures_before_a_pardon_are_forgiven() -> None:
 
 
 def test_the_reason_is_the_evidence() -> None:
-    failures = [failure("r1", verdict="hang", ago_s=50), *(failure(f"r{number}", ago_s=40 - number) for number in range(1, 6))]
+    failures = [
+        failure("r1", verdict="hang", ago_s=50),
+        *(failure(f"r{number}", ago_s=40 - number) for number in range(1, 6)),
+    ]
     [suspect] = find_suspects(failures, RULE, NOW, {})
     assert (suspect.num_failures, suspect.num_runs) == (6, 5)
-    assert suspect.reason == ("6 failures within 60 min began on this node (worker_lost 5, hang 1), in r5, r4, r3 and 2 more")
+    assert suspect.reason == (
+        "6 failures within 60 min began on this node (worker_lost 5, hang 1), in r5, r4, r3 and 2 "
+        "more"
+    )
 
 
 def test_a_node_that_was_not_fit_for_one_run_is_one_too_many() -> None:
     words = "NodeUnfit: disk: [Errno 28] No space left on device"
     [suspect] = find_suspects([failure("r1", verdict="node_lost", error=words)], RULE, NOW, {})
-    assert (suspect.node_id, suspect.reason) == ("n1", "not fit for r1: disk: [Errno 28] No space left on device")
+    assert (suspect.node_id, suspect.reason) == (
+        "n1",
+        "not fit for r1: disk: [Errno 28] No space left on device",
+    )
     assert suspected([failure(verdict="node_lost", error=words, ago_s=100)], n1=50) == []
 
 
@@ -118,18 +144,26 @@ def test_the_rule_is_what_it_says_for_any_records(
             and NOW - window_s < each.at <= NOW
             and each.verdict in ("node_lost", "worker_lost", "out_of_memory", "hang")
         ]
-        too_many = (runs and len({each.run_id for each in counted}) >= runs) or (limit and len(counted) >= limit)
+        too_many = (runs and len({each.run_id for each in counted}) >= runs) or (
+            limit and len(counted) >= limit
+        )
         assert (node in {suspect.node_id for suspect in found}) == bool(too_many)
-    assert [each.num_failures for each in found] == sorted((each.num_failures for each in found), reverse=True)
+    assert [each.num_failures for each in found] == sorted(
+        (each.num_failures for each in found), reverse=True
+    )
     shuffled = random.sample(failures, len(failures))
-    assert [each.node_id for each in find_suspects(shuffled, rule, NOW, {})] == [each.node_id for each in found]
+    assert [each.node_id for each in find_suspects(shuffled, rule, NOW, {})] == [
+        each.node_id for each in found
+    ]
 
 
 nodes = st.sampled_from([f"n{number}" for number in range(8)])
 
 
 @given(st.lists(nodes, unique=True), st.sets(nodes), st.sets(nodes))
-def test_half_of_the_cluster_stays_open(names: list[str], workers: set[str], marked: set[str]) -> None:
+def test_half_of_the_cluster_stays_open(
+    names: list[str], workers: set[str], marked: set[str]
+) -> None:
     suspects = [Suspect(name, 5, 3, "why") for name in names]
     chosen, spared = choose_to_cordon(suspects, workers, marked)
     open_before, taken = workers - marked, {suspect.node_id for suspect in chosen}
@@ -139,9 +173,9 @@ def test_half_of_the_cluster_stays_open(names: list[str], workers: set[str], mar
     assert {suspect.node_id for suspect in spared} | taken == open_before & set(names)
     if spared:
         assert 2 * (len(open_before - taken) - 1) < len(workers), "spared only where it has to be"
-        assert [suspect.node_id for suspect in (*chosen, *spared)] == [name for name in names if name in open_before], (
-            "the worst are cordoned first"
-        )
+        assert [suspect.node_id for suspect in (*chosen, *spared)] == [
+            name for name in names if name in open_before
+        ], "the worst are cordoned first"
 
 
 # ---------------------------------------------------------------- the reconciler
@@ -150,7 +184,10 @@ def test_half_of_the_cluster_stays_open(names: list[str], workers: set[str], mar
 @pytest.fixture
 def ray() -> Iterator[FakeRay]:
     made = FakeRay()
-    made.nodes = [made.node("head", {"memory": 1e9}, head=True), *(made.node(name, {"CPU": 1.0}) for name in ("n1", "n2", "n3"))]
+    made.nodes = [
+        made.node("head", {"memory": 1e9}, head=True),
+        *(made.node(name, {"CPU": 1.0}) for name in ("n1", "n2", "n3")),
+    ]
     with serving(made) as running:
         yield running
 
@@ -167,12 +204,21 @@ async def fail(here: World, node: str, times: int, **data: Any) -> None:
     """A run whose ranks on one node die so often."""
     run = here.create()
     here.runs.claim_submission(run.id, 0)
-    values = {"verdict": "worker_lost", "first_rank": 0, "node_id": node, "exception": None, "step": 1, **data}
+    values = {
+        "verdict": "worker_lost",
+        "first_rank": 0,
+        "node_id": node,
+        "exception": None,
+        "step": 1,
+        **data,
+    }
     here.write(run.id, 1, *[(EventKind.FAILURE, values)] * times)
     await asyncio.to_thread(JournalTail(here.storage, here.events).drain, here.get(run.id))
 
 
-async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(here: World, care: NodeCare) -> None:
+async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(
+    here: World, care: NodeCare
+) -> None:
     await fail(here, "n2", 4)
     await fail(here, "n1", 9, first_rank=None)
     await care.look()
@@ -181,7 +227,9 @@ async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(here: W
     await care.look()
     [(node_id, word)] = here.marks.all().items()
     assert (node_id, word.state, word.by) == ("n2", "cordoned", BY_ITSELF)
-    assert word.reason is not None and "5 failures" in word.reason and "worker_lost 5" in word.reason
+    assert (
+        word.reason is not None and "5 failures" in word.reason and "worker_lost 5" in word.reason
+    )
     assert set(read_node_marks(here.storage)) == {"n2"}
 
 
@@ -198,22 +246,30 @@ async def test_a_node_that_was_opened_again_starts_afresh(here: World, care: Nod
     assert here.marks.all()["n2"].by == BY_ITSELF
 
 
-async def test_half_of_the_nodes_that_train_stay_open(here: World, care: NodeCare, ray: FakeRay) -> None:
+async def test_half_of_the_nodes_that_train_stay_open(
+    here: World, care: NodeCare, ray: FakeRay
+) -> None:
     for node in ("n1", "n2", "gone"):
         await fail(here, node, 5)
     await fail(here, "n2", 1)
     await care.look()
-    assert set(here.marks.all()) == {"n2"}, "the worst one; the head trains nothing and does not count"
+    assert set(here.marks.all()) == {"n2"}, (
+        "the worst one; the head trains nothing and does not count"
+    )
     ray.nodes.append(ray.node("n4", {"CPU": 1.0}))
     await care.look()
     assert set(here.marks.all()) == {"n1", "n2"}
 
 
-async def test_the_file_is_healed_and_old_marks_are_forgotten_whatever_ray_says(here: World, care: NodeCare, ray: FakeRay) -> None:
+async def test_the_file_is_healed_and_old_marks_are_forgotten_whatever_ray_says(
+    here: World, care: NodeCare, ray: FakeRay
+) -> None:
     here.marks.say("gone", "cordoned", "ann")
     ray.broken = True
     await care.look()
-    assert set(read_node_marks(here.storage)) == {"gone"}, "as after a crash between the row and the file"
+    assert set(read_node_marks(here.storage)) == {"gone"}, (
+        "as after a crash between the row and the file"
+    )
     here.storage.files.delete_file(PATH)
     ray.broken = False
     await care.look()

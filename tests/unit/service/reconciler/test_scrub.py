@@ -1,4 +1,5 @@
-"""Scrubbing: what is due is read back at a bounded rate, and damage becomes known before a restore meets it."""
+"""Scrubbing: what is due is read back at a bounded rate, and damage becomes known before a restore
+meets it."""
 
 from __future__ import annotations
 
@@ -27,18 +28,26 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def scrubber(api: ApiService, rule: ScrubRule | None = None) -> Scrubber:
-    return Scrubber(api.runs.checkpoints, api.events, api.storage, rule or ScrubRule(1e9, DAY_S), api.clock)
+    return Scrubber(
+        api.runs.checkpoints, api.events, api.storage, rule or ScrubRule(1e9, DAY_S), api.clock
+    )
 
 
 def damage(api: ApiService, run_id: str, name: str) -> None:
-    (Path(api.storage.run_dir(run_id).checkpoints.path(name)) / "train_state.pt").write_bytes(b"stat!")
+    (Path(api.storage.run_dir(run_id).checkpoints.path(name)) / "train_state.pt").write_bytes(
+        b"stat!"
+    )
 
 
 def leavings(api: ApiService, run_id: str) -> list[str]:
     """Directories that are no checkpoints."""
     run_dir = api.storage.run_dir(run_id)
     committed = {manifest.name for manifest in run_dir.checkpoints.list()}
-    return [entry.name for entry in run_dir.files.list(run_dir.checkpoints_path()) if entry.name not in committed]
+    return [
+        entry.name
+        for entry in run_dir.files.list(run_dir.checkpoints_path())
+        if entry.name not in committed
+    ]
 
 
 async def test_a_checkpoint_is_read_back_once_it_is_due(api: ApiService) -> None:
@@ -64,10 +73,16 @@ async def test_damage_becomes_an_event_a_failure_and_a_figure(api: ApiService) -
     scrubbing = scrubber(api)
     for _ in range(3):
         await scrubbing.work()
-    events = [row for row in api.events.after(run_id, 0, 100) if row.kind == EventKind.CHECKPOINT_CORRUPT]
+    events = [
+        row for row in api.events.after(run_id, 0, 100) if row.kind == EventKind.CHECKPOINT_CORRUPT
+    ]
     assert [(row.data["name"], row.data["found_by"]) for row in events] == [(bad.name, "scrub")]
     [failure] = (await api.get(f"/v1/runs/{run_id}/failures"))["items"]
-    assert (failure["verdict"], failure["step"], failure["evidence"]["checkpoint"]) == ("storage", 20, bad.name)
+    assert (failure["verdict"], failure["step"], failure["evidence"]["checkpoint"]) == (
+        "storage",
+        20,
+        bad.name,
+    )
     assert "train_state.pt" in failure["exception"]
     assert (await api.get(f"/v1/runs/{run_id}"))["latest_checkpoint"]["step"] == sound.step
     published = KeptSteps(api.storage, api.runs.checkpoints)
@@ -75,17 +90,24 @@ async def test_damage_becomes_an_event_a_failure_and_a_figure(api: ApiService) -
     run_dir = api.storage.run_dir(run_id)
     assert run_dir.kept().corrupt == {bad.name}, "its ranks hear of it"
     assert run_dir.checkpoints.retain(1, None) == [] and run_dir.checkpoints.list() == [sound, bad]
-    states = {item["step"]: item["state"] for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]}
+    states = {
+        item["step"]: item["state"]
+        for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]
+    }
     assert states == {10: "committed", 20: "corrupt"}
     figures = (await api.http.get("/metrics")).text
     assert 'everstep_checked_checkpoints{result="corrupt"} 1.0' in figures
     assert 'everstep_checked_checkpoints{result="sound"} 1.0' in figures
 
 
-async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(api: ApiService) -> None:
+async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
+    api: ApiService,
+) -> None:
     run_id, journal = await api.running()
     gone, bad = save(api, run_id, journal, 10), save(api, run_id, journal, 20)
-    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)])
+    api.apply(
+        run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)]
+    )
     num_events = len(api.events.after(run_id, 0, 100))
     damage(api, run_id, bad.name)
     api.storage.run_dir(run_id).checkpoints.delete(gone.name)
@@ -93,7 +115,10 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(api
     scrubbing = scrubber(api)
     for _ in range(2):
         await scrubbing.work()
-    states = {item["step"]: item["state"] for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]}
+    states = {
+        item["step"]: item["state"]
+        for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]
+    }
     assert states == {10: "corrupt", 20: "corrupt"}
     assert len(api.events.after(run_id, 0, 100)) == num_events
 
@@ -111,7 +136,9 @@ async def test_leavings_of_a_run_are_collected_some_time_after_its_end(api: ApiS
     run_id, journal = await api.running()
     save(api, run_id, journal, 10)
     scrubbing = scrubber(api)
-    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)])
+    api.apply(
+        run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)]
+    )
     store = api.storage.run_dir(run_id).checkpoints
     writer = store.begin(20, 1, 1)
     await scrubbing.work()

@@ -1,4 +1,5 @@
-"""The look at code before it runs: what is surely wrong is found with file and line, and what may be right passes."""
+"""The look at code before it runs: what is surely wrong is found with file and line, and what may
+be right passes."""
 
 from __future__ import annotations
 
@@ -16,9 +17,14 @@ from tests.support.code_archives import TASK
 ARCHIVE = "sha256:" + "0" * 64
 
 
-def faults(files: dict[str, str], task: str | None = "task:Line", train_fn: str | None = None, **args: Any) -> list[str]:
+def faults(
+    files: dict[str, str], task: str | None = "task:Line", train_fn: str | None = None, **args: Any
+) -> list[str]:
     code = CodeSpec(archive=ARCHIVE, task=task, train_fn=train_fn, args=args)
-    return [str(fault) for fault in faults_of(code, {path: source.encode() for path, source in files.items()})]
+    return [
+        str(fault)
+        for fault in faults_of(code, {path: source.encode() for path, source in files.items()})
+    ]
 
 
 def test_a_task_passes() -> None:
@@ -34,17 +40,26 @@ def test_a_module_that_is_not_there_is_named_with_what_is() -> None:
 
 
 def test_a_class_that_is_not_there() -> None:
-    assert faults({"task.py": TASK}, "task:Lime") == ["code.task: task.py has no class 'Lime'; did you mean 'Line'?"]
+    assert faults({"task.py": TASK}, "task:Lime") == [
+        "code.task: task.py has no class 'Lime'; did you mean 'Line'?"
+    ]
 
 
 def test_a_method_that_is_missing_or_takes_something_else() -> None:
     source = TASK.replace("def loss(self, model, batch)", "def lose(self, model, batch)")
     assert faults({"task.py": source}) == [
-        "code.task: task.py, line 18: class Line has no method loss; a task needs build_model, build_datasets, loss"
+        (
+            "code.task: task.py, line 18: class Line has no method loss; a task needs build_model, "
+            "build_datasets, loss"
+        )
     ]
     source = TASK.replace("def loss(self, model, batch)", "def loss(self, batch)")
     assert faults({"task.py": source}) == [
-        "code.task: task.py, line 28: Line.loss is called with 2 arguments beside self; it takes others"
+        (
+            "code.task: task.py, line 28: Line.loss is called with 2 arguments beside self; it "
+            "takes "
+            "others"
+        )
     ]
 
 
@@ -65,9 +80,20 @@ def test_syntax_errors_wherever_the_task_imports_them() -> None:
 
 def test_bases_and_imports_within_the_archive_are_followed() -> None:
     base = TASK.replace("class Line", "class Base")
-    assert faults({"base.py": base, "task.py": "from base import Base\nclass Line(Base):\n    pass\n"}) == []
+    assert (
+        faults({"base.py": base, "task.py": "from base import Base\nclass Line(Base):\n    pass\n"})
+        == []
+    )
     assert faults({"base.py": TASK, "task.py": "from base import Line\n"}) == []
-    assert faults({"base.py": "class Base: pass", "task.py": "from base import Base\nclass Line(Base):\n    pass\n"}) != []
+    assert (
+        faults(
+            {
+                "base.py": "class Base: pass",
+                "task.py": "from base import Base\nclass Line(Base):\n    pass\n",
+            }
+        )
+        != []
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +109,9 @@ def test_bases_and_imports_within_the_archive_are_followed() -> None:
         "try:\n    from a import Line\nexcept ImportError:\n    Line = None",
         "def Line(): ...",
         TASK.replace("def loss(self, model, batch)", "def loss(self, *args)"),
-        TASK.replace("    def loss(self, model, batch)", "    @staticmethod\n    def loss(model, batch)"),
+        TASK.replace(
+            "    def loss(self, model, batch)", "    @staticmethod\n    def loss(model, batch)"
+        ),
         "x = 1\n" * 600_000,
     ],
 )
@@ -93,10 +121,17 @@ def test_what_cannot_be_known_passes(source: str) -> None:
 
 def test_arguments_are_compared_with_what_the_class_takes() -> None:
     assert faults({"task.py": TASK}, lenght=3) == [
-        "code.args.lenght: task.py, line 19: Line takes no argument 'lenght'; did you mean 'length'?"
+        (
+            "code.args.lenght: task.py, line 19: Line takes no argument 'lenght'; did you mean "
+            "'length'?"
+        )
     ]
-    source = TASK.replace("length=40):\n        self.length", "length, *, path):\n        self.length")
-    assert faults({"task.py": source}, length=3) == ["code.args.path: task.py, line 19: Line needs the argument 'path'"]
+    source = TASK.replace(
+        "length=40):\n        self.length", "length, *, path):\n        self.length"
+    )
+    assert faults({"task.py": source}, length=3) == [
+        "code.args.path: task.py, line 19: Line needs the argument 'path'"
+    ]
     assert faults({"task.py": source.replace("*, path", "**rest")}, length=3, other=1) == []
 
 
@@ -115,7 +150,9 @@ def test_a_train_fn() -> None:
         assert "train.py, line 1" in fault and words in fault
 
 
-@pytest.mark.parametrize("source", ["(" * 5000, "-" * 100_000 + "1", "\x00", "a." * 50_000 + "a", "[" * 150 + "]" * 150])
+@pytest.mark.parametrize(
+    "source", ["(" * 5000, "-" * 100_000 + "1", "\x00", "a." * 50_000 + "a", "[" * 150 + "]" * 150]
+)
 def test_source_that_is_an_attack_on_the_parser_is_at_worst_a_fault(source: str) -> None:
     assert isinstance(faults({"task.py": source}), list)
 
@@ -146,16 +183,22 @@ def test_suggestions_for_many_arguments_stay_cheap(monkeypatch: pytest.MonkeyPat
     assert work[1] <= 6_000 and work[0] <= 6_000
 
 
-def test_a_class_is_asked_once_however_many_ways_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_is_asked_once_however_many_ways_lead_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ten bases of ten bases of ten … would be asked 10^20 times."""
     asked = counted(monkeypatch, code_look, "_members")
     classes = ["class C0:\n    pass"]
-    classes += [f"class C{n}({', '.join(f'C{n - 1}' for _ in range(10))}):\n    pass" for n in range(1, 16)]
+    classes += [
+        f"class C{n}({', '.join(f'C{n - 1}' for _ in range(10))}):\n    pass" for n in range(1, 16)
+    ]
     assert faults({"task.py": "\n".join(classes)}, "task:C15")
     assert asked[0] <= 16
 
 
-def test_a_name_of_very_many_parts_is_followed_no_deeper_than_a_path_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_very_many_parts_is_followed_no_deeper_than_a_path_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looked = counted(monkeypatch, code_look, "module_path")
     source = TASK + "\nimport " + ".".join(["a"] * 20_000) + "\n"
     assert faults({"task.py": source}) == []
@@ -173,5 +216,13 @@ def test_source_that_takes_long_to_parse_is_not_parsed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ast, "parse", parse)
     files = {f"m{n}.py": f"# {'long ' * 12_000}" for n in range(100)} | {"huge.py": "a\n" * 40_000}
-    assert faults({**files, "task.py": TASK + "\nimport huge\n" + "".join(f"import m{n}\n" for n in range(100))}) == []
+    assert (
+        faults(
+            {
+                **files,
+                "task.py": TASK + "\nimport huge\n" + "".join(f"import m{n}\n" for n in range(100)),
+            }
+        )
+        == []
+    )
     assert max(parsed) <= 64 << 10 and 1 << 18 < sum(parsed) <= 1 << 20

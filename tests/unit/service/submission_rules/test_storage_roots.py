@@ -1,4 +1,5 @@
-"""Roots of storage and data: what an operator allows, and what a spec is answered that goes beyond."""
+"""Roots of storage and data: what an operator allows, and what a spec is answered that goes
+beyond."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def images(root: str | None, weights_path: str | None = None) -> dict[str, Any]:
     return spec(task={"name": "image_classification", "model": model, "data": data})
 
 
-@pytest.mark.parametrize("place", ["/data", "/data/", "/data/a/b", "s3://bucket/team/x?region=eu-west-1"])
+@pytest.mark.parametrize(
+    "place", ["/data", "/data/", "/data/a/b", "s3://bucket/team/x?region=eu-west-1"]
+)
 def test_what_lies_below_a_root(place: str) -> None:
     assert StorageRoots(["file:///data", "s3://bucket/team"]).admits(place)
 
@@ -59,9 +62,19 @@ def test_every_path_of_a_spec_is_looked_at_and_named() -> None:
     roots.check_data(parse_spec(spec()))
     with pytest.raises(InvalidSpec) as caught:
         roots.check_data(parse_spec(images(None, "/etc/shadow")))
-    assert [".".join(map(str, each.loc)) for each in caught.value.errors] == ["task.model.args.weights_path", "task.data.args.root"]
-    assert "'/etc/shadow' lies below none of the roots that the operator allows: /data, /models" in str(caught.value)
-    text = {"name": "language_modeling", "model": {"name": "gpt"}, "data": {"name": "text_files", "args": {"path": "/etc"}}}
+    assert [".".join(map(str, each.loc)) for each in caught.value.errors] == [
+        "task.model.args.weights_path",
+        "task.data.args.root",
+    ]
+    assert (
+        "'/etc/shadow' lies below none of the roots that the operator allows: /data, /models"
+        in str(caught.value)
+    )
+    text = {
+        "name": "language_modeling",
+        "model": {"name": "gpt"},
+        "data": {"name": "text_files", "args": {"path": "/etc"}},
+    }
     with pytest.raises(InvalidSpec, match=r"task\.data\.args\.path"):
         roots.check_data(parse_spec(spec(task=text)))
 
@@ -84,16 +97,28 @@ def test_the_service_s_own_storage_lies_below_a_root_with_links_followed(tmp_pat
     (tmp_path / "alias").symlink_to(allowed)
     roots = StorageRoots([str(tmp_path / "alias")])
     assert roots.problem_of_storage(open_storage(str(allowed / "runs"))) is None
-    assert "lies below none" in str(roots.problem_of_storage(open_storage(str(allowed / "link" / "runs"))))
-    settings = Settings(home=tmp_path, storage_uri=str(elsewhere), storage_roots=(str(allowed), "s3://bucket"))
-    with pytest.raises(CannotStart, match=r"--storage .*elsewhere lies below none of .*allowed, s3://bucket; choose"):
+    assert "lies below none" in str(
+        roots.problem_of_storage(open_storage(str(allowed / "link" / "runs")))
+    )
+    settings = Settings(
+        home=tmp_path, storage_uri=str(elsewhere), storage_roots=(str(allowed), "s3://bucket")
+    )
+    with pytest.raises(
+        CannotStart,
+        match=r"--storage .*elsewhere lies below none of .*allowed, s3://bucket; choose",
+    ):
         opened(settings)
 
 
-def test_roots_come_from_arguments_or_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_roots_come_from_arguments_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path))
     monkeypatch.setenv("EVERSTEP_STORAGE_ROOTS", "/data, s3://bucket/x,")
     assert settings_of([]).storage_roots == ("/data", "s3://bucket/x")
-    assert settings_of(["--storage-root", "/a", "--storage-root", "/b"]).storage_roots == ("/a", "/b")
+    assert settings_of(["--storage-root", "/a", "--storage-root", "/b"]).storage_roots == (
+        "/a",
+        "/b",
+    )
     monkeypatch.delenv("EVERSTEP_STORAGE_ROOTS")
     assert settings_of([]).storage_roots == ()

@@ -11,11 +11,17 @@ from service.web.lanes import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
 
 
 def history(*told: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
-    return [EventRow(seq, at, kind, 1, attempt, data) for seq, (at, kind, attempt, data) in enumerate(told, 1)]
+    return [
+        EventRow(seq, at, kind, 1, attempt, data)
+        for seq, (at, kind, attempt, data) in enumerate(told, 1)
+    ]
 
 
 def workers(*ranks: int) -> dict[str, Any]:
-    return {"workers": [{"rank": rank, "node_id": f"node-{rank}"} for rank in ranks], "world_size": len(ranks)}
+    return {
+        "workers": [{"rank": rank, "node_id": f"node-{rank}"} for rank in ranks],
+        "world_size": len(ranks),
+    }
 
 
 def test_a_failure_stops_every_rank_when_it_happened_and_blames_the_first() -> None:
@@ -33,13 +39,17 @@ def test_a_failure_stops_every_rank_when_it_happened_and_blames_the_first() -> N
     assert found is not None
     first = [("starting", 10, 12), ("training", 12, 18), ("waiting", 18, 21)]
     second = [("starting", 25, 26), ("training", 26, 30)]
-    spans = [[(part.activity, part.start, part.end) for part in lane.segments] for lane in found.lanes]
+    spans = [
+        [(part.activity, part.start, part.end) for part in lane.segments] for lane in found.lanes
+    ]
     assert spans == [first + second, first]
     assert [lane.faults for lane in found.lanes] == [[], [Fault(18, "node_lost")]]
     assert (found.start, found.end, found.position(20)) == (10, 30, 50)
 
 
-def test_a_group_whose_driver_died_ends_where_the_next_begins_and_a_finished_one_does_not_grow() -> None:
+def test_a_group_whose_driver_died_ends_where_the_next_begins_and_a_finished_one_does_not_grow() -> (
+    None
+):
     told = [
         (10.0, EventKind.ATTEMPT_STARTED, 1, workers(0)),
         (15.0, EventKind.SUBMISSION_STARTED, 0, {}),
@@ -56,13 +66,17 @@ def test_a_group_whose_driver_died_ends_where_the_next_begins_and_a_finished_one
 def test_of_many_ranks_the_lowest_are_drawn_and_those_that_failed() -> None:
     group = workers(*range(MOST_RANKS + 10))
     failure = {"first_rank": MOST_RANKS + 5, "verdict": "hang"}
-    found = lanes(history((1, EventKind.ATTEMPT_STARTED, 1, group), (5, EventKind.FAILURE, 1, failure)), now=9)
+    found = lanes(
+        history((1, EventKind.ATTEMPT_STARTED, 1, group), (5, EventKind.FAILURE, 1, failure)), now=9
+    )
     assert found is not None and found.num_ranks_left_out == 9
     assert [lane.rank for lane in found.lanes][-1] == MOST_RANKS + 5
 
 
 def test_of_many_attempts_the_newest_are_drawn() -> None:
-    told = [(float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)]
+    told = [
+        (float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)
+    ]
     found = lanes(history(*told), now=MOST_SEGMENTS)
     assert found is not None and found.end == MOST_SEGMENTS
     assert sum(len(lane.segments) for lane in found.lanes) == MOST_SEGMENTS

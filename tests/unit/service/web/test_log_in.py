@@ -26,26 +26,44 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 async def test_a_page_leads_to_the_log_in_and_the_log_in_back(api: ApiService) -> None:
     http = await api.client(None)
     sent = await http.get("/runs?status=failed", headers={"Accept": "text/html"})
-    assert (sent.status_code, sent.headers["location"]) == (303, "/login?next=%2Fruns%3Fstatus%3Dfailed")
+    assert (sent.status_code, sent.headers["location"]) == (
+        303,
+        "/login?next=%2Fruns%3Fstatus%3Dfailed",
+    )
     assert 'value="/runs?status=failed"' in (await http.get(sent.headers["location"])).text
     wrong = await http.post("/login", data={"token": "evs_wrong", "next": "/runs?status=failed"})
     assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
-    assert "not valid" in wrong.text and "evs_wrong" not in wrong.text and 'value="/runs?status=failed"' in wrong.text
-    right = await http.post("/login", data={"token": api.token("viewer"), "next": "/runs?status=failed"})
+    assert (
+        "not valid" in wrong.text
+        and "evs_wrong" not in wrong.text
+        and 'value="/runs?status=failed"' in wrong.text
+    )
+    right = await http.post(
+        "/login", data={"token": api.token("viewer"), "next": "/runs?status=failed"}
+    )
     assert (right.status_code, right.headers["location"]) == (303, "/runs?status=failed")
     cookie = right.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=lax" in cookie and "secure" not in cookie
     assert (await http.get("/runs")).status_code == 200
 
 
-async def test_scripts_are_told_where_to_log_in_instead_of_getting_its_page(api: ApiService) -> None:
+async def test_scripts_are_told_where_to_log_in_instead_of_getting_its_page(
+    api: ApiService,
+) -> None:
     http = await api.client(None)
     for headers in ({"Accept": "application/json"}, {"Accept": "text/html", "HX-Request": "true"}):
         answer = await http.get("/runs", headers=headers)
-        assert (answer.status_code, answer.headers["hx-redirect"], answer.content) == (401, "/login", b"")
+        assert (answer.status_code, answer.headers["hx-redirect"], answer.content) == (
+            401,
+            "/login",
+            b"",
+        )
 
 
-@pytest.mark.parametrize("target", ["https://evil.example", "//evil.example", "/\\evil.example", "runs", "", None, "/\tx"])
+@pytest.mark.parametrize(
+    "target",
+    ["https://evil.example", "//evil.example", "/\\evil.example", "runs", "", None, "/\tx"],
+)
 def test_a_log_in_leads_nowhere_else(target: str | None) -> None:
     assert local_path(target) == "/runs"
 
@@ -74,14 +92,21 @@ async def test_the_cookie_is_a_secret_of_its_own_that_is_kept_as_its_hash(api: A
     anybody = await api.client(cookie)
     assert (await anybody.get("/v1/runs")).status_code == 401, "it is no token"
     with api.database.read() as connection:
-        kept = {row.sha256: [str(value) for value in row] for row in connection.execute(select(sessions))}
+        kept = {
+            row.sha256: [str(value) for value in row]
+            for row in connection.execute(select(sessions))
+        }
     assert hashlib.sha256(cookie.encode()).hexdigest() in kept and cookie not in str(kept)
 
 
-async def test_a_cookie_of_older_versions_which_is_the_token_leads_to_the_log_in(api: ApiService) -> None:
+async def test_a_cookie_of_older_versions_which_is_the_token_leads_to_the_log_in(
+    api: ApiService,
+) -> None:
     http = await api.client(None)
     http.cookies.set(COOKIE, api.token("admin"))
-    assert (await http.get("/runs", headers={"Accept": "text/html"})).headers["location"] == "/login?next=%2Fruns"
+    assert (await http.get("/runs", headers={"Accept": "text/html"})).headers[
+        "location"
+    ] == "/login?next=%2Fruns"
 
 
 async def test_a_log_in_ends_by_itself_and_goes_from_the_database(api: ApiService) -> None:
@@ -112,12 +137,22 @@ async def test_over_tls_the_cookie_is_this_host_s_alone(api: ApiService) -> None
     answer = await http.post("/login", data={"token": api.token("viewer")}, headers=secure)
     set_, gone = sorted(answer.headers.get_list("set-cookie"))
     name, _, cookie = set_.partition(";")[0].partition("=")
-    assert name == "__Host-everstep_session" and {"Secure", "HttpOnly", "Path=/"} <= set(set_.split("; ")) and "Domain" not in set_
-    assert gone.startswith('everstep_session=""') and "Max-Age=0" in gone, "the one of older versions, which held the token"
+    assert (
+        name == "__Host-everstep_session"
+        and {"Secure", "HttpOnly", "Path=/"} <= set(set_.split("; "))
+        and "Domain" not in set_
+    )
+    assert gone.startswith('everstep_session=""') and "Max-Age=0" in gone, (
+        "the one of older versions, which held the token"
+    )
     for sent, status in ((name, 200), ("everstep_session", 303)):
         bare = await api.client(None)
-        assert (await bare.get("/runs", headers={**secure, "Cookie": f"{sent}={cookie}"})).status_code == status
-    assert (await bare.get("/runs", headers={"Accept": "text/html", "Cookie": f"{name}={cookie}"})).status_code == 303
+        assert (
+            await bare.get("/runs", headers={**secure, "Cookie": f"{sent}={cookie}"})
+        ).status_code == status
+    assert (
+        await bare.get("/runs", headers={"Accept": "text/html", "Cookie": f"{name}={cookie}"})
+    ).status_code == 303
 
 
 async def test_logging_out_takes_the_cookie_away(api: ApiService) -> None:
@@ -136,10 +171,23 @@ async def test_a_form_needs_its_secret_and_its_origin(api: ApiService) -> None:
     browser = await Browser.logged_in(api, mine)
     session = browser.http.cookies[COOKIE]
     path = f"/runs/{run_id}/cancel"
-    for fields in ({}, {"csrf": ""}, {"csrf": "no.mac"}, {"csrf": csrf_token(other)}, {"csrf": csrf_token(mine)}, {"csrf": "é.é"}):
+    for fields in (
+        {},
+        {"csrf": ""},
+        {"csrf": "no.mac"},
+        {"csrf": csrf_token(other)},
+        {"csrf": csrf_token(mine)},
+        {"csrf": "é.é"},
+    ):
         assert (await browser.http.post(path, data=fields)).status_code == 403
-    for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
-        assert (await browser.http.post(path, data={"csrf": csrf_token(session)}, headers=headers)).status_code == 403
+    for headers in (
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ):
+        assert (
+            await browser.http.post(path, data={"csrf": csrf_token(session)}, headers=headers)
+        ).status_code == 403
     assert status_of(api, run_id) == RunStatus.RUNNING
     same = {"Origin": api.url, "Sec-Fetch-Site": "same-origin"}
     answer = await browser.http.post(path, data={"csrf": csrf_token(session)}, headers=same)
@@ -149,7 +197,9 @@ async def test_a_form_needs_its_secret_and_its_origin(api: ApiService) -> None:
 
 async def test_a_log_in_form_from_another_site_is_refused(api: ApiService) -> None:
     http = await api.client(None)
-    answer = await http.post("/login", data={"token": api.token("viewer")}, headers={"Origin": "https://evil.example"})
+    answer = await http.post(
+        "/login", data={"token": api.token("viewer")}, headers={"Origin": "https://evil.example"}
+    )
     assert answer.status_code == 403 and "set-cookie" not in answer.headers
 
 
@@ -169,9 +219,20 @@ async def test_roles_and_projects_hold_on_pages(api: ApiService) -> None:
     assert "/cancel" not in html and "/fork" not in html
     for path in (f"/runs/{run_id}/cancel", f"/runs/{run_id}/delete", f"/runs/{run_id}/fork"):
         assert (await viewer.http.post(path, data={"csrf": csrf_token(session)})).status_code == 403
-    assert (await viewer.http.post("/cluster/nodes/node-1/cordon", data={"csrf": csrf_token(session)})).status_code == 403
+    assert (
+        await viewer.http.post("/cluster/nodes/node-1/cordon", data={"csrf": csrf_token(session)})
+    ).status_code == 403
     stranger = await Browser.logged_in(api, api.token("submitter", "speech"))
-    for tail in ("", "/logs", "/checkpoints", "/events", "/spec", "/fork", "/curves.json", "/stream"):
+    for tail in (
+        "",
+        "/logs",
+        "/checkpoints",
+        "/events",
+        "/spec",
+        "/fork",
+        "/curves.json",
+        "/stream",
+    ):
         assert (await stranger.http.get(f"/runs/{run_id}{tail}")).status_code == 404
     assert run_id not in await stranger.page("/runs")
     await stranger.page(f"/compare?run={run_id}", 404)

@@ -1,4 +1,5 @@
-"""Pages of the dashboard: what they show in every state, and that nothing that users wrote is markup."""
+"""Pages of the dashboard: what they show in every state, and that nothing that users wrote is
+markup."""
 
 from __future__ import annotations
 
@@ -44,8 +45,21 @@ def text_of(html: str) -> str:
 
 
 def fail(journal: Journal, **data: Any) -> Any:
-    fields = {"verdict": "node_lost", "first_rank": 1, "node_id": "node-2", "step": 5, "exception": None, "evidence": {}}
-    fields |= {"action": "restarted", "budget": "system", "steps_lost": 0, "detect_s": 1.5, "recovery_s": None}
+    fields = {
+        "verdict": "node_lost",
+        "first_rank": 1,
+        "node_id": "node-2",
+        "step": 5,
+        "exception": None,
+        "evidence": {},
+    }
+    fields |= {
+        "action": "restarted",
+        "budget": "system",
+        "steps_lost": 0,
+        "detect_s": 1.5,
+        "recovery_s": None,
+    }
     fields |= {"world_size_before": 2, "world_size_after": 1}
     return journal.event(EventKind.FAILURE, **fields | data)
 
@@ -65,11 +79,27 @@ async def test_empty_pages_say_what_to_do(browser: Browser) -> None:
 async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Browser) -> None:
     wanted = await api.create(name="Vision 100", tags={"team": "red_pandas"}, project="vision")
     failed = await api.create(name="speech")
-    api.runs.transition(failed, RunStatus.QUEUED, RunStatus.FAILED, Reason(code=ReasonCode.INFEASIBLE, message="too large"))
-    for query in ("search=vision", "search=d_pand", f"search={wanted[6:]}", "project=vision", "tag=team%3Dred_pandas", "tag=team"):
+    api.runs.transition(
+        failed,
+        RunStatus.QUEUED,
+        RunStatus.FAILED,
+        Reason(code=ReasonCode.INFEASIBLE, message="too large"),
+    )
+    for query in (
+        "search=vision",
+        "search=d_pand",
+        f"search={wanted[6:]}",
+        "project=vision",
+        "tag=team%3Dred_pandas",
+        "tag=team",
+    ):
         html = await browser.page(f"/runs?{query}")
         assert wanted in html and failed not in html, query
-    assert failed in (html := await browser.page("/runs?status=failed")) and wanted not in html and "too large" in html
+    assert (
+        failed in (html := await browser.page("/runs?status=failed"))
+        and wanted not in html
+        and "too large" in html
+    )
     assert wanted in (html := await browser.page("/runs?status=active")) and failed not in html
     for nothing in ("search=%25", "search=d%5Fx", "search=_00"):  # no wildcards
         assert "No run fits" in await browser.page(f"/runs?{nothing}")
@@ -85,7 +115,10 @@ async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Br
 
 async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browser) -> None:
     resolved = parse_spec(spec()).model_dump(mode="json")
-    rows = [new_row(new_run_id(NOON + index), resolved, "tok_x", NOON + index).columns() for index in range(6000)]
+    rows = [
+        new_row(new_run_id(NOON + index), resolved, "tok_x", NOON + index).columns()
+        for index in range(6000)
+    ]
     with api.database.write() as connection:
         connection.execute(insert(runs_table), rows)
     answer = await browser.http.get("/runs?search=digits")
@@ -93,7 +126,10 @@ async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browse
     total = int(answer.headers["content-length"])
     for address in set(re.findall(r'(?:href|src)="(/static/[^"]*)"', answer.text)):
         asset = await browser.http.get(address)
-        assert asset.headers["content-encoding"] == "gzip" and "immutable" in asset.headers["cache-control"]
+        assert (
+            asset.headers["content-encoding"] == "gzip"
+            and "immutable" in asset.headers["cache-control"]
+        )
         total += int(asset.headers["content-length"])
     assert total < 60_000
 
@@ -106,10 +142,20 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     api.clock.now += 10
     journal.at = api.clock.now
     evidence = {"exit_code": -9, "last_lines": ["one", "two"], "node": {"state": "DEAD"}}
-    api.apply(run_id, [journal.steps(5), fail(journal, exception="Traceback\nRuntimeError: boom", evidence=evidence)])
+    api.apply(
+        run_id,
+        [
+            journal.steps(5),
+            fail(journal, exception="Traceback\nRuntimeError: boom", evidence=evidence),
+        ],
+    )
     html = await browser.page(f"/runs/{run_id}")
     text = text_of(html)
-    assert "Recovering" in text and "with rank 1 was lost at step 5" in text and "cause: RuntimeError: boom" in text
+    assert (
+        "Recovering" in text
+        and "with rank 1 was lost at step 5" in text
+        and "cause: RuntimeError: boom" in text
+    )
     assert "one two" in text and "state: DEAD" in text
     assert 'class="a-training"' in html and 'class="a-waiting"' in html and 'class="fault"' in html
     assert "Productive" in text and 'data-stream="/runs/' in html
@@ -117,20 +163,26 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     api.apply(run_id, [*journal.start(step=5, world_size=1), journal.steps(6, loss=0.25)])
     curves = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()
     assert [point[0] for point in curves["series"]["loss"]] == [1, 5, 6]
-    assert [(mark["step"], mark["label"]) for mark in curves["marks"]] == [(5, "attempt 2: node_lost of rank 1")]
+    assert [(mark["step"], mark["label"]) for mark in curves["marks"]] == [
+        (5, "attempt 2: node_lost of rank 1")
+    ]
     assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
     told = text_of(await browser.page(f"/runs/{run_id}/events"))
     assert "attempt 2 with 1 rank" in told and "failure: node_lost of rank 1" in told
 
 
-async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(api: ApiService, browser: Browser) -> None:
+async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(
+    api: ApiService, browser: Browser
+) -> None:
     run_id = await api.create()
     path = f"/runs/{run_id}"
     assert (await browser.send(path, f"{path}/pause")).headers["location"] == path
     assert status_of(api, run_id) == RunStatus.PAUSED and "/pause" not in await browser.page(path)
     assert (await browser.send(path, f"{path}/resume")).status_code == 303
     assert (await browser.send(path, f"{path}/cancel")).status_code == 303
-    assert status_of(api, run_id) == RunStatus.CANCELLED and "data-stream" not in await browser.page(path)
+    assert status_of(
+        api, run_id
+    ) == RunStatus.CANCELLED and "data-stream" not in await browser.page(path)
     csrf = re.search(r'name="csrf" value="([^"]*)"', await browser.page(path))
     assert csrf is not None
     refused = await browser.http.post(f"{path}/resume", data={"csrf": csrf[1]})
@@ -139,10 +191,19 @@ async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(api: ApiService, 
     assert api.runs.get(run_id) is None
 
 
-async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(api: ApiService, browser: Browser) -> None:
+async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
+    api: ApiService, browser: Browser
+) -> None:
     run_id, journal = await api.running()
     path = f"/runs/{run_id}"
-    use = {"node_id": "node-2", "name": "H200", "busy": 0.85, "used_bytes": 7, "total_bytes": 10, "allocated_bytes": 5}
+    use = {
+        "node_id": "node-2",
+        "name": "H200",
+        "busy": 0.85,
+        "used_bytes": 7,
+        "total_bytes": 10,
+        "allocated_bytes": 5,
+    }
     rank = {"node_id": "node-1", "micro_batches": 1, "own_s": 0.0125, "wait_s": 0.0875, "skew": 0.2}
     slow = {"rank": 1, "node_id": "node-2", "step": 9, "own_s": 0.1, "peers_s": 0.0125, "skew": 8.0}
     api.apply(
@@ -150,11 +211,20 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(api: ApiSer
         [
             journal.event(EventKind.GPU_USE, rank=1, **use),
             journal.event(EventKind.STRAGGLER, slow=True, **slow),
-            journal.event(EventKind.RANK_TIMES, step=9, step_s=0.1, ranks=[{"rank": 0, **rank}, {"rank": 1, **rank, "skew": 8.0}]),
+            journal.event(
+                EventKind.RANK_TIMES,
+                step=9,
+                step_s=0.1,
+                ranks=[{"rank": 0, **rank}, {"rank": 1, **rank, "skew": 8.0}],
+            ),
         ],
     )
     html = await browser.page(path)
-    assert "12.5 ms" in html and "87.5 ms" in html and "Rank 1 on node <code>node-2</code> holds the others up" in html
+    assert (
+        "12.5 ms" in html
+        and "87.5 ms" in html
+        and "Rank 1 on node <code>node-2</code> holds the others up" in html
+    )
     assert "GPU 85 %, 7 B of 10 B" in html
     refused = await browser.send(path, f"{path}/profiles", rank="7", steps="2")
     assert refused.status_code == 422 and "ranks 0 to 1" in refused.text
@@ -166,7 +236,14 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(api: ApiSer
     assert "asked for…" in await browser.page(path)
     run_dir = api.storage.run_dir(run_id)
     run_dir.files.write(run_dir.trace_path(order.id), b"trace")
-    done = {"id": order.id, "rank": 1, "steps": 2, "step_s": 0.1, "size_bytes": 5, "all_reduces": []}
+    done = {
+        "id": order.id,
+        "rank": 1,
+        "steps": 2,
+        "step_s": 0.1,
+        "size_bytes": 5,
+        "all_reduces": [],
+    }
     api.apply(run_id, [journal.event(EventKind.PROFILE_DONE, **done)])
     assert f'href="{path}/profiles/{order.id}/trace"' in await browser.page(path)
     assert (await browser.http.get(f"{path}/profiles/{order.id}/trace")).content == b"trace"
@@ -179,25 +256,47 @@ async def test_checkpoints_are_downloaded_and_verified(api: ApiService, browser:
     manifest = save(api, run_id, journal, 10, accuracy=0.5)
     assert "not yet" in await browser.page(path)
     archive = await browser.http.get(f"{path}/10/archive")
-    assert archive.headers["content-type"] == "application/x-tar" and manifest.name in archive.headers["content-disposition"]
+    assert (
+        archive.headers["content-type"] == "application/x-tar"
+        and manifest.name in archive.headers["content-disposition"]
+    )
     api.storage.run_dir(run_id).checkpoints.verify(manifest.name)
     answer = await browser.send(path, f"{path}/10/verify")
     assert answer.headers["location"] == f"{path}#step-10"
     assert "not yet" not in await browser.page(path)
 
 
-async def test_a_fork_is_submitted_once_and_its_faults_are_shown(api: ApiService, browser: Browser) -> None:
+async def test_a_fork_is_submitted_once_and_its_faults_are_shown(
+    api: ApiService, browser: Browser
+) -> None:
     run_id = await api.create(name="digits", tags={"a": "b"})
     path = f"/runs/{run_id}/fork"
     html = await browser.page(path)
-    resolved = json.loads(unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", html, re.DOTALL)[1]))  # type: ignore[index]
+    resolved = json.loads(
+        unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", html, re.DOTALL)[1])
+    )  # type: ignore[index]
     assert resolved["name"] == "digits-fork" and resolved["tags"] == {"a": "b"}
-    assert "best_mode" not in resolved["checkpoint"], "it follows from a best_metric that may be changed"
+    assert "best_mode" not in resolved["checkpoint"], (
+        "it follows from a best_metric that may be changed"
+    )
     wrong = resolved | {"train": {"epochs": 0}, "nonsense": HOSTILE}
-    for text, words in ((json.dumps(wrong), "train.epochs"), ("{", "is not JSON"), ("[" * 5000, "spec")):
+    for text, words in (
+        (json.dumps(wrong), "train.epochs"),
+        ("{", "is not JSON"),
+        ("[" * 5000, "spec"),
+    ):
         answer = await browser.send(path, path, spec=text)
-        assert answer.status_code == 422 and words in answer.text and "<script>alert" not in answer.text
-    fields = dict(re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', html.split(f'action="{path}"')[1]))
+        assert (
+            answer.status_code == 422
+            and words in answer.text
+            and "<script>alert" not in answer.text
+        )
+    fields = dict(
+        re.findall(
+            r'<input type="hidden" name="([^"]*)" value="([^"]*)"',
+            html.split(f'action="{path}"')[1],
+        )
+    )
     fields["spec"] = json.dumps(resolved)
     made = [(await browser.http.post(path, data=fields)).headers["location"] for _ in range(2)]
     assert made[0] == made[1] and made[0] != f"/runs/{run_id}"
@@ -211,10 +310,17 @@ async def test_a_checkpoint_is_named_in_a_fork_from_it(api: ApiService, browser:
 
 
 async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
-    one, two = await api.create(train={"epochs": 3}), await api.create(train={"epochs": 4}, tags={"x": "y"})
+    one, two = (
+        await api.create(train={"epochs": 3}),
+        await api.create(train={"epochs": 4}, tags={"x": "y"}),
+    )
     for path in (f"/runs/{one}/spec?against={two}", f"/compare?run={one}&run={two}"):
         html = await browser.page(path)
-        assert "train.epochs" in html and "tags.x" in html and "train.seed" not in html.split("Spec as resolved")[0]
+        assert (
+            "train.epochs" in html
+            and "tags.x" in html
+            and "train.seed" not in html.split("Spec as resolved")[0]
+        )
     await browser.page("/compare?" + "&".join(f"run=run_{index:012d}" for index in range(9)), 422)
 
 
@@ -224,10 +330,19 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
     assert "No lines yet" in await browser.page(path)
     for rank in (0, 1):
         with RankLogWriter(api.storage.run_dir(run_id), 1, 1, rank) as writer:
-            writer.write([LogRecord(NOON + index, "info", f"rank {rank} says {index:04d}") for index in range(1200)])
+            writer.write(
+                [
+                    LogRecord(NOON + index, "info", f"rank {rank} says {index:04d}")
+                    for index in range(1200)
+                ]
+            )
     api.context.logs.forget(run_id)
     newest = await browser.page(path)
-    assert "rank 1 says 1199" in newest and "says 0900" not in newest and newest.count('class="message"') == 500
+    assert (
+        "rank 1 says 1199" in newest
+        and "says 0900" not in newest
+        and newest.count('class="message"') == 500
+    )
     [older] = re.findall(r'href="([^"]*before=\d+)">Older', newest)
     assert "says 0900" in await browser.page(unescape(older))
     one = await browser.page(f"{path}?rank=1")
@@ -242,15 +357,25 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
 
 
 async def test_nodes_are_shown_and_marked(api: ApiService, browser: Browser) -> None:
-    api.cluster.nodes = (api.cluster.node("node-1"), api.cluster.node("node-2"), api.cluster.node("node-3", "DEAD"))
+    api.cluster.nodes = (
+        api.cluster.node("node-1"),
+        api.cluster.node("node-2"),
+        api.cluster.node("node-3", "DEAD"),
+    )
     run_id, _ = await api.running()
     text = text_of(await browser.page("/cluster"))
     assert "Live nodes 2" in text and "digits rank 0" in text and "digits rank 1" in text
-    assert (await browser.send("/cluster", "/cluster/nodes/node-2/cordon", reason="bad disk")).status_code == 303
+    assert (
+        await browser.send("/cluster", "/cluster/nodes/node-2/cordon", reason="bad disk")
+    ).status_code == 303
     text = text_of(await browser.page("/cluster"))
     assert "Cordoned" in text and "bad disk" in text
-    assert (await browser.send("/cluster", "/cluster/nodes/node-2/drain", deadline_min="-1")).status_code == 422
-    assert (await browser.send("/cluster", "/cluster/nodes/node-2/drain", deadline_min="10")).status_code == 303
+    assert (
+        await browser.send("/cluster", "/cluster/nodes/node-2/drain", deadline_min="-1")
+    ).status_code == 422
+    assert (
+        await browser.send("/cluster", "/cluster/nodes/node-2/drain", deadline_min="10")
+    ).status_code == 303
     assert "Draining" in await browser.page("/cluster")
     assert (await browser.send("/cluster", "/cluster/nodes/node-2/uncordon")).status_code == 303
     assert "bad disk" not in await browser.page("/cluster")
@@ -263,9 +388,15 @@ async def test_nodes_are_shown_and_marked(api: ApiService, browser: Browser) -> 
 async def test_the_queue_is_in_the_order_of_starts(api: ApiService, browser: Browser) -> None:
     ids = []
     for priority in (0, 5, 5):
-        ids.append(await api.create(priority=priority, scaling={"min_workers": 2, "max_workers": 4}))
+        ids.append(
+            await api.create(priority=priority, scaling={"min_workers": 2, "max_workers": 4})
+        )
         api.clock.now += 1
-    api.runs.set_reason(ids[0], RunStatus.QUEUED, Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="needs 2 x CPU"))
+    api.runs.set_reason(
+        ids[0],
+        RunStatus.QUEUED,
+        Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="needs 2 x CPU"),
+    )
     html = await browser.page("/queue")
     assert sorted(ids, key=html.index) == [ids[1], ids[2], ids[0]]
     assert "needs 2 x CPU" in html and "2 to 4 ranks of 1 CPU" in text_of(html)
@@ -279,28 +410,48 @@ async def test_nothing_that_users_wrote_is_markup(api: ApiService, browser: Brow
     api.apply(
         run_id,
         [
-            journal.event(EventKind.METRICS, points=[{"step": 2, "at": NOON, "values": {HOSTILE: 1.0}}]),
-            fail(journal, exception=HOSTILE, evidence={HOSTILE: [HOSTILE]}, action=HOSTILE, node_id=HOSTILE),
+            journal.event(
+                EventKind.METRICS, points=[{"step": 2, "at": NOON, "values": {HOSTILE: 1.0}}]
+            ),
+            fail(
+                journal,
+                exception=HOSTILE,
+                evidence={HOSTILE: [HOSTILE]},
+                action=HOSTILE,
+                node_id=HOSTILE,
+            ),
             journal.event(EventKind.WAITING, code="waiting_for_capacity", message=HOSTILE),
         ],
     )
     with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
         writer.write([LogRecord(NOON, f"x {HOSTILE}", HOSTILE)])
     other = await api.create(tags={"t": HOSTILE})
-    api.runs.set_reason(other, RunStatus.QUEUED, Reason(code=ReasonCode.INFEASIBLE, message=HOSTILE))
-    paths = [f"/runs/{run_id}{tail}" for tail in ("", "/logs", "/events", f"/spec?against={other}", "/fork", "/checkpoints")]
+    api.runs.set_reason(
+        other, RunStatus.QUEUED, Reason(code=ReasonCode.INFEASIBLE, message=HOSTILE)
+    )
+    paths = [
+        f"/runs/{run_id}{tail}"
+        for tail in ("", "/logs", "/events", f"/spec?against={other}", "/fork", "/checkpoints")
+    ]
     for path in (*paths, "/runs", "/queue", f"/compare?run={run_id}&run={other}", "/cluster"):
         html = await browser.page(path)
         assert "<script>alert" not in html and (path == "/cluster" or "{{7*7}}" in html), path
-    await browser.page(f"/runs?search={quote(HOSTILE)}&tag={quote(HOSTILE)}&project={quote(HOSTILE[:60])}")
+    await browser.page(
+        f"/runs?search={quote(HOSTILE)}&tag={quote(HOSTILE)}&project={quote(HOSTILE[:60])}"
+    )
     answer = await browser.http.get(f"/runs/{run_id}/curves.json")
-    assert answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    assert (
+        answer.headers["content-type"] == "application/json"
+        and answer.headers["x-content-type-options"] == "nosniff"
+    )
 
 
 # ---------------------------------------------------------------- trouble, reference, links
 
 
-async def test_a_database_that_is_away_is_a_page_too(api: ApiService, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_database_that_is_away_is_a_page_too(
+    api: ApiService, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from service.db.engine import DatabaseUnavailable
 
     def away(*_: object) -> None:
@@ -308,13 +459,20 @@ async def test_a_database_that_is_away_is_a_page_too(api: ApiService, browser: B
 
     monkeypatch.setattr(api.context.runs, "page", away)
     answer = await browser.http.get("/runs")
-    assert answer.status_code == 503 and "Try again" in answer.text and answer.headers["retry-after"] == "2"
+    assert (
+        answer.status_code == 503
+        and "Try again" in answer.text
+        and answer.headers["retry-after"] == "2"
+    )
 
 
 async def test_the_reference_needs_nothing_from_elsewhere(api: ApiService) -> None:
     http = await api.client(None)
     answer = await http.get("/docs")
-    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
+    assert (
+        answer.status_code == 200
+        and "default-src 'none'" in answer.headers["content-security-policy"]
+    )
     assert not re.findall(r"https?://", answer.text)
     for address in re.findall(r'(?:href|src)="(/static/[^"]*)"', answer.text):
         assert (await http.get(address)).status_code == 200
@@ -326,10 +484,16 @@ async def test_a_kept_file_is_asked_for_once(api: ApiService) -> None:
     http = await api.client(None)
     first = await http.get("/static/everstep.css")
     again = await http.get("/static/everstep.css", headers={"If-None-Match": first.headers["etag"]})
-    assert (again.status_code, again.content, first.headers["cache-control"]) == (304, b"", "no-cache")
+    assert (again.status_code, again.content, first.headers["cache-control"]) == (
+        304,
+        b"",
+        "no-cache",
+    )
 
 
 async def test_a_run_links_to_its_page(api: ApiService) -> None:
     api.context.public_url = "https://everstep.example"
     run_id = await api.create()
-    assert (await api.get(f"/v1/runs/{run_id}"))["links"]["dashboard"] == f"https://everstep.example/runs/{run_id}"
+    assert (await api.get(f"/v1/runs/{run_id}"))["links"][
+        "dashboard"
+    ] == f"https://everstep.example/runs/{run_id}"

@@ -1,4 +1,5 @@
-"""What a checkpoint's manifest says, and its archive: the same bytes whole and in parts, and nothing that is damaged."""
+"""What a checkpoint's manifest says, and its archive: the same bytes whole and in parts, and
+nothing that is damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 def test_the_manifest_says_what_the_contract_says(local_dir: RunDir) -> None:
     created_at = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
-    manifest = save(local_dir, 50, created_at=created_at, epoch=2, attempt=3, parent="step-000000010.s001.a001")
+    manifest = save(
+        local_dir, 50, created_at=created_at, epoch=2, attempt=3, parent="step-000000010.s001.a001"
+    )
     raw = json.loads(original(local_dir, manifest.name, MANIFEST))
     assert raw.pop("files").keys() == {"model.pt", "train_state.pt"}
     assert raw == {
@@ -58,11 +61,15 @@ def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
     for relpath, entry in raw["files"].items():
         del entry["blake3"]
         entry["sha256"] = hashlib.sha256(original(local_dir, manifest.name, relpath)).hexdigest()
-    raw["digest"] = hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    raw["digest"] = hashlib.sha256(
+        json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     data = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
     assert parse_manifest(data).to_bytes() == data
     overwrite(local_dir, manifest.name, MANIFEST, data)
-    assert local_dir.files.set_aside(local_dir.checkpoints_path(manifest.name), local_dir.checkpoints_path(old_name))
+    assert local_dir.files.set_aside(
+        local_dir.checkpoints_path(manifest.name), local_dir.checkpoints_path(old_name)
+    )
     local_dir.checkpoints.verify(old_name)
     overwrite(local_dir, old_name, "model.pt", b"weightz 50")
     with pytest.raises(CorruptCheckpoint, match="sha256"):
@@ -83,13 +90,28 @@ def test_what_is_no_manifest(data: bytes) -> None:
 
 def test_a_manifest_s_digest_covers_every_field(local_dir: RunDir) -> None:
     manifest = save(local_dir, 50)
-    changes = {"epoch": 1, "attempt": 9, "parent": "x", "world_size": 3, "sample_digest": None, "metrics": {}, "files": {}}
-    digests = {Manifest(**{**dict(manifest), name: value}).digest for name, value in changes.items()}
+    changes = {
+        "epoch": 1,
+        "attempt": 9,
+        "parent": "x",
+        "world_size": 3,
+        "sample_digest": None,
+        "metrics": {},
+        "files": {},
+    }
+    digests = {
+        Manifest(**{**dict(manifest), name: value}).digest for name, value in changes.items()
+    }
     assert len(digests | {manifest.digest}) == len(changes) + 1
 
 
 def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) -> None:
-    files = {"model.pt": b"m" * 1_500_000, "deep/er/state.pt": b"s" * 513, "empty": b"", "block": b"b" * 512}
+    files = {
+        "model.pt": b"m" * 1_500_000,
+        "deep/er/state.pt": b"s" * 513,
+        "empty": b"",
+        "block": b"b" * 512,
+    }
     manifest = save(run_dir, 50, files=files)
     archive = tmp_path / "checkpoint.tar"
     archive.write_bytes(b"".join(run_dir.checkpoints.archive(manifest.name).stream()))
@@ -100,7 +122,11 @@ def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) 
             assert member is not None and member.read() == data
     (tmp_path / "out").mkdir()
     subprocess.run(["tar", "-xf", archive, "-C", tmp_path / "out"], check=True)
-    assert {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()} == {
+    assert {
+        str(path.relative_to(tmp_path / "out"))
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    } == {
         *files,
         MANIFEST,
     }
@@ -134,7 +160,9 @@ def test_a_deleted_checkpoint_is_missing_not_corrupt(local_dir: RunDir) -> None:
 
 
 def test_any_part_of_an_archive_is_what_the_whole_holds_there(local_dir: RunDir) -> None:
-    manifest = save(local_dir, 50, files={"model.pt": bytes(range(256)) * 9000, "empty": b"", "x": b"x" * 513})
+    manifest = save(
+        local_dir, 50, files={"model.pt": bytes(range(256)) * 9000, "empty": b"", "x": b"x" * 513}
+    )
     archive = local_dir.checkpoints.archive(manifest.name)
     whole = b"".join(archive.stream())
     assert len(whole) == archive.size_bytes
@@ -145,7 +173,9 @@ def test_any_part_of_an_archive_is_what_the_whole_holds_there(local_dir: RunDir)
             assert b"".join(archive.stream(start, stop)) == whole[start:stop]
 
 
-def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_always(local_dir: RunDir) -> None:
+def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_always(
+    local_dir: RunDir,
+) -> None:
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 5000, "z.pt": b"z" * 3000})
     archive = local_dir.checkpoints.archive(manifest.name)
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2999 + b"!")

@@ -7,7 +7,14 @@ import threading
 import pytest
 
 from storage.checkpoints.store import CheckpointStore
-from storage.errors import CheckpointExists, CheckpointReplaced, InvalidStorage, StorageFull, StorageNotFound, StorageUnavailable
+from storage.errors import (
+    CheckpointExists,
+    CheckpointReplaced,
+    InvalidStorage,
+    StorageFull,
+    StorageNotFound,
+    StorageUnavailable,
+)
 from storage.files.local import LocalFiles
 from storage.run_dir import RunDir
 from tests.support.storage_places import CHECKPOINT_FILES, overwrite, save
@@ -63,7 +70,9 @@ def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
     run_dir.checkpoints.verify(new.name)
 
 
-def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(
+    local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between looking for a manifest and clearing the directory, the older writer commits."""
     slow = local_dir.checkpoints.begin(50, 1, 1)
     with slow.write_file("model.pt") as file:
@@ -84,15 +93,29 @@ def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(local_dir: RunDir
 
 
 def test_an_exception_while_writing_leaves_nothing(run_dir: RunDir) -> None:
-    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(50, 1, 1) as writer, writer.write_file("model.pt") as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        run_dir.checkpoints.begin(50, 1, 1) as writer,
+        writer.write_file("model.pt") as file,
+    ):
         file.write(b"half")
         _ = 1 / 0
-    files = [entry for entry in run_dir.files.list("runs/run_a/checkpoints/step-000000050.s001.a001") if not entry.is_dir]
+    files = [
+        entry
+        for entry in run_dir.files.list("runs/run_a/checkpoints/step-000000050.s001.a001")
+        if not entry.is_dir
+    ]
     assert files == []
-    assert [entry for entry in run_dir.files.list("runs/run_a/checkpoints") if entry.name.startswith(".")] == []
+    assert [
+        entry
+        for entry in run_dir.files.list("runs/run_a/checkpoints")
+        if entry.name.startswith(".")
+    ] == []
 
 
-def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_not_written_whole_is_not_committed(
+    local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
     with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with pytest.raises(InvalidStorage, match="no file"):
@@ -103,7 +126,9 @@ def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, m
             writer.commit(**facts)  # type: ignore[arg-type]
     with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            patch.setattr(
+                "os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            )
             with pytest.raises(StorageFull), writer.write_file("a.pt") as file:
                 file.write(b"x")
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
@@ -115,9 +140,14 @@ def test_a_file_that_was_not_written_whole_is_not_committed(local_dir: RunDir, m
         file.close()
 
 
-def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(local_dir: RunDir) -> None:
+def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(
+    local_dir: RunDir,
+) -> None:
     told: list[int] = []
-    small, large = [bytes([number % 256]) * 700 for number in range(2000)], bytes(range(256)) * 20_000
+    small, large = (
+        [bytes([number % 256]) * 700 for number in range(2000)],
+        bytes(range(256)) * 20_000,
+    )
     with local_dir.checkpoints.begin(50, 1, 1) as writer:
         with writer.write_file("a.pt", lambda: told.append(file.tell())) as file:
             for piece in small:
@@ -129,7 +159,9 @@ def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(loca
     assert local_dir.checkpoints.read_file(manifest.name, "a.pt") == b"".join(small) + large
 
 
-def test_after_a_failed_write_the_storage_is_left_alone(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_write_the_storage_is_left_alone(
+    local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As torch does, which ends its file all the same: what comes then could only follow a gap."""
     tried: list[int] = []
 
@@ -151,7 +183,20 @@ def test_after_a_failed_write_the_storage_is_left_alone(local_dir: RunDir, monke
 
 
 @pytest.mark.parametrize(
-    "relpath", ["", ".", "..", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\\b", "manifest.json", "manifest.json.1.tmp"]
+    "relpath",
+    [
+        "",
+        ".",
+        "..",
+        "/etc/passwd",
+        "../x",
+        "a/../b",
+        "a//b",
+        "./a",
+        "a\\b",
+        "manifest.json",
+        "manifest.json.1.tmp",
+    ],
 )
 def test_paths_that_a_checkpoint_may_not_hold(local_dir: RunDir, relpath: str) -> None:
     with local_dir.checkpoints.begin(50, 1, 1) as writer, pytest.raises(InvalidStorage):
@@ -164,20 +209,29 @@ def test_metrics_that_are_not_finite_do_not_stop_a_commit(run_dir: RunDir) -> No
     assert run_dir.checkpoints.list() == [manifest]
 
 
-def test_deleting_takes_the_manifest_first(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_takes_the_manifest_first(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = save(run_dir, 50).name
     with monkeypatch.context() as patch:
-        patch.setattr(type(run_dir.files), "delete_dir", lambda self, relpath: (_ for _ in ()).throw(StorageUnavailable("gone")))
+        patch.setattr(
+            type(run_dir.files),
+            "delete_dir",
+            lambda self, relpath: (_ for _ in ()).throw(StorageUnavailable("gone")),
+        )
         with pytest.raises(StorageUnavailable):
             run_dir.checkpoints.delete(name)
     assert run_dir.checkpoints.list() == []
     run_dir.checkpoints.delete(name)
     run_dir.checkpoints.delete(name)
-    assert [entry for entry in run_dir.files.list(f"runs/run_a/checkpoints/{name}") if not entry.is_dir] == []
+    assert [
+        entry for entry in run_dir.files.list(f"runs/run_a/checkpoints/{name}") if not entry.is_dir
+    ] == []
 
 
 def test_saving_while_another_thread_lists(local_dir: RunDir) -> None:
-    """list() may meet any state between two calls of the OS, and always answers with whole checkpoints."""
+    """list() may meet any state between two calls of the OS, and always answers with whole
+    checkpoints."""
     stopping = threading.Event()
     problems: list[BaseException] = []
 

@@ -1,4 +1,5 @@
-"""Checkpoints: what is committed verifies, what does not is named and passed over, what is half is nothing."""
+"""Checkpoints: what is committed verifies, what does not is named and passed over, what is half is
+nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
     assert (store.list(), store.lineage(), store.newest_valid()) == ([], [], (None, []))
     first = save(run_dir, 50)
     second = save(
-        run_dir, 150, files={"model.pt": b"m" * 100_000, "deep/state.pt": b"", "x.bin": bytes(range(256))}, parent=first.name
+        run_dir,
+        150,
+        files={"model.pt": b"m" * 100_000, "deep/state.pt": b"", "x.bin": bytes(range(256))},
+        parent=first.name,
     )
     assert store.list() == [first, second]
     assert store.newest_valid() == (second, [])
@@ -47,7 +51,11 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
 def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
     store = run_dir.checkpoints
     seen: list[tuple[str, int]] = []
-    save(run_dir, 50, between=lambda point: seen.append((point, len(CheckpointStore(run_dir).list()))))
+    save(
+        run_dir,
+        50,
+        between=lambda point: seen.append((point, len(CheckpointStore(run_dir).list()))),
+    )
     assert [count for _, count in seen] == [0, 0, 0, 0, 0, 1]
     with store.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
         file.write(b"x")
@@ -61,7 +69,9 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
     with run_dir.checkpoints.begin(1, 1, 1) as writer:
         with writer.write_file("a.bin") as file:
             for start in range(0, len(data), 777):
-                assert file.write(memoryview(data)[start : start + 777]) == len(data[start : start + 777])
+                assert file.write(memoryview(data)[start : start + 777]) == len(
+                    data[start : start + 777]
+                )
             assert file.tell() == len(data)
             file.flush()
         manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
@@ -76,7 +86,9 @@ def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
         with writer.write_file("model.pt") as file:
             torch.save({"weight": torch.arange(100_000.0)}, file)
         writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
-    state = run_dir.checkpoints.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
+    state = run_dir.checkpoints.load_file(
+        writer.name, "model.pt", partial(torch.load, weights_only=True)
+    )
     assert torch.equal(state["weight"], torch.arange(100_000.0))
 
 
@@ -112,12 +124,18 @@ def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, d
     if damage == "removed":
         run_dir.files.delete_file(f"runs/run_a/checkpoints/{name}/{relpath}")
     else:
-        changed = {"flipped": bytes([data[0] ^ 1]) + data[1:], "truncated": data[:-1], "emptied": b"", "grown": data + b"x"}
+        changed = {
+            "flipped": bytes([data[0] ^ 1]) + data[1:],
+            "truncated": data[:-1],
+            "emptied": b"",
+            "grown": data + b"x",
+        }
         overwrite(run_dir, name, relpath, changed[damage])
 
     newest, rejected = store.newest_valid()
     assert newest == sound
-    if (damage, relpath) == ("removed", MANIFEST):  # then it is no checkpoint, and nothing to report
+    # then it is no checkpoint, and nothing to report
+    if (damage, relpath) == ("removed", MANIFEST):
         assert rejected == []
         with pytest.raises(StorageNotFound):
             store.verify(name)
@@ -128,7 +146,10 @@ def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, d
     assert caught.value.expected != caught.value.found
     if relpath != MANIFEST and damage in ("truncated", "emptied"):
         found = len(data) - 1 if damage == "truncated" else 0
-        assert (caught.value.expected, caught.value.found) == (f"{len(data)} bytes", f"{found} bytes")
+        assert (caught.value.expected, caught.value.found) == (
+            f"{len(data)} bytes",
+            f"{found} bytes",
+        )
     assert rejected == [Rejected(name, str(caught.value))]
     assert relpath in rejected[0].problem
     if relpath != MANIFEST:
@@ -147,7 +168,9 @@ def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
     assert [one.name for one in rejected] == [names[1], names[0]]
 
 
-def test_a_checkpoint_copied_elsewhere_is_not_one(local_dir: RunDir, local_storage: Storage) -> None:
+def test_a_checkpoint_copied_elsewhere_is_not_one(
+    local_dir: RunDir, local_storage: Storage
+) -> None:
     store = local_dir.checkpoints
     name = save(local_dir, 50).name
     shutil.copytree(store.path(name), store.path("step-000000999.s001.a001"))
@@ -158,7 +181,9 @@ def test_a_checkpoint_copied_elsewhere_is_not_one(local_dir: RunDir, local_stora
     assert other.checkpoints.list() == []
 
 
-def test_trouble_of_the_storage_is_not_damage(local_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trouble_of_the_storage_is_not_damage(
+    local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network that is away must not send a run back; a sector that cannot be read must."""
     save(local_dir, 50)
     name = save(local_dir, 100).name
@@ -199,7 +224,9 @@ def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
     bad = save(local_dir, 100).name
     overwrite(local_dir, bad, "model.pt", b"weights 1000")
     store = local_dir.checkpoints
-    manifest, data, rejected = store.read_newest(lambda manifest: store.read_file(manifest.name, "model.pt"))
+    manifest, data, rejected = store.read_newest(
+        lambda manifest: store.read_file(manifest.name, "model.pt")
+    )
     assert manifest is not None and (manifest.step, data) == (50, b"weights 50")
     assert [one.name for one in rejected] == [bad]
 

@@ -1,4 +1,5 @@
-"""Killed at every system call of the commit protocol and of the journal: what is left is always whole or nothing."""
+"""Killed at every system call of the commit protocol and of the journal: what is left is always
+whole or nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def wreckage(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
     """A directory for each call of the OS at which the scenario was killed."""
     with quick_directory() as directory:
         subprocess.run(
-            [sys.executable, "-m", "tests.support.storage_crash", request.param, directory], cwd=ROOT, check=True, timeout=120
+            [sys.executable, "-m", "tests.support.storage_crash", request.param, directory],
+            cwd=ROOT,
+            check=True,
+            timeout=120,
         )
         yield request.param, Path(directory)
 
@@ -36,16 +40,29 @@ def test_every_kill_leaves_whole_facts_only(wreckage: tuple[str, Path]) -> None:
     assert len(places) > 20
     for said in places:
         claims = said.read_text().splitlines()
-        (_check_checkpoints if scenario == "checkpoint" else _check_journal)(said.with_suffix(""), claims)
+        (_check_checkpoints if scenario == "checkpoint" else _check_journal)(
+            said.with_suffix(""), claims
+        )
 
 
 PROTOCOL = [
-    *("mkdir .begun-step-000000100.s001.a001", "open manifest.json.tmp"),  # begun: the writer's own directory and its marker
-    *("open model.pt", "write model.pt", "fsync model.pt", "mkdir deep", "mkdir er", "open state.pt", "write state.pt"),
+    # begun: the writer's own directory and its marker
+    *("mkdir .begun-step-000000100.s001.a001", "open manifest.json.tmp"),
+    *(
+        "open model.pt",
+        "write model.pt",
+        "fsync model.pt",
+        "mkdir deep",
+        "mkdir er",
+        "open state.pt",
+        "write state.pt",
+    ),
     *("fsync state.pt", "fsync er", "fsync .begun-step-000000100.s001.a001"),  # bytes, then names
-    *("write manifest.json.tmp", "fsync manifest.json.tmp", "replace manifest.json"),  # the manifest, last
+    # the manifest, last
+    *("write manifest.json.tmp", "fsync manifest.json.tmp", "replace manifest.json"),
     *("rename step-000000100.s001.a001", "fsync checkpoints"),  # the commit
-    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001.a001"),  # deletion: the manifest first
+    # deletion: the manifest first
+    *("unlink manifest.json", "unlink model.pt", "rmdir step-000000050.s001.a001"),
     *(
         "rename .trash-step-000000150.s001.a001",
         "rmdir .trash-step-000000150.s001.a001",
@@ -56,7 +73,10 @@ PROTOCOL = [
 
 def test_death_came_at_every_point_of_the_protocol(wreckage: tuple[str, Path]) -> None:
     scenario, directory = wreckage
-    deaths = {mode: {path.read_text().strip() for path in directory.glob(f"*-{mode}.died")} for mode in ("before", "half")}
+    deaths = {
+        mode: {path.read_text().strip() for path in directory.glob(f"*-{mode}.died")}
+        for mode in ("before", "half")
+    }
     if scenario == "checkpoint":
         assert set(PROTOCOL) <= deaths["before"], set(PROTOCOL) - deaths["before"]
         writes = {point for point in PROTOCOL if point.startswith("write")}
@@ -97,14 +117,22 @@ def _check_journal(place: Path, claims: list[str]) -> None:
     assert [found.n for found in before] == list(range(1, len(before) + 1)), place.name
     assert len(before) >= durable, (place.name, claims)
 
-    # The next writer is sent everything that was not acknowledged, and a reader that had come this far misses nothing.
+    # The next writer is sent everything that was not acknowledged, and a reader that had come this
+    # far misses nothing.
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(number) for number in range(durable + 1, 9)])
     after, _ = read_journal(run_dir, 1, cursor)
     assert [found.source_n for found in before + after] == list(range(1, 9)), place.name
 
 
-POINTS = ["begun", "inside model.pt", "after model.pt", "inside train_state.pt", "after train_state.pt", "before the manifest"]
+POINTS = [
+    "begun",
+    "inside model.pt",
+    "after model.pt",
+    "inside train_state.pt",
+    "after train_state.pt",
+    "before the manifest",
+]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -138,7 +166,9 @@ save(run_dir, 100, between=stop_at)
         if process.stdout:
             process.stdout.close()
     store = open_storage(str(tmp_path)).run_dir("run_kill").checkpoints
-    begun = Path(store.path("step-000000100.s001.a001")).parent.glob(".begun-step-000000100.s001.a001-*")
+    begun = Path(store.path("step-000000100.s001.a001")).parent.glob(
+        ".begun-step-000000100.s001.a001-*"
+    )
     assert [path.is_dir() for path in begun] == [True]
     assert [manifest.step for manifest in store.list()] == [50]
     newest, rejected = store.newest_valid()
@@ -146,32 +176,60 @@ save(run_dir, 100, between=stop_at)
     assert rejected == []
 
 
-def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash of the machine keeps what was synced: bytes, then names, then the manifest's bytes, its name last."""
+def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine keeps what was synced: bytes, then names, then the manifest's bytes,
+    its name last."""
     done: list[tuple[str, str]] = []
 
     def path_of(target: object) -> str:
-        return str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else str(target)
+        return (
+            str(Path(f"/proc/self/fd/{target}").readlink())
+            if isinstance(target, int)
+            else str(target)
+        )
 
     real_fsync, real_replace, real_rename = os.fsync, os.replace, os.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: done.append(("fsync", path_of(fd))) or real_fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: done.append(("replace", path_of(b))) or real_replace(a, b))
-    monkeypatch.setattr(os, "rename", lambda a, b: done.append(("rename", path_of(b))) or real_rename(a, b))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: done.append(("fsync", path_of(fd))) or real_fsync(fd)
+    )
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: done.append(("replace", path_of(b))) or real_replace(a, b)
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: done.append(("rename", path_of(b))) or real_rename(a, b)
+    )
     run_dir = open_storage(str(tmp_path)).run_dir("run_order")
     save(run_dir, 50, files={"model.pt": b"m", "deep/state.pt": b"s"})
 
     final = run_dir.checkpoints.path("step-000000050.s001.a001")
-    [commit] = [number for number, (what, path) in enumerate(done) if what == "replace" and path.endswith(f"/{MANIFEST}")]
+    [commit] = [
+        number
+        for number, (what, path) in enumerate(done)
+        if what == "replace" and path.endswith(f"/{MANIFEST}")
+    ]
     directory = str(Path(done[commit][1]).parent)
-    assert Path(directory).name.startswith(".begun-") and Path(directory).parent == Path(final).parent
+    assert (
+        Path(directory).name.startswith(".begun-") and Path(directory).parent == Path(final).parent
+    )
     before, after = done[:commit], done[commit + 1 :]
-    for synced in (f"{directory}/model.pt", f"{directory}/deep/state.pt", f"{directory}/deep", directory):
+    for synced in (
+        f"{directory}/model.pt",
+        f"{directory}/deep/state.pt",
+        f"{directory}/deep",
+        directory,
+    ):
         assert ("fsync", synced) in before, synced
     assert before[-1][1].endswith(".tmp"), "the manifest's own bytes come last before its name"
     assert before.index(("fsync", f"{directory}/model.pt")) < max(
         i for i, step in enumerate(before) if step == ("fsync", directory)
     )
-    assert after[:3] == [("fsync", directory), ("rename", final), ("fsync", str(Path(final).parent))]
+    assert after[:3] == [
+        ("fsync", directory),
+        ("rename", final),
+        ("fsync", str(Path(final).parent)),
+    ]
 
 
 def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Holds: what somebody reads is not deleted, whatever the order in which reader and deleter come."""
+"""Holds: what somebody reads is not deleted, whatever the order in which reader and deleter
+come."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_a_hold_ends_once_it_was_not_renewed_whatever_the_clocks_say(
     assert run_dir.files.list(run_dir.holds_path()) == [], "what is void is removed"
 
 
-def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = save(run_dir, 10)
     save(run_dir, 20)
     hold = CheckpointHold(run_dir, old.name)
@@ -67,7 +70,9 @@ def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(run_dir: RunDir, mon
     hold.release()
 
 
-def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Retention has looked at the holds, and a reader finds the manifest before it goes."""
     old = save(run_dir, 10)
     save(run_dir, 20)
@@ -91,7 +96,9 @@ def test_what_is_no_hold_holds_nothing(run_dir: RunDir) -> None:
     assert held_checkpoints(run_dir, {}) == set()
 
 
-def test_a_full_disk_can_be_read_from(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_can_be_read_from(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     name = save(run_dir, 10).name
 

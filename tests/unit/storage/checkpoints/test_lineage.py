@@ -20,7 +20,13 @@ from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalWriter
 from storage.run_dir import CheckpointName, Origin, RunDir
-from tests.support.storage_places import event, memory_run_dir, quick_directory, record_restored, save
+from tests.support.storage_places import (
+    event,
+    memory_run_dir,
+    quick_directory,
+    record_restored,
+    save,
+)
 
 pytest_plugins = ["tests.support.storage_fixtures"]
 
@@ -28,10 +34,15 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple[int, int]]:
-    return [(manifest.step, manifest.submission) for manifest in CheckpointStore(run_dir).lineage(before_submission)]
+    return [
+        (manifest.step, manifest.submission)
+        for manifest in CheckpointStore(run_dir).lineage(before_submission)
+    ]
 
 
-def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
+def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
+    run_dir: RunDir,
+) -> None:
     record_restored(run_dir, 1, 0, "fresh")
     save(run_dir, 50)
     save(run_dir, 100)
@@ -64,7 +75,9 @@ def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
             ]
         )
     record_restored(run_dir, 2, 0, "fresh")
-    [fresh] = [point for (submission, _), point in attempt_starts(run_dir).items() if submission == 2]
+    [fresh] = [
+        point for (submission, _), point in attempt_starts(run_dir).items() if submission == 2
+    ]
     assert fresh == RestorePoint(0, fresh=True)
     before = {origin: point for origin, point in attempt_starts(run_dir).items() if origin[0] == 1}
     assert before == {(1, 1): RestorePoint(0, fresh=False), (1, 3): RestorePoint(57, fresh=False)}
@@ -137,9 +150,14 @@ def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> No
     assert rejected == [], "the corrupt one is no longer in the way"
 
 
-# A history: submissions start one after the other, each restoring from what it sees; any that began may commit on.
+# A history: submissions start one after the other, each restoring from what it sees; any that began
+# may commit on.
 STEP = st.one_of(
-    st.tuples(st.just("start"), st.sampled_from(["newest", "any", "snapshot", "fresh"]), st.integers(0, 1000)),
+    st.tuples(
+        st.just("start"),
+        st.sampled_from(["newest", "any", "snapshot", "fresh"]),
+        st.integers(0, 1000),
+    ),
     st.tuples(st.just("commit"), st.integers(0, 1000), st.integers(1, 30)),
     st.tuples(st.just("wait")),
 )
@@ -153,7 +171,8 @@ def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
     reached: dict[int, int] = {}
     """Steps done by each submission, zombies included."""
     ancestors: dict[int, list[tuple[int, int]]] = {}
-    """What each submission's states descend from: (step, submission) of checkpoints, its own included."""
+    """What each submission's states descend from: (step, submission) of checkpoints, its own
+    included."""
     newest = 0
 
     for kind, *arguments in history:
@@ -167,9 +186,13 @@ def test_there_is_one_line_of_states(history: list[tuple[Any, ...]]) -> None:
             else:
                 index = len(seen) - 1 if how != "any" else pick % len(seen)
                 # A snapshot lies between the last checkpoint and where the old ranks had come.
-                step = seen[index][0] if how != "snapshot" else max(seen[-1][0], reached[newest - 1])
+                step = (
+                    seen[index][0] if how != "snapshot" else max(seen[-1][0], reached[newest - 1])
+                )
                 kept = [ancestor for ancestor in seen if ancestor[0] <= step]
-                record_restored(run_dir, newest, step, "snapshot" if how == "snapshot" else "checkpoint")
+                record_restored(
+                    run_dir, newest, step, "snapshot" if how == "snapshot" else "checkpoint"
+                )
             reached[newest], ancestors[newest] = step, kept
         elif kind == "commit" and newest:
             who, steps = arguments
@@ -186,12 +209,17 @@ POINTS = st.dictionaries(ORIGIN, st.builds(RestorePoint, st.integers(0, 20), st.
 
 
 @given(names=st.sets(NAME), points=POINTS)
-def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName], points: dict[Origin, RestorePoint]) -> None:
+def test_nothing_beyond_a_newer_restore_point_counts(
+    names: set[CheckpointName], points: dict[Origin, RestorePoint]
+) -> None:
     kept = in_lineage(names, points)
     assert kept == sorted(kept)
     for name in names:
         voided = any(
-            (name.submission < submission or (name.submission == submission and 0 < name.attempt < attempt))
+            (
+                name.submission < submission
+                or (name.submission == submission and 0 < name.attempt < attempt)
+            )
             and (point.fresh or name.step > point.step)
             for (submission, attempt), point in points.items()
         )
@@ -201,18 +229,26 @@ def test_nothing_beyond_a_newer_restore_point_counts(names: set[CheckpointName],
 @given(name=NAME)
 def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
     assert CheckpointName.parse(str(name)) == name
-    assert str(name).endswith(f".s{name.submission:03d}") == (name.attempt == 0), "as older versions named it"
+    assert str(name).endswith(f".s{name.submission:03d}") == (name.attempt == 0), (
+        "as older versions named it"
+    )
 
 
-def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(run_dir: RunDir) -> None:
-    """Two ranks zero of one submission, both alive: what the older one saves of the same steps is its own, and void."""
+def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(
+    run_dir: RunDir,
+) -> None:
+    """Two ranks zero of one submission, both alive: what the older one saves of the same steps is
+    its own, and void."""
     record_restored(run_dir, 1, 0, "fresh", attempt=1)
     save(run_dir, 20, attempt=1)
     record_restored(run_dir, 1, 30, "snapshot", attempt=2)
     save(run_dir, 60, attempt=1, files={"model.pt": b"the older one's"})
     ours = save(run_dir, 60, attempt=2, files={"model.pt": b"the newer one's"})
     store = CheckpointStore(run_dir)
-    assert [manifest.name for manifest in store.lineage()] == ["step-000000020.s001.a001", ours.name]
+    assert [manifest.name for manifest in store.lineage()] == [
+        "step-000000020.s001.a001",
+        ours.name,
+    ]
     newest, rejected = store.newest_valid()
     assert (newest, rejected) == (ours, [])
     assert store.read_file(ours.name, "model.pt") == b"the newer one's"
@@ -240,10 +276,15 @@ OLD_MANIFEST = (
 )
 
 
-def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt(run_dir: RunDir) -> None:
-    """Its manifest says an attempt, but its name does not; no attempt of its own submission makes it void, as before."""
+def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt(
+    run_dir: RunDir,
+) -> None:
+    """Its manifest says an attempt, but its name does not; no attempt of its own submission makes
+    it void, as before."""
     name, content = "step-000000050.s001", b"old"
-    fields = OLD_MANIFEST.replace(b'"digest":"%s",', b"") % blake3.blake3(content).hexdigest().encode()
+    fields = (
+        OLD_MANIFEST.replace(b'"digest":"%s",', b"") % blake3.blake3(content).hexdigest().encode()
+    )
     digest = hashlib.sha256(fields).hexdigest().encode()
     run_dir.files.write(run_dir.checkpoints_path(f"{name}/model.pt"), content)
     manifest = OLD_MANIFEST % (digest, blake3.blake3(content).hexdigest().encode())
@@ -251,7 +292,12 @@ def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt
     record_restored(run_dir, 1, 30, "snapshot", attempt=4)
     store = CheckpointStore(run_dir)
     newest, rejected = store.newest_valid()
-    assert newest is not None and (newest.name, newest.attempt, newest.writer, rejected) == (name, 3, None, [])
+    assert newest is not None and (newest.name, newest.attempt, newest.writer, rejected) == (
+        name,
+        3,
+        None,
+        [],
+    )
     assert newest.to_bytes() == manifest
     record_restored(run_dir, 2, 30)
     assert store.lineage() == [], "a newer submission does"
@@ -263,7 +309,9 @@ def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt
 
 
 @given(
-    commits=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12, unique=True),
+    commits=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12, unique=True
+    ),
     restored=st.dictionaries(st.integers(2, 3), st.tuples(st.integers(0, 30), st.booleans())),
     unfinished=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=3),
     keep_latest=st.integers(-1, 5),
@@ -289,7 +337,10 @@ def test_retention_keeps_what_it_must(
             attempt += step <= last_step  # only a later attempt goes back
             attempts[submission] = attempt, step
             when = NOW + timedelta(seconds=number + skew_s[number])
-            place[save(run_dir, step, submission, created_at=when, attempt=attempt).name] = submission, number
+            place[save(run_dir, step, submission, created_at=when, attempt=attempt).name] = (
+                submission,
+                number,
+            )
         for submission, (step, fresh) in restored.items():
             record_restored(run_dir, submission, step, "fresh" if fresh else "checkpoint")
         for step, submission in unfinished:
@@ -307,12 +358,17 @@ def test_retention_keeps_what_it_must(
             assert deleted == []
             return
         newest = line[-1].name
-        latest = [one.name for one in sorted(line, key=lambda one: place[one.name])][-max(1, keep_latest) :]
+        latest = [one.name for one in sorted(line, key=lambda one: place[one.name])][
+            -max(1, keep_latest) :
+        ]
         assert after >= {newest, *latest}
         kept_line = [manifest.name for manifest in line if manifest.name in after]
-        assert set(kept_line) == {newest, *latest} | ({best_name} & {manifest.name for manifest in line})
+        assert set(kept_line) == {newest, *latest} | (
+            {best_name} & {manifest.name for manifest in line}
+        )
         assert store.newest_valid()[0] == line[-1]
-        # What is left besides can only be what the newest submission has yet to overtake, or never was in the line.
+        # What is left besides can only be what the newest submission has yet to overtake, or never
+        # was in the line.
         for entry in run_dir.files.list("runs/run_p/checkpoints"):
             name = CheckpointName.parse(entry.name.removeprefix(".begun-")[: len(newest)])
             assert name is not None
@@ -326,22 +382,33 @@ def test_retention_keeps_what_it_must(
 def test_retention_in_plain_words(run_dir: RunDir) -> None:
     names = [save(run_dir, step).name for step in (10, 20, 30, 40, 50)]
     assert run_dir.checkpoints.retain(2, best=names[1]) == [names[0], names[2]]
-    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[1], names[3], names[4]]
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [
+        names[1],
+        names[3],
+        names[4],
+    ]
     assert run_dir.checkpoints.retain(0, best=None) == [names[1], names[3]]
     assert run_dir.checkpoints.retain(0, best=None) == []
 
 
 def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
-    """It knows manifests from before: one that is gone since must not count, and one that was written anew is another."""
+    """It knows manifests from before: one that is gone since must not count, and one that was
+    written anew is another."""
     names = [save(run_dir, step).name for step in (10, 20, 30)]
     assert run_dir.checkpoints.retain(3, best=None) == []
     run_dir.files.delete_file(f"runs/run_a/checkpoints/{names[1]}/{MANIFEST}")
     written = save(run_dir, 40)
     assert run_dir.checkpoints.retain(3, None, None, written) == [], "three are left"
-    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [names[0], names[2], written.name]
+    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [
+        names[0],
+        names[2],
+        written.name,
+    ]
     run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
     again = save(run_dir, 30, attempt=2)
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0], names[2]], "kept are the newest by commit, and by step"
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0], names[2]], (
+        "kept are the newest by commit, and by step"
+    )
     assert run_dir.checkpoints.list() == [again, written]
 
 
@@ -363,14 +430,17 @@ def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunD
     store = run_dir.checkpoints
     assert [one.name for one in store.newest_valid()[1]] == bad[::-1]
     first = save(run_dir, 55, attempt=2).name
-    assert store.retain(2, best=None) == []  # two sound ones are kept, and the evidence as long as one of them is older
+    # two sound ones are kept, and the evidence as long as one of them is older
+    assert store.retain(2, best=None) == []
     second = save(run_dir, 58, attempt=2).name
     assert set(store.retain(2, best=None)) == {sound, *bad}
     assert [manifest.name for manifest in store.list()] == [first, second]
 
 
 @pytest.mark.parametrize("skew_s", [-600, 600])
-def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(run_dir: RunDir, skew_s: int) -> None:
+def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(
+    run_dir: RunDir, skew_s: int
+) -> None:
     """Rank 0 moves to a host whose clock is ten minutes off, and goes on."""
     for step in (10, 20, 30):
         save(run_dir, step, created_at=NOW + timedelta(seconds=step))
@@ -390,7 +460,9 @@ def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -
 def test_what_the_service_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
     names = [save(run_dir, step).name for step in (10, 20, 30)]
     run_dir.keep_steps((), corrupt=[names[2]])
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], "the newest sound one, and the evidence"
+    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], (
+        "the newest sound one, and the evidence"
+    )
     save(run_dir, 40)
     assert run_dir.checkpoints.retain(1, best=None) == names[1:]
 

@@ -1,4 +1,5 @@
-"""Two writers of one checkpoint: one is held up inside every single step of what it does, while the other runs to its end."""
+"""Two writers of one checkpoint: one is held up inside every single step of what it does, while the
+other runs to its end."""
 
 from __future__ import annotations
 
@@ -19,8 +20,29 @@ from storage.run_dir import CheckpointName, RunDir
 from tests.support.storage_places import MemoryObjects, memory_run_dir, quick_directory
 
 NAME = CheckpointName(50, 1, 1)
-OS_CALLS = ("open", "stat", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "scandir")
-OBJECT_CALLS = ("exists", "read", "list", "write", "create", "create_new", "touch", "delete_file", "delete_dir")
+OS_CALLS = (
+    "open",
+    "stat",
+    "write",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "scandir",
+)
+OBJECT_CALLS = (
+    "exists",
+    "read",
+    "list",
+    "write",
+    "create",
+    "create_new",
+    "touch",
+    "delete_file",
+    "delete_dir",
+)
 
 Act = Callable[[RunDir], Manifest | None]
 
@@ -47,7 +69,10 @@ def commit(run_dir: RunDir) -> Manifest | None:
 def abort(run_dir: RunDir) -> Manifest | None:
     """A save that fails half way."""
     try:
-        with CheckpointStore(run_dir).begin(*_parts()) as writer, writer.write_file("model.pt") as file:
+        with (
+            CheckpointStore(run_dir).begin(*_parts()) as writer,
+            writer.write_file("model.pt") as file,
+        ):
             file.write(b"half")
             raise InterruptedError
     except (InterruptedError, CheckpointExists, CheckpointReplaced):
@@ -76,7 +101,8 @@ def damaged(run_dir: RunDir) -> None:
 
 
 class Pause:
-    """Runs the other writer once, right before the ``number``-th call, as often as calls are counted."""
+    """Runs the other writer once, right before the ``number``-th call, as often as calls are
+    counted."""
 
     def __init__(self, number: int, other: Callable[[], Manifest | None]) -> None:
         self.left, self.other = number, other
@@ -129,7 +155,11 @@ def test_whoever_is_held_up_wherever_a_committed_checkpoint_stays(
             own = held_up(run_dir)
             patch.undo()
             is_over = not pause.happened
-            _check(run_dir, [each for each in (own, pause.result) if each is not None], f"at call {number}")
+            _check(
+                run_dir,
+                [each for each in (own, pause.result) if each is not None],
+                f"at call {number}",
+            )
     assert number > 10
 
 
@@ -140,7 +170,11 @@ def _check(run_dir: RunDir, committed: list[Manifest], when: str) -> None:
     if committed:
         store.verify(str(NAME))
         assert store.list() == committed, when
-    assert not [entry for entry in run_dir.files.list(run_dir.checkpoints_path()) if entry.name.startswith(TRASH)], when
+    assert not [
+        entry
+        for entry in run_dir.files.list(run_dir.checkpoints_path())
+        if entry.name.startswith(TRASH)
+    ], when
 
 
 def test_a_committed_checkpoint_that_was_set_aside_by_a_process_that_died_is_put_back() -> None:
@@ -149,9 +183,13 @@ def test_a_committed_checkpoint_that_was_set_aside_by_a_process_that_died_is_put
         assert manifest is not None
         aside = run_dir.checkpoints_path(f"{TRASH}{NAME}-0123456789ab")
         assert run_dir.files.set_aside(run_dir.checkpoints_path(str(NAME)), aside)
-        run_dir.files.write(run_dir.checkpoints_path(f"{TRASH}{NAME}-ba9876543210/{MANIFEST}.1.tmp"), b"")
+        run_dir.files.write(
+            run_dir.checkpoints_path(f"{TRASH}{NAME}-ba9876543210/{MANIFEST}.1.tmp"), b""
+        )
         store = CheckpointStore(run_dir)
         assert store.list() == []
         store.collect_orphans()
         assert store.list() == [manifest]
-        assert [entry.name for entry in run_dir.files.list(run_dir.checkpoints_path())] == [str(NAME)]
+        assert [entry.name for entry in run_dir.files.list(run_dir.checkpoints_path())] == [
+            str(NAME)
+        ]

@@ -1,4 +1,5 @@
-"""Files that are verified while torch reads them: read once, whatever the order, and no damage gets through."""
+"""Files that are verified while torch reads them: read once, whatever the order, and no damage gets
+through."""
 
 from __future__ import annotations
 
@@ -46,15 +47,28 @@ def torch_bytes(state: Any) -> bytes:
 def opened(path: Path, data: bytes) -> VerifiedFile:
     hashed = new_hash()
     hashed.update(data)
-    return VerifiedFile(io.FileIO(path), "step", "model.pt", FileEntry(size_bytes=len(data), blake3=hashed.hexdigest()))
+    return VerifiedFile(
+        io.FileIO(path),
+        "step",
+        "model.pt",
+        FileEntry(size_bytes=len(data), blake3=hashed.hexdigest()),
+    )
 
 
-def test_torch_reads_straight_from_the_file_and_every_large_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_straight_from_the_file_and_every_large_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, name, _ = committed(tmp_path, torch_bytes(STATE))
-    monkeypatch.setattr(CheckpointStore, "read_file", lambda *_: pytest.fail("the file was read into memory first"))
+    monkeypatch.setattr(
+        CheckpointStore, "read_file", lambda *_: pytest.fail("the file was read into memory first")
+    )
     reads: list[int] = []
     fill = VerifiedFile._fill
-    monkeypatch.setattr(VerifiedFile, "_fill", lambda self, view, offset: reads.append(len(view)) or fill(self, view, offset))
+    monkeypatch.setattr(
+        VerifiedFile,
+        "_fill",
+        lambda self, view, offset: reads.append(len(view)) or fill(self, view, offset),
+    )
     loaded = store.load_file(name, "model.pt", LOAD)
     assert torch.equal(loaded["huge"], STATE["huge"]) and loaded["words"] == STATE["words"]
     assert all(torch.equal(a, b) for a, b in zip(loaded["small"], STATE["small"], strict=True))
@@ -65,7 +79,13 @@ def test_torch_reads_straight_from_the_file_and_every_large_byte_once(tmp_path: 
 @pytest.mark.parametrize("bit", [1, 128])
 def test_a_flipped_bit_anywhere_is_damage_and_nothing_else(bit: int, tmp_path: Path) -> None:
     """Also in what torch itself reads: the zip file's directory, the pickle, lengths and names."""
-    data = torch_bytes({"weight": torch.arange(5000.0), "words": "w" * 200, "moments": [torch.ones(3), torch.zeros(2, 2)]})
+    data = torch_bytes(
+        {
+            "weight": torch.arange(5000.0),
+            "words": "w" * 200,
+            "moments": [torch.ones(3), torch.zeros(2, 2)],
+        }
+    )
     store, name, path = committed(tmp_path, data)
     structure = [place for place in range(len(data)) if not 2000 < place < len(data) - 3000]
     for place in [*structure[bit % 7 :: 101], 10_000]:
@@ -74,7 +94,9 @@ def test_a_flipped_bit_anywhere_is_damage_and_nothing_else(bit: int, tmp_path: P
             warnings.simplefilter("ignore")  # torch wonders about what it reads
             store.load_file(name, "model.pt", LOAD)
     path.write_bytes(data[:-1])
-    with pytest.raises(CorruptCheckpoint, match=f"expected {len(data)} bytes, found {len(data) - 1} bytes"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"expected {len(data)} bytes, found {len(data) - 1} bytes"
+    ):
         store.load_file(name, "model.pt", LOAD)
     path.unlink()
     with pytest.raises(CorruptCheckpoint, match="no file"):
@@ -97,8 +119,11 @@ def test_a_reader_that_goes_back_is_given_verified_bytes(tmp_path: Path) -> None
     assert [type(file) for file in files] == [VerifiedFile, io.BytesIO]
 
 
-def test_bytes_that_change_between_two_looks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read ahead is compared when its turn in the digest comes, across the borders of blocks too."""
+def test_bytes_that_change_between_two_looks_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read ahead is compared when its turn in the digest comes, across the borders of
+    blocks too."""
     monkeypatch.setattr(verified_file, "_BLOCK_BYTES", 1000)
     data = bytes(range(256)) * 100
     path = tmp_path / "file"
@@ -106,7 +131,10 @@ def test_bytes_that_change_between_two_looks_are_seen(tmp_path: Path, monkeypatc
     with opened(path, data) as file:
         file.seek(20_500)
         assert file.read(3000) == data[20_500:23_500]
-    with pytest.raises(CorruptCheckpoint, match="the same bytes whenever they are read"), opened(path, data) as file:
+    with (
+        pytest.raises(CorruptCheckpoint, match="the same bytes whenever they are read"),
+        opened(path, data) as file,
+    ):
         path.write_bytes(data[:23_400] + b"x" + data[23_401:])
         file.seek(20_500)
         file.read(3000)

@@ -1,4 +1,5 @@
-"""A storage that was replaced, is not mounted, or holds less than is known is noticed, and nothing begins anew there."""
+"""A storage that was replaced, is not mounted, or holds less than is known is noticed, and nothing
+begins anew there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ pytest_plugins = ["tests.support.storage_fixtures", "tests.support.reconciler_fi
 
 def journalled(run_dir: RunDir, submission: int, *kinds: EventKind, **data: object) -> None:
     with JournalWriter(run_dir, submission) as journal:
-        journal.append([event(number, kind, data=dict(data)) for number, kind in enumerate(kinds, 1)])
+        journal.append(
+            [event(number, kind, data=dict(data)) for number, kind in enumerate(kinds, 1)]
+        )
 
 
 # ---------------------------------------------------------------- the file
@@ -73,7 +76,9 @@ def test_of_writers_at_the_same_moment_one_creates_the_file(local_storage: Stora
     for thread in threads:
         thread.join()
     assert len(results) == len(ids) and set(results.values()) == {read_identity(local_storage)}
-    assert [path.name for path in Path(local_storage.uri).iterdir()] == [IDENTITY_FILE], "no draft is left"
+    assert [path.name for path in Path(local_storage.uri).iterdir()] == [IDENTITY_FILE], (
+        "no draft is left"
+    )
 
 
 def test_an_identity_file_that_holds_no_id_is_named(any_storage: Storage) -> None:
@@ -116,16 +121,31 @@ def test_a_lost_checkpoint_that_the_journal_names_is_left_to_the_restore(run_dir
 
 
 def drive(storage: Path, known: Known) -> subprocess.CompletedProcess[str]:
-    """A driver as Ray starts it. It must end before it asks for a cluster, of which there is none."""
-    command = [sys.executable, "-m", "train_fn.driver", "--storage", str(storage), "--run-id", "run_a", "--submission", "2"]
+    """A driver as Ray starts it. It must end before it asks for a cluster, of which there is
+    none."""
+    command = [
+        sys.executable,
+        "-m",
+        "train_fn.driver",
+        "--storage",
+        str(storage),
+        "--run-id",
+        "run_a",
+        "--submission",
+        "2",
+    ]
     env = {**os.environ, KNOWN_VARIABLE: known.to_text(), "RAY_ADDRESS": ""}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_a_driver_that_finds_another_storage_writes_nothing_and_says_so(tmp_path: Path) -> None:
     known, there = new_identity(), new_identity()
     ended = drive(tmp_path, Known(known, 1, "step-000000500.s001"))
-    assert ended.returncode == EXIT_STORAGE and STORAGE_WORDS in ended.stderr and known in ended.stderr
+    assert (
+        ended.returncode == EXIT_STORAGE and STORAGE_WORDS in ended.stderr and known in ended.stderr
+    )
     assert list(tmp_path.iterdir()) == [], "an unmounted directory stays empty"
     write_identity(open_storage(str(tmp_path)), there)
     ended = drive(tmp_path, Known(known, 1, "step-000000500.s001"))
@@ -157,7 +177,9 @@ def test_the_first_id_that_is_claimed_stays(runs: RunStore) -> None:
     assert known is not None and (known.storage_id, known.was_seen) == ("c", True)
 
 
-def test_a_gate_gives_an_id_once_and_holds_the_storage_to_it(runs: RunStore, tmp_path: Path) -> None:
+def test_a_gate_gives_an_id_once_and_holds_the_storage_to_it(
+    runs: RunStore, tmp_path: Path
+) -> None:
     storage = open_storage(str(tmp_path / "storage"))
     gate = StorageGate(storage, runs.storage, lambda: 0.0)
     storage_id = gate.check()
@@ -168,7 +190,9 @@ def test_a_gate_gives_an_id_once_and_holds_the_storage_to_it(runs: RunStore, tmp
     assert read_identity(storage) is None, "nobody but an operator gives it another one"
 
 
-def test_a_service_killed_before_the_file_was_there_writes_the_one_that_it_recorded(runs: RunStore, tmp_path: Path) -> None:
+def test_a_service_killed_before_the_file_was_there_writes_the_one_that_it_recorded(
+    runs: RunStore, tmp_path: Path
+) -> None:
     storage_id = new_identity()
     runs.storage.claim(storage_id)
     assert StorageGate(open_storage(str(tmp_path)), runs.storage).check() == storage_id
@@ -188,9 +212,18 @@ class TestReconciler:
         run = here.create()
         await here.reconciler.tick()
         name = save(here.storage.run_dir(run.id), 500).name
-        saved = {"step": 500, "epoch": 0, "name": name, "size_bytes": 1, "digest": "x", "metrics": {}}
+        saved = {
+            "step": 500,
+            "epoch": 0,
+            "name": name,
+            "size_bytes": 1,
+            "digest": "x",
+            "metrics": {},
+        }
         stopped = {"outcome": "stopped", "reason": None, "step": 500}
-        here.write(run.id, 1, (EventKind.SUBMISSION_STARTED, {}), (EventKind.CHECKPOINT_COMMITTED, saved))
+        here.write(
+            run.id, 1, (EventKind.SUBMISSION_STARTED, {}), (EventKind.CHECKPOINT_COMMITTED, saved)
+        )
         here.write(run.id, 1, (EventKind.FINISHED, stopped), first=3)
         ray.end(f"{run.id}-s001")
         await here.reconciler.tick()
@@ -209,29 +242,48 @@ class TestReconciler:
         for _ in range(3):
             await here.reconciler.tick()
         row = here.get(run_id)
-        assert (row.status, row.submission, row.reason_code) == (RunStatus.QUEUED, 1, ReasonCode.STORAGE_UNAVAILABLE)
-        assert known is not None and known in str(row.reason_message) and "everstep storage adopt" in str(row.reason_message)
+        assert (row.status, row.submission, row.reason_code) == (
+            RunStatus.QUEUED,
+            1,
+            ReasonCode.STORAGE_UNAVAILABLE,
+        )
+        assert (
+            known is not None
+            and known in str(row.reason_message)
+            and "everstep storage adopt" in str(row.reason_message)
+        )
         assert ray.submissions == [f"{run_id}-s001"]
         assert list((tmp_path / "storage").iterdir()) == [], "nothing was begun there"
         shutil.rmtree(tmp_path / "storage")
         (tmp_path / "unmounted").rename(tmp_path / "storage")
         await here.reconciler.tick()
         row = here.get(run_id)
-        assert (row.status, row.submission, row.reason_code) == (RunStatus.STARTING, 2, None), "it goes on by itself"
+        assert (row.status, row.submission, row.reason_code) == (RunStatus.STARTING, 2, None), (
+            "it goes on by itself"
+        )
         wanted = Known(known, 1, "step-000000500.s001.a001").to_text()
         assert wanted in ray.jobs[f"{run_id}-s002"]["entrypoint"]
 
-    async def test_both_ids_are_named_where_another_storage_is_there(self, here: World, ray: FakeRay, tmp_path: Path) -> None:
+    async def test_both_ids_are_named_where_another_storage_is_there(
+        self, here: World, ray: FakeRay, tmp_path: Path
+    ) -> None:
         run_id = await self.paused_at_500(here, ray)
         known = read_identity(here.storage)
         (tmp_path / "storage").rename(tmp_path / "unmounted")
         other = write_identity(here.storage, new_identity())
         here.runs.resume(run_id)
         await here.reconciler.tick()
-        assert known is not None and known in str(here.get(run_id).reason_message) and other in str(here.get(run_id).reason_message)
+        assert (
+            known is not None
+            and known in str(here.get(run_id).reason_message)
+            and other in str(here.get(run_id).reason_message)
+        )
 
-    async def test_what_another_storage_lacks_fails_no_run(self, here: World, ray: FakeRay, tmp_path: Path) -> None:
-        """Its driver is gone and its deadline over; that it had finished is told in the storage that is away."""
+    async def test_what_another_storage_lacks_fails_no_run(
+        self, here: World, ray: FakeRay, tmp_path: Path
+    ) -> None:
+        """Its driver is gone and its deadline over; that it had finished is told in the storage
+        that is away."""
         run = here.create(recovery={"deadline_s": 60})
         await here.reconciler.tick()
         here.write(run.id, 1, (EventKind.SUBMISSION_STARTED, {}))
@@ -249,19 +301,28 @@ class TestReconciler:
         await here.reconciler.tick()
         assert here.get(run.id).status == RunStatus.SUCCEEDED
 
-    async def test_a_driver_s_own_finding_is_the_run_s_reason(self, here: World, ray: FakeRay) -> None:
+    async def test_a_driver_s_own_finding_is_the_run_s_reason(
+        self, here: World, ray: FakeRay
+    ) -> None:
         run = here.create()
         await here.reconciler.tick()
         job = ray.jobs[f"{run.id}-s001"]
         job["driver_exit_code"] = EXIT_STORAGE
-        job["message"] = f"Job entrypoint command failed\n{STORAGE_WORDS}node-7: /mnt has no id\nmore"
+        job["message"] = (
+            f"Job entrypoint command failed\n{STORAGE_WORDS}node-7: /mnt has no id\nmore"
+        )
         ray.end(f"{run.id}-s001")
         await here.reconciler.tick()
         row = here.get(run.id)
-        assert (row.reason_code, row.reason_message) == (ReasonCode.STORAGE_UNAVAILABLE, "node-7: /mnt has no id")
+        assert (row.reason_code, row.reason_message) == (
+            ReasonCode.STORAGE_UNAVAILABLE,
+            "node-7: /mnt has no id",
+        )
         assert row.status != RunStatus.FAILED
 
-    async def test_a_deployment_from_before_goes_on_where_its_runs_are(self, here: World, ray: FakeRay, tmp_path: Path) -> None:
+    async def test_a_deployment_from_before_goes_on_where_its_runs_are(
+        self, here: World, ray: FakeRay, tmp_path: Path
+    ) -> None:
         run = here.create()
         await here.reconciler.tick()
         await self.forget_storage(here, tmp_path)
@@ -269,7 +330,9 @@ class TestReconciler:
         await here.reconciler.tick()
         assert here.get(run.id).submission == 2 and read_identity(here.storage) is not None
 
-    async def test_a_deployment_from_before_waits_where_its_runs_are_not(self, here: World, ray: FakeRay, tmp_path: Path) -> None:
+    async def test_a_deployment_from_before_waits_where_its_runs_are_not(
+        self, here: World, ray: FakeRay, tmp_path: Path
+    ) -> None:
         run = here.create()
         await here.reconciler.tick()
         await self.forget_storage(here, tmp_path)
@@ -277,7 +340,10 @@ class TestReconciler:
         ray.end(f"{run.id}-s001")
         await here.reconciler.tick()
         row = here.get(run.id)
-        assert (row.submission, row.reason_code) == (1, ReasonCode.STORAGE_UNAVAILABLE) and run.id in str(row.reason_message)
+        assert (row.submission, row.reason_code) == (
+            1,
+            ReasonCode.STORAGE_UNAVAILABLE,
+        ) and run.id in str(row.reason_message)
         assert read_identity(here.storage) is None
 
     async def forget_storage(self, here: World, tmp_path: Path) -> None:
@@ -286,23 +352,37 @@ class TestReconciler:
         with here.database.write() as connection:
             connection.exec_driver_sql("DELETE FROM storage_identity")
 
-    async def test_a_database_older_than_its_storage_is_noticed_and_caught_up(self, here: World, ray: FakeRay) -> None:
+    async def test_a_database_older_than_its_storage_is_noticed_and_caught_up(
+        self, here: World, ray: FakeRay
+    ) -> None:
         run = here.create()
         await here.reconciler.tick()
         here.write(run.id, 1, (EventKind.SUBMISSION_STARTED, {}))
-        # What a service did with a database that was lost since: two submissions more, and the run's end.
+        # What a service did with a database that was lost since: two submissions more, and the
+        # run's end.
         here.write(run.id, 2, (EventKind.SUBMISSION_STARTED, {}))
         here.write(run.id, 3, (EventKind.SUBMISSION_STARTED, {}))
-        here.write(run.id, 3, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10}), first=2)
+        here.write(
+            run.id,
+            3,
+            (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10}),
+            first=2,
+        )
         ray.end(f"{run.id}-s001")
         for _ in range(2):
             await here.reconciler.tick()
         row = here.get(run.id)
         assert (row.submission, row.reason_code) == (1, ReasonCode.STORAGE_UNAVAILABLE)
-        assert "older than its storage" in str(row.reason_message) and ray.submissions == [f"{run.id}-s001"]
+        assert "older than its storage" in str(row.reason_message) and ray.submissions == [
+            f"{run.id}-s001"
+        ]
         gate = self.gate(here)
         [behind] = storage_status(here.storage, here.runs, gate).behind
-        assert (behind.run_id, behind.database_submission, behind.storage_submission) == (run.id, 1, 3)
+        assert (behind.run_id, behind.database_submission, behind.storage_submission) == (
+            run.id,
+            1,
+            3,
+        )
         assert adopt_storage(here.storage, here.runs, gate).caught_up == (run.id,)
         for _ in range(2):
             await here.reconciler.tick()
@@ -311,7 +391,9 @@ class TestReconciler:
         told = [(one.kind, one.submission) for one in here.events.after(run.id, 0, 100)]
         assert ("submission_started", 2) in told and ("finished", 3) in told
 
-    async def test_an_operator_who_means_it_goes_on_with_an_empty_storage(self, here: World, ray: FakeRay, tmp_path: Path) -> None:
+    async def test_an_operator_who_means_it_goes_on_with_an_empty_storage(
+        self, here: World, ray: FakeRay, tmp_path: Path
+    ) -> None:
         run_id = await self.paused_at_500(here, ray)
         before = read_identity(here.storage)
         shutil.rmtree(tmp_path / "storage")
@@ -319,7 +401,10 @@ class TestReconciler:
         await here.reconciler.tick()
         assert here.get(run_id).status == RunStatus.QUEUED
         done = adopt_storage(here.storage, here.runs, self.gate(here))
-        assert (done.previous_id, done.lost) == (before, (run_id,)) and done.storage_id == read_identity(here.storage) != before
+        assert (done.previous_id, done.lost) == (
+            before,
+            (run_id,),
+        ) and done.storage_id == read_identity(here.storage) != before
         await here.reconciler.tick()
         row = here.get(run_id)
         assert (row.status, row.submission, row.latest_checkpoint) == (RunStatus.STARTING, 2, None)

@@ -1,4 +1,5 @@
-"""Uploaded archives: what is safe is unpacked as it was, what is hostile or useless is refused before a byte of it is written."""
+"""Uploaded archives: what is safe is unpacked as it was, what is hostile or useless is refused
+before a byte of it is written."""
 
 from __future__ import annotations
 
@@ -23,14 +24,27 @@ from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageN
 from storage.filesystem import open_storage
 from tests.support.code_archives import tar_entry, tar_gz, zip_of
 
-FILES: dict[str, str | bytes] = {"mine/__init__.py": "", "mine/task.py": "x = 1\n", "data/table.bin": b"\x00\xff" * 500}
+FILES: dict[str, str | bytes] = {
+    "mine/__init__.py": "",
+    "mine/task.py": "x = 1\n",
+    "data/table.bin": b"\x00\xff" * 500,
+}
 
 
-@pytest.mark.parametrize("archive", [tar_gz(FILES), zip_of(FILES), tar_gz({f"./{name}": data for name, data in FILES.items()})])
+@pytest.mark.parametrize(
+    "archive",
+    [tar_gz(FILES), zip_of(FILES), tar_gz({f"./{name}": data for name, data in FILES.items()})],
+)
 def test_both_kinds_unpack_to_what_was_packed(archive: bytes, tmp_path: Path) -> None:
     sizes = unpack(archive, tmp_path)
-    found = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == {name: data.encode() if isinstance(data, str) else data for name, data in FILES.items()}
+    found = {
+        str(path.relative_to(tmp_path)): path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    }
+    assert found == {
+        name: data.encode() if isinstance(data, str) else data for name, data in FILES.items()
+    }
     assert sizes == {name: len(data) for name, data in FILES.items()}
 
 
@@ -38,7 +52,10 @@ def test_the_executable_bit_is_kept_and_no_other(tmp_path: Path) -> None:
     script = tar_entry("run.sh", tarfile.REGTYPE)
     script.mode = 0o6777
     unpack(tar_gz({"a.py": ""}, script), tmp_path)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run.sh", "a.py")] == [0o755, 0o644]
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run.sh", "a.py")] == [
+        0o755,
+        0o644,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +155,24 @@ def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"PK\x03\x04", b"\x1f\x8b", b"not an archive", gzip.compress(b"not a tar" * 200), tar_gz({}), zip_of({})],
-    ids=["nothing", "zip's beginning", "gzip's beginning", "words", "gzip of no tar", "empty tar", "empty zip"],
+    [
+        b"",
+        b"PK\x03\x04",
+        b"\x1f\x8b",
+        b"not an archive",
+        gzip.compress(b"not a tar" * 200),
+        tar_gz({}),
+        zip_of({}),
+    ],
+    ids=[
+        "nothing",
+        "zip's beginning",
+        "gzip's beginning",
+        "words",
+        "gzip of no tar",
+        "empty tar",
+        "empty zip",
+    ],
 )
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArchive):
@@ -147,7 +180,9 @@ def test_what_is_no_archive_is_refused(data: bytes) -> None:
 
 
 @given(st.sampled_from([tar_gz(FILES), zip_of(FILES)]), st.integers(0, 2**32), st.booleans())
-def test_a_damaged_archive_is_refused_or_read_but_never_more(archive: bytes, seed: int, cut: bool) -> None:
+def test_a_damaged_archive_is_refused_or_read_but_never_more(
+    archive: bytes, seed: int, cut: bool
+) -> None:
     draw = random.Random(seed)
     data = bytearray(archive)
     for _ in range(draw.randint(1, 8)):
@@ -165,7 +200,12 @@ def test_a_damaged_archive_is_refused_or_read_but_never_more(archive: bytes, see
 
 
 def test_what_can_be_imported_by_which_name() -> None:
-    github = ["proj-main/setup.py", "proj-main/src/mine/__init__.py", "proj-main/src/mine/task.py", "proj-main/notes/1.py"]
+    github = [
+        "proj-main/setup.py",
+        "proj-main/src/mine/__init__.py",
+        "proj-main/src/mine/task.py",
+        "proj-main/notes/1.py",
+    ]
     assert import_roots(github) == ("", "proj-main/", "proj-main/src/")
     assert modules(github) == ("mine", "mine.task", "setup")
     assert module_path(github, "mine.task") == "proj-main/src/mine/task.py"
@@ -193,7 +233,12 @@ def test_names_that_are_not_free(path: str, owner: str) -> None:
 
 
 def test_names_that_are_free() -> None:
-    assert collisions(["mine/torch.py", "code/train.py", "utils.py", "tests/test_a.py", "model/random.py"]) == []
+    assert (
+        collisions(
+            ["mine/torch.py", "code/train.py", "utils.py", "tests/test_a.py", "model/random.py"]
+        )
+        == []
+    )
 
 
 # ---------------------------------------------------------------- stored
@@ -221,11 +266,16 @@ def test_code_is_stored_once_and_read_back_verified(tmp_path: Path) -> None:
 
 def test_code_of_no_use_is_not_stored(tmp_path: Path) -> None:
     store = CodeStore(open_storage(str(tmp_path)))
-    for files, words in (({"notes.txt": "x"}, "no Python module"), ({"ray/a.py": "", "os.py": ""}, "'ray' belongs to")):
+    for files, words in (
+        ({"notes.txt": "x"}, "no Python module"),
+        ({"ray/a.py": "", "os.py": ""}, "'ray' belongs to"),
+    ):
         with pytest.raises(InvalidArchive, match=words):
             store.put(tar_gz(files))  # type: ignore[arg-type]
     assert not (tmp_path / "code").exists()
 
 
 def test_the_limits_fit_together() -> None:
-    assert code_rules.MAX_ARCHIVE_BYTES <= code_rules.MAX_UNPACKED_BYTES < code_archive._MAX_TAR_BYTES
+    assert (
+        code_rules.MAX_ARCHIVE_BYTES <= code_rules.MAX_UNPACKED_BYTES < code_archive._MAX_TAR_BYTES
+    )

@@ -1,4 +1,5 @@
-"""Claims: of several processes one has a submission, and an attempt knows when a newer one has begun, whoever is held up."""
+"""Claims: of several processes one has a submission, and an attempt knows when a newer one has
+begun, whoever is held up."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 
 from storage import claims
 from storage.checkpoints.store import CheckpointStore
-from storage.claims import claim_attempt, claim_submission, newest_attempt, succeed_submission, successor
+from storage.claims import (
+    claim_attempt,
+    claim_submission,
+    newest_attempt,
+    succeed_submission,
+    successor,
+)
 from storage.errors import AlreadyClaimed
 from storage.filesystem import Storage
 from storage.run_dir import Origin, RunDir
@@ -30,7 +37,9 @@ def as_process(name: str, patch: pytest.MonkeyPatch) -> None:
 def test_one_process_has_a_submission(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     claim_submission(run_dir, 1)
     as_process("another", monkeypatch)
-    with pytest.raises(AlreadyClaimed, match="submission 1 of run run_a was begun before, by process"):
+    with pytest.raises(
+        AlreadyClaimed, match="submission 1 of run run_a was begun before, by process"
+    ):
         claim_submission(run_dir, 1)
     claim_submission(run_dir, 2)
 
@@ -70,33 +79,46 @@ def test_processes_that_claim_at_the_same_time_share_nothing(local_storage: Stor
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    numbers = [int(line) for process in started for line in process.communicate(timeout=60)[0].split()]
+    numbers = [
+        int(line) for process in started for line in process.communicate(timeout=60)[0].split()
+    ]
     assert sorted(numbers) == list(range(1, 21))
 
 
-def test_an_attempt_hears_of_its_successors_from_the_storage_alone(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_hears_of_its_successors_from_the_storage_alone(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim_submission(run_dir, 1)
     claim_attempt(run_dir, (1, 1))
     assert successor(run_dir, (1, 1)) is None
     as_process("another", monkeypatch)
     claim_attempt(run_dir, (1, 3))  # the second one's group did not start
     assert successor(run_dir, (1, 1)) == "attempt 3 of run run_a has taken over from attempt 1"
-    with pytest.raises(AlreadyClaimed, match="attempt 2 of run run_a is not this process's any more: attempt 3 has taken over"):
+    with pytest.raises(
+        AlreadyClaimed,
+        match="attempt 2 of run run_a is not this process's any more: attempt 3 has taken over",
+    ):
         claim_attempt(run_dir, (1, 2))
     assert successor(run_dir, (1, 3)) is None
     claim_submission(run_dir, 2)
     assert successor(run_dir, (1, 3)) is None, "its ranks may still save and leave"
     succeed_submission(run_dir, 2)
-    assert successor(run_dir, (1, 3)) == "submission 2 of run run_a has taken over from submission 1"
+    assert (
+        successor(run_dir, (1, 3)) == "submission 2 of run run_a has taken over from submission 1"
+    )
 
 
-def test_what_a_process_claims_again_is_its_own_until_it_is_succeeded(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_claims_again_is_its_own_until_it_is_succeeded(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
         claim_submission(run_dir, 1)
         claim_attempt(run_dir, (1, 1))
     with monkeypatch.context() as patch:
         as_process("another", patch)
-        with pytest.raises(AlreadyClaimed, match="attempt 1 of run run_a is not this process's any more: process"):
+        with pytest.raises(
+            AlreadyClaimed, match="attempt 1 of run run_a is not this process's any more: process"
+        ):
             claim_attempt(run_dir, (1, 1))
         claim_attempt(run_dir, (1, 2))
     with pytest.raises(AlreadyClaimed, match="attempt 2 has taken over"):
@@ -134,7 +156,10 @@ def test_whoever_is_held_up_in_its_claim_of_two_attempts_the_older_one_is_succee
             number += 1
             run_dir, _ = memory_run_dir()
             with pytest.MonkeyPatch.context() as patch:
-                pause = Pause(number, lambda run_dir=run_dir, other=other: try_to_claim(run_dir, other, "other"))  # type: ignore[misc]
+                pause = Pause(
+                    number,
+                    lambda run_dir=run_dir, other=other: try_to_claim(run_dir, other, "other"),
+                )  # type: ignore[misc]
                 for name in ("create_new", "read", "write"):
                     patch.setattr(MemoryObjects, name, pause.wrap(getattr(MemoryObjects, name)))
                 try_to_claim(run_dir, held_up, "held up")
@@ -174,7 +199,8 @@ def test_in_whatever_order_attempts_claim_those_but_the_newest_know(order: list[
 def test_retention_of_an_older_attempt_puts_back_what_it_was_about_to_delete(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newer one begins while the older one is held up right before it deletes: the checkpoint may be the one that it reads."""
+    """The newer one begins while the older one is held up right before it deletes: the checkpoint
+    may be the one that it reads."""
     claim_attempt(run_dir, (1, 1))
     record_restored(run_dir, 1, 0, "fresh", attempt=1)
     kept = [save(run_dir, step) for step in (10, 20)]

@@ -21,7 +21,10 @@ EXAMPLES: list[StorageError] = [
 
 @pytest.mark.parametrize("number", sorted(errno.errorcode))
 def test_every_error_of_the_os_is_mapped(number: int) -> None:
-    with pytest.raises(StorageError, match="cannot read /some/file: ") as caught, mapped("read", "/some/file"):
+    with (
+        pytest.raises(StorageError, match="cannot read /some/file: ") as caught,
+        mapped("read", "/some/file"),
+    ):
         raise OSError(number, "words", "/some/file")
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -36,7 +39,12 @@ def test_every_error_of_the_os_is_mapped(number: int) -> None:
         (OSError(errno.EIO, "bad sector"), errors.StorageUnreadable),
         (OSError("AWS Error ACCESS_DENIED during PutObject"), errors.StorageDenied),
         (OSError("AWS Error NO_SUCH_BUCKET during CreateMultipartUpload"), errors.StorageNotFound),
-        (OSError("UNAVAILABLE: Could not create a OAuth2 access token to authenticate the request"), errors.StorageDenied),
+        (
+            OSError(
+                "UNAVAILABLE: Could not create a OAuth2 access token to authenticate the request"
+            ),
+            errors.StorageDenied,
+        ),
         (OSError("AWS Error NETWORK_CONNECTION"), errors.StorageUnavailable),
         (pyarrow.ArrowInvalid("odd"), errors.StorageUnavailable),
         (pyarrow.ArrowException("odd"), errors.StorageUnavailable),

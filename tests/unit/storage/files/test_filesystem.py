@@ -22,20 +22,30 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 SPEC = {
     "name": "digits",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("uri", "root"),
-    [("/data/runs", "/data/runs"), ("file:///data/my%20runs/", "/data/my runs"), ("file://localhost/data", "/data")],
+    [
+        ("/data/runs", "/data/runs"),
+        ("file:///data/my%20runs/", "/data/my runs"),
+        ("file://localhost/data", "/data"),
+    ],
 )
 def test_local_uris(uri: str, root: str) -> None:
     storage = open_storage(uri)
     assert (storage.uri, storage.can_append) == (root, True)
 
 
-def test_relative_and_home_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_and_home_paths_become_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     assert open_storage("runs").uri == str(tmp_path / "runs")
@@ -82,14 +92,23 @@ def test_a_run_directory_travels_between_processes(any_storage: Storage) -> None
     save(run_dir, 50)
     again: RunDir = pickle.loads(pickle.dumps(run_dir))
     assert again == run_dir
-    assert [manifest.step for manifest in pickle.loads(pickle.dumps(again.checkpoints)).list()] == [50]
+    assert [manifest.step for manifest in pickle.loads(pickle.dumps(again.checkpoints)).list()] == [
+        50
+    ]
 
 
 def test_uris_of_a_run() -> None:
     local = open_storage("/data").run_dir("run_a")
-    assert (local.uri, local.local_path, local.parent_uri) == ("/data/runs/run_a", "/data/runs/run_a", "/data/runs")
+    assert (local.uri, local.local_path, local.parent_uri) == (
+        "/data/runs/run_a",
+        "/data/runs/run_a",
+        "/data/runs",
+    )
     remote = open_storage("s3://bucket/deep/prefix/?region=eu-west-1").run_dir("run_a")
-    assert (remote.uri, remote.local_path) == ("s3://bucket/deep/prefix/runs/run_a?region=eu-west-1", None)
+    assert (remote.uri, remote.local_path) == (
+        "s3://bucket/deep/prefix/runs/run_a?region=eu-west-1",
+        None,
+    )
 
 
 @pytest.mark.parametrize("run_id", ["", "..", "a/b", ".hidden", "a\n", "x" * 200])
@@ -149,15 +168,25 @@ def test_checkpoint_names() -> None:
     assert str(CheckpointName(150, 2)) == "step-000000150.s002"
     for name in (CheckpointName(150, 2), CheckpointName(0, 1), CheckpointName(10**10, 12345)):
         assert CheckpointName.parse(str(name)) == name
-    for text in ("step-150.s002", "step-000000150.s002.tmp", ".trash-step-000000150.s002", "checkpoint_0", "step-000000150.s002\n"):
+    for text in (
+        "step-150.s002",
+        "step-000000150.s002.tmp",
+        ".trash-step-000000150.s002",
+        "checkpoint_0",
+        "step-000000150.s002\n",
+    ):
         assert CheckpointName.parse(text) is None
 
 
-def test_a_small_file_is_replaced_at_once_and_leaves_nothing_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_is_replaced_at_once_and_leaves_nothing_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = LocalFiles(tmp_path)
     files.write("deep/file", b"old")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(StorageError, match="free some space"):
             files.write("deep/file", b"new")
     assert files.read("deep/file") == b"old"
@@ -165,9 +194,15 @@ def test_a_small_file_is_replaced_at_once_and_leaves_nothing_when_it_fails(tmp_p
 
 
 def test_importing_is_quick_and_light() -> None:
-    """Ranks import this while they recover: neither pyarrow nor anything else that is slow to load may come along."""
-    script = "import sys, storage.run_dir, storage.logs.journal, storage.logs.rank_logs; print(sorted(set(sys.modules)))"
-    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    """Ranks import this while they recover: neither pyarrow nor anything else that is slow to load
+    may come along."""
+    script = (
+        "import sys, storage.run_dir, storage.logs.journal, storage.logs.rank_logs; "
+        "print(sorted(set(sys.modules)))"
+    )
+    modules = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     for heavy in ("'pyarrow'", "'torch'", "'ray'", "'fastapi'", "'numpy'"):
         assert heavy not in modules
 

@@ -1,4 +1,5 @@
-"""What a run's code may leave in the place of a file that others read: FIFOs, links, sparse files, names that lead elsewhere."""
+"""What a run's code may leave in the place of a file that others read: FIFOs, links, sparse files,
+names that lead elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ PATIENCE_S = 20.0
 
 
 def in_time(call: Callable[[], object]) -> object:
-    """Return what a call returns or raises; fail where it waits for ever, as open() does for a FIFO's writer."""
+    """Return what a call returns or raises; fail where it waits for ever, as open() does for a
+    FIFO's writer."""
     found: list[object] = []
 
     def work() -> None:
@@ -96,7 +98,9 @@ def local(run_dir: RunDir, relpath: str) -> Path:
     return Path(run_dir.files.path(f"runs/{run_dir.run_id}/{relpath}"))
 
 
-def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(local_storage: Storage, put: Callable[[Path], None]) -> None:
+def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(
+    local_storage: Storage, put: Callable[[Path], None]
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     put(local(run_dir, "events/s001.jsonl"))
     assert isinstance(in_time(lambda: read_journal(run_dir, 1)), NotRegularFile)
@@ -114,7 +118,9 @@ def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(local_storag
     assert isinstance(in_time(lambda: read_rank_logs(run_dir)), NotRegularFile)
     assert isinstance(in_time(lambda: last_rank_lines(run_dir, 1, 1, 0, 5)), NotRegularFile)
     put(local(run_dir, "profiles/p1.json.gz"))
-    assert isinstance(in_time(lambda: run_dir.files.open_read(run_dir.trace_path("p1"))), NotRegularFile)
+    assert isinstance(
+        in_time(lambda: run_dir.files.open_read(run_dir.trace_path("p1"))), NotRegularFile
+    )
     assert in_time(lambda: run_dir.files.exists(run_dir.trace_path("p1"))) is False
     with pytest.raises(CorruptFile):
         local_storage.files.read("runs/run_a/spec.json")
@@ -133,7 +139,10 @@ def test_a_checkpoint_with_something_else_in_a_files_place_is_damaged_and_the_ol
     assert isinstance(found, tuple), found
     assert found[0] is not None and found[0].name == older.name
     assert newer.name in {each.name for each in found[1]}
-    assert isinstance(in_time(lambda: store.load_file(newer.name, relpath, lambda file: file.read())), CorruptCheckpoint)
+    assert isinstance(
+        in_time(lambda: store.load_file(newer.name, relpath, lambda file: file.read())),
+        CorruptCheckpoint,
+    )
 
 
 def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> None:
@@ -150,7 +159,9 @@ def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> No
     local(mine, "control").symlink_to(local(theirs, "."))
     with pytest.raises(LinkedFile):
         mine.request_stop(1, "cancel")
-    assert not list(local(theirs, ".").glob("*stop*")), "the service's own words are not written there either"
+    assert not list(local(theirs, ".").glob("*stop*")), (
+        "the service's own words are not written there either"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,10 +170,15 @@ def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> No
         ("spec.json", RunDir.read_spec),
         ("control/deadline.json", RunDir.deadline),
         ("control/s001.stop.json", lambda run_dir: run_dir.stop_requested(1)),
-        ("checkpoints/step-000000001.s001/manifest.json", lambda run_dir: run_dir.checkpoints.manifest("step-000000001.s001")),
+        (
+            "checkpoints/step-000000001.s001/manifest.json",
+            lambda run_dir: run_dir.checkpoints.manifest("step-000000001.s001"),
+        ),
     ],
 )
-def test_a_sparse_file_is_refused_before_it_is_read(local_storage: Storage, relpath: str, look: Callable[[RunDir], object]) -> None:
+def test_a_sparse_file_is_refused_before_it_is_read(
+    local_storage: Storage, relpath: str, look: Callable[[RunDir], object]
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     sparse(local(run_dir, relpath), 800 << 20)
     tracemalloc.start()
@@ -189,8 +205,11 @@ def sparse(path: Path, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_line_without_an_end_costs_no_more_than_the_longest_line(local_storage: Storage, behind: int) -> None:
-    """Copying what was read of it for every block made the work quadratic: 43 s and 446 MiB for 200 MiB."""
+def test_a_line_without_an_end_costs_no_more_than_the_longest_line(
+    local_storage: Storage, behind: int
+) -> None:
+    """Copying what was read of it for every block made the work quadratic: 43 s and 446 MiB for 200
+    MiB."""
     run_dir = local_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1 + n) for n in range(behind)])
@@ -208,8 +227,11 @@ def test_a_line_without_an_end_costs_no_more_than_the_longest_line(local_storage
         tracemalloc.stop()
 
 
-def test_a_long_line_is_read_with_work_that_grows_with_its_length(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight times the line takes about eight times as long; quadratic reading took sixty times as long."""
+def test_a_long_line_is_read_with_work_that_grows_with_its_length(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight times the line takes about eight times as long; quadratic reading took sixty times as
+    long."""
     run_dir = local_storage.run_dir("run_a")
     monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1 << 10)
     took_s = []
@@ -218,13 +240,17 @@ def test_a_long_line_is_read_with_work_that_grows_with_its_length(local_storage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * (kib << 10) + b"\n")
         began = time.process_time()
-        [line] = append_log.read_log(run_dir.files, run_dir.journal_stem(number), append_log.LogCursor(), 10)
+        [line] = append_log.read_log(
+            run_dir.files, run_dir.journal_stem(number), append_log.LogCursor(), 10
+        )
         took_s.append(time.process_time() - began)
         assert len(line.data) == kib << 10
     assert took_s[1] < 25 * took_s[0]
 
 
-def test_a_journal_of_long_events_comes_in_pieces(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_of_long_events_comes_in_pieces(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal, "_BATCH_BYTES", 5_000)
     monkeypatch.setattr(append_log, "_BATCH_BYTES", 2_000)
     monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1_000)
@@ -250,14 +276,17 @@ def test_an_event_that_no_reader_would_take_is_cut_as_it_is_written(
     monkeypatch.setattr(journal, "MAX_LINE_BYTES", 50_000)
     run_dir = local_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
-        writer.append([event(1, text="z" * 100_000, step=5), event(2, many=list(range(100_000))), event(3)])
+        writer.append(
+            [event(1, text="z" * 100_000, step=5), event(2, many=list(range(100_000))), event(3)]
+        )
     first, second, third = read_journal(run_dir, 1)[0]
     assert first.data["step"] == 5 and first.data["text"].endswith("(100000 characters)")
     assert second.data["left_out_bytes"] > 50_000 and third.n == 3
 
 
 def test_what_is_nested_too_deeply_is_damage(local_storage: Storage) -> None:
-    """Python's parser raises RecursionError, which no reader expects; and what it takes, an answer's encoder may not."""
+    """Python's parser raises RecursionError, which no reader expects; and what it takes, an
+    answer's encoder may not."""
     run_dir = local_storage.run_dir("run_a")
     for depth in (100, 200_000):
         deep = b"[" * depth + b"]" * depth
@@ -269,7 +298,9 @@ def test_what_is_nested_too_deeply_is_damage(local_storage: Storage) -> None:
         journal_path = local(run_dir, "events/s001.jsonl")
         journal_path.parent.mkdir(exist_ok=True)
         journal_path.write_bytes(
-            b'{"n":1,"at":1,"kind":"log","submission":1,"attempt":0,"source":"d","source_n":1,"data":{"x":' + deep + b"}}\n"
+            b'{"n":1,"at":1,"kind":"log","submission":1,"attempt":0,"source":"d","source_n":1,"data":{"x":'
+            + deep
+            + b"}}\n"
         )
         with pytest.raises(CorruptFile, match="nested more than 64 levels"):
             read_journal(run_dir, 1)
@@ -278,11 +309,25 @@ def test_what_is_nested_too_deeply_is_damage(local_storage: Storage) -> None:
     assert plain_text.parse_json(b"[" * 64 + b"]" * 64)
 
 
-LEADING_OUT = ("../../../run_other/spec.json", "/etc/passwd", "a/../../b", "..", "a//b", "./a", "a/", "", "a\\b", "a\0b", "\ud800")
+LEADING_OUT = (
+    "../../../run_other/spec.json",
+    "/etc/passwd",
+    "a/../../b",
+    "..",
+    "a//b",
+    "./a",
+    "a/",
+    "",
+    "a\\b",
+    "a\0b",
+    "\ud800",
+)
 
 
 @pytest.mark.parametrize("name", LEADING_OUT)
-def test_a_manifest_that_names_other_files_is_no_manifest(local_storage: Storage, name: str) -> None:
+def test_a_manifest_that_names_other_files_is_no_manifest(
+    local_storage: Storage, name: str
+) -> None:
     """Its digest is right: whoever writes the file writes that, too."""
     run_dir = local_storage.run_dir("run_a")
     local_storage.run_dir("run_other").files.write("runs/run_other/spec.json", b"{}")
@@ -295,7 +340,12 @@ def test_a_manifest_that_names_other_files_is_no_manifest(local_storage: Storage
     raw["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     path.write_bytes(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
     store = CheckpointStore(run_dir)
-    for read in (store.archive, store.manifest, store.verify, lambda each: store.read_file(each, name)):
+    for read in (
+        store.archive,
+        store.manifest,
+        store.verify,
+        lambda each: store.read_file(each, name),
+    ):
         with pytest.raises(CorruptCheckpoint, match=r"file name|hex escape"):
             read(manifest.name)
     assert relative_names.fault_of(name)
@@ -313,5 +363,13 @@ def test_a_manifest_has_no_more_bytes_than_its_limit(local_storage: Storage) -> 
 
 
 def test_plain_names_are_taken() -> None:
-    for name in ("model.pt", "ranks/0/optimizer-1.pt", ".metadata", "a b", "größe", "a..b", "x" * 255):
+    for name in (
+        "model.pt",
+        "ranks/0/optimizer-1.pt",
+        ".metadata",
+        "a b",
+        "größe",
+        "a..b",
+        "x" * 255,
+    ):
         assert relative_names.fault_of(name) is None

@@ -1,4 +1,5 @@
-"""What only an object store shows: requests that are made, uploads that are given up, servers that are not there."""
+"""What only an object store shows: requests that are made, uploads that are given up, servers that
+are not there."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Requests:
 
     def take(self) -> list[str]:
         """``METHOD /path`` of each, oldest first."""
-        lines = [record.getMessage() for record in self._caplog.records if record.name == "werkzeug"]
+        lines = [
+            record.getMessage() for record in self._caplog.records if record.name == "werkzeug"
+        ]
         self._caplog.clear()
         plain = (line.replace("\x1b[35m\x1b[1m", "").replace("\x1b[33m", "") for line in lines)
         return [line.split('"')[1].rsplit(" ", 1)[0] for line in plain]
@@ -42,14 +45,18 @@ def requests(caplog: pytest.LogCaptureFixture) -> Requests:
     return Requests(caplog)
 
 
-def test_reading_a_journal_asks_for_the_next_name_and_never_lists(s3_storage: Storage, requests: Requests) -> None:
+def test_reading_a_journal_asks_for_the_next_name_and_never_lists(
+    s3_storage: Storage, requests: Requests
+) -> None:
     run_dir = s3_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
         for n in range(1, 4):
             writer.append([event(n)])
         written = requests.take()
         assert not any("list-type" in request for request in written)
-        assert sum(request.startswith("PUT") for request in written) == 3, "each batch is one object, uploaded in one request"
+        assert sum(request.startswith("PUT") for request in written) == 3, (
+            "each batch is one object, uploaded in one request"
+        )
         events, cursor = read_journal(run_dir, 1, limit=2)
         more, cursor = read_journal(run_dir, 1, cursor)
         assert [found.n for found in events + more] == [1, 2, 3]
@@ -60,7 +67,9 @@ def test_reading_a_journal_asks_for_the_next_name_and_never_lists(s3_storage: St
     assert {request.split("?")[0].rsplit("/", 1)[1] for request in idle} == {"000004.jsonl"}
 
 
-def test_following_a_log_lists_directories_never_segments(s3_storage: Storage, requests: Requests) -> None:
+def test_following_a_log_lists_directories_never_segments(
+    s3_storage: Storage, requests: Requests
+) -> None:
     run_dir = s3_storage.run_dir("run_a")
     with RankLogWriter(run_dir, 1, 1, 0) as writer:
         for n in range(5):
@@ -76,7 +85,11 @@ def test_following_a_log_lists_directories_never_segments(s3_storage: Storage, r
 def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> None:
     run_dir = s3_storage.run_dir("run_a")
     save(run_dir, 50)
-    with pytest.raises(ZeroDivisionError), run_dir.checkpoints.begin(100, 1, 1) as writer, writer.write_file("model.pt") as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        run_dir.checkpoints.begin(100, 1, 1) as writer,
+        writer.write_file("model.pt") as file,
+    ):
         file.write(bytes(12 << 20))
         _ = 1 / 0
     assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50]
@@ -86,41 +99,58 @@ def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> Non
 
 
 def test_of_two_writers_of_one_log_one_hears_that_it_has_written(s3_storage: Storage) -> None:
-    """Both have looked, and nothing was there. The other one's lines stay, and its own are written behind them."""
+    """Both have looked, and nothing was there. The other one's lines stay, and its own are written
+    behind them."""
     run_dir = s3_storage.run_dir("run_a")
     one, other = JournalWriter(run_dir, 1), JournalWriter(run_dir, 1)
     one.append([event(1, source="one")])
     with pytest.raises(LogTakenOver):
         other.append([event(1, source="other")])
     other.append([event(1, source="other")])
-    assert [(found.n, found.source) for found in read_journal(run_dir, 1)[0]] == [(1, "one"), (2, "other")]
+    assert [(found.n, found.source) for found in read_journal(run_dir, 1)[0]] == [
+        (1, "one"),
+        (2, "other"),
+    ]
 
 
 def test_many_that_create_one_object_at_the_same_time_make_it_once(s3_storage: Storage) -> None:
     files = s3_storage.files
     for number in range(5):
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda who, number=number: files.create_new(f"one/{number}", b"%d" % who), range(8)))  # type: ignore[misc]
+            made = list(
+                pool.map(
+                    lambda who, number=number: files.create_new(f"one/{number}", b"%d" % who),
+                    range(8),
+                )
+            )  # type: ignore[misc]
         assert made.count(True) == 1
         assert files.read(f"one/{number}") == b"%d" % made.index(True)
 
 
 def test_a_put_whose_answer_was_lost_is_taken_for_done(s3_storage: Storage) -> None:
     assert s3_storage.files.create_new("one", b"same")
-    assert s3_storage.files.create_new("one", b"same"), "as a client sends it again that has heard nothing"
+    assert s3_storage.files.create_new("one", b"same"), (
+        "as a client sends it again that has heard nothing"
+    )
     assert not s3_storage.files.create_new("one", b"other")
 
 
-def test_a_store_that_ignores_the_condition_is_refused(s3_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_ignores_the_condition_is_refused(
+    s3_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As older object stores do, which do not know the header."""
     call = S3ConditionalPuts._call
 
-    def without_the_header(self: S3ConditionalPuts, operation: str, bucket: str, key: str, **arguments: Any) -> None:
+    def without_the_header(
+        self: S3ConditionalPuts, operation: str, bucket: str, key: str, **arguments: Any
+    ) -> None:
         arguments.pop("IfNoneMatch", None)
         call(self, operation, bucket, key, **arguments)
 
     monkeypatch.setattr(S3ConditionalPuts, "_call", without_the_header)
-    with pytest.raises(InvalidStorage, match=r"cannot be used: .*ignores If-None-Match: \* on a put"):
+    with pytest.raises(
+        InvalidStorage, match=r"cannot be used: .*ignores If-None-Match: \* on a put"
+    ):
         s3_storage.probe()
     with pytest.raises(InvalidStorage, match="use a store that honours it, or a filesystem"):
         claim_submission(s3_storage.run_dir("run_a"), 1)
@@ -144,21 +174,31 @@ def test_retention_asks_once_for_each_checkpoint(s3_storage: Storage, requests: 
         requests.take()
         assert run_dir.checkpoints.retain(3, None, (1, 1), written) == []
     asked = [request for request in requests.take() if request.endswith("manifest.json")]
-    assert len(asked) == len(set(asked)) == 3 and all(request.startswith("HEAD") for request in asked), asked
+    assert len(asked) == len(set(asked)) == 3 and all(
+        request.startswith("HEAD") for request in asked
+    ), asked
     fresh = s3_storage.run_dir("run_a").checkpoints
     assert fresh.retain(3, None, (1, 1)) == []
-    read = [request for request in requests.take() if request.endswith("manifest.json") and request.startswith("GET")]
+    read = [
+        request
+        for request in requests.take()
+        if request.endswith("manifest.json") and request.startswith("GET")
+    ]
     assert len(read) == len(set(read)) == 3, "who knows none reads each"
 
 
 def test_a_bucket_that_is_not_there(s3_endpoint: str) -> None:
-    storage = open_storage(f"s3://no-such-bucket/x?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1")
+    storage = open_storage(
+        f"s3://no-such-bucket/x?endpoint_override={s3_endpoint}&scheme=http&region=us-east-1"
+    )
     with pytest.raises(StorageNotFound, match="create the bucket"):
         storage.probe()
 
 
 def test_an_endpoint_with_its_scheme(s3_endpoint: str) -> None:
-    storage = open_storage(f"s3://{BUCKET}/scheme?endpoint_override=http://{s3_endpoint}&region=us-east-1")
+    storage = open_storage(
+        f"s3://{BUCKET}/scheme?endpoint_override=http://{s3_endpoint}&region=us-east-1"
+    )
     storage.probe()
 
 
@@ -166,7 +206,9 @@ def test_a_server_that_is_not_there(s3_endpoint: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    storage = open_storage(f"s3://{BUCKET}/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1")
+    storage = open_storage(
+        f"s3://{BUCKET}/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    )
     started = time.monotonic()
     with pytest.raises(StorageError, match="check that the storage is mounted and reachable"):
         storage.probe()

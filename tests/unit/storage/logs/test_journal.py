@@ -28,7 +28,9 @@ from tests.support.storage_places import MemoryObjects, event, memory_run_dir, q
 pytest_plugins = ["tests.support.storage_fixtures"]
 
 
-def drain(run_dir: RunDir, cursor: str | None = None, limit: int = 1000) -> tuple[list[JournalEvent], str]:
+def drain(
+    run_dir: RunDir, cursor: str | None = None, limit: int = 1000
+) -> tuple[list[JournalEvent], str]:
     found: list[JournalEvent] = []
     while True:
         events, cursor = read_journal(run_dir, 1, cursor, limit)
@@ -75,9 +77,20 @@ def test_what_json_cannot_say(local_storage: Storage) -> None:
     run_dir = local_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append(
-            [event(1, values={"loss": float("nan"), "lr": [float("inf"), 0.5]}, number=numpy.float32(0.5), path=Path("/x"))]
+            [
+                event(
+                    1,
+                    values={"loss": float("nan"), "lr": [float("inf"), 0.5]},
+                    number=numpy.float32(0.5),
+                    path=Path("/x"),
+                )
+            ]
         )
-    assert read_journal(run_dir, 1)[0][0].data == {"values": {"loss": None, "lr": [None, 0.5]}, "number": 0.5, "path": "/x"}
+    assert read_journal(run_dir, 1)[0][0].data == {
+        "values": {"loss": None, "lr": [None, 0.5]},
+        "number": 0.5,
+        "path": "/x",
+    }
 
 
 def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
@@ -85,7 +98,11 @@ def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1), event(2), event(1, source="controller")])
         writer.append([event(2), event(3)])
-        assert (writer.last_n, writer.last_source_n("driver"), writer.last_source_n("nobody")) == (4, 3, 0)
+        assert (writer.last_n, writer.last_source_n("driver"), writer.last_source_n("nobody")) == (
+            4,
+            3,
+            0,
+        )
     with JournalWriter(run_dir, 1) as writer:
         assert (writer.last_n, writer.last_source_n("driver")) == (4, 3)
         writer.append([event(3), event(1, source="controller"), event(2, source="controller")])
@@ -129,8 +146,11 @@ def test_a_last_line_that_a_crash_spoilt_is_cut_off(local_storage: Storage) -> N
     assert [found.n for found in drain(run_dir)[0]] == [1, 2]
 
 
-def test_a_line_that_is_written_over_while_it_is_read(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader has half of a torn line when a new writer cuts it off and writes another in its place."""
+def test_a_line_that_is_written_over_while_it_is_read(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has half of a torn line when a new writer cuts it off and writes another in its
+    place."""
     run_dir = local_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1)])
@@ -190,7 +210,9 @@ def test_two_writers_do_not_mix(any_storage: Storage) -> None:
     assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3]
 
 
-def test_a_full_disk_loses_and_doubles_nothing(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_and_doubles_nothing(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     batch = [event(n) for n in range(1, 6)]
     with JournalWriter(run_dir, 1) as writer, monkeypatch.context() as patch:
@@ -209,7 +231,9 @@ def test_a_full_disk_loses_and_doubles_nothing(local_storage: Storage, monkeypat
     assert [found.source_n for found in drain(run_dir)[0]] == [1, 2, 3, 4, 5]
 
 
-def test_opening_a_long_journal_reads_its_end_only(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_long_journal_reads_its_end_only(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1, source="early")])
@@ -225,20 +249,32 @@ def test_opening_a_long_journal_reads_its_end_only(local_storage: Storage, monke
 
     monkeypatch.setattr(os, "pread", counted)
     with JournalWriter(run_dir, 1) as writer:
-        assert (writer.last_n, writer.last_source_n("early"), writer.last_source_n("driver")) == (2001, 1, 2000)
-    assert read_bytes < 4 << 20 < Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).stat().st_size
+        assert (writer.last_n, writer.last_source_n("early"), writer.last_source_n("driver")) == (
+            2001,
+            1,
+            2000,
+        )
+    assert (
+        read_bytes
+        < 4 << 20
+        < Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).stat().st_size
+    )
     found, _ = drain(run_dir)
     assert [one.n for one in found] == list(range(1, 2002))
 
 
-def test_opening_a_journal_of_many_segments_reads_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_journal_of_many_segments_reads_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run_dir, files = memory_run_dir()
     with JournalWriter(run_dir, 1) as writer:
         for n in range(1, 300):
             writer.append([event(n)])
     reads: list[str] = []
     real_read = files.read
-    monkeypatch.setattr(files, "read", lambda relpath, *limit: reads.append(relpath) or real_read(relpath, *limit))
+    monkeypatch.setattr(
+        files, "read", lambda relpath, *limit: reads.append(relpath) or real_read(relpath, *limit)
+    )
     with JournalWriter(run_dir, 1) as writer:
         assert (writer.last_n, writer.last_source_n("driver")) == (299, 299)
     assert reads == ["runs/run_memory/events/s001/000299.jsonl"]
@@ -271,7 +307,9 @@ def test_a_line_longer_than_a_block(local_storage: Storage) -> None:
     assert log.tail(lambda line: line == b"b") == lines[1:]
     assert log.tail(lambda line: False) == lines
     log.close()
-    assert [line.data for line in read_log(local_storage.files, "deep/log", LogCursor(), 10)] == lines
+    assert [
+        line.data for line in read_log(local_storage.files, "deep/log", LogCursor(), 10)
+    ] == lines
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 100])
@@ -282,7 +320,9 @@ def test_the_next_segment_is_found_without_listing(count: int) -> None:
     assert files.num_lists == 0
 
 
-def test_appending_a_batch_takes_a_few_milliseconds(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_appending_a_batch_takes_a_few_milliseconds(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     syncs = 0
     real_sync = os.fdatasync
 
@@ -292,20 +332,29 @@ def test_appending_a_batch_takes_a_few_milliseconds(local_storage: Storage, monk
         real_sync(fd)
 
     monkeypatch.setattr(os, "fdatasync", counted)
-    points = [{"step": step, "at": 1700000000.5, "values": {"loss": 0.25, "lr": 0.001}} for step in range(10)]
+    points = [
+        {"step": step, "at": 1700000000.5, "values": {"loss": 0.25, "lr": 0.001}}
+        for step in range(10)
+    ]
     durations: list[float] = []
     with JournalWriter(local_storage.run_dir("run_a"), 1) as writer:
         for first in range(1, 1001, 20):
             started = time.thread_time()
-            writer.append([event(n, EventKind.METRICS, points=points) for n in range(first, first + 20)])
+            writer.append(
+                [event(n, EventKind.METRICS, points=points) for n in range(first, first + 20)]
+            )
             durations.append(time.thread_time() - started)
     assert syncs == 50, "one for each batch"
     assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
 
 
-def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_does(local_dir: RunDir) -> None:
+def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_does(
+    local_dir: RunDir,
+) -> None:
     with JournalWriter(local_dir, 1) as writer:
-        writer.append([replace(event(1, EventKind.ATTEMPT_STARTED, source="controller"), attempt=7)])
+        writer.append(
+            [replace(event(1, EventKind.ATTEMPT_STARTED, source="controller"), attempt=7)]
+        )
     with Path(local_dir.files.path("runs/run_a/events/s001.jsonl")).open("ab") as file:
         file.write(b'{"mark":{"n":1,"sources":{"controller":1}}}\n')
     with JournalWriter(local_dir, 1) as writer:
@@ -315,14 +364,18 @@ def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_doe
 
 RANK_EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["controller", "rank-0", "rank-1"]), st.integers(1, 4), st.sampled_from(["append", "again", "reopen"])
+        st.sampled_from(["controller", "rank-0", "rank-1"]),
+        st.integers(1, 4),
+        st.sampled_from(["append", "again", "reopen"]),
     ),
     max_size=40,
 )
 
 
 @given(history=RANK_EVENTS)
-def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(history: list[tuple[str, int, str]]) -> None:
+def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(
+    history: list[tuple[str, int, str]],
+) -> None:
     run_dir, _ = memory_run_dir()
     writer, newest, number = JournalWriter(run_dir, 1), 0, 0
     expected: list[tuple[str, int]] = []
@@ -338,13 +391,21 @@ def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(histor
             assert who == "controller" or attempt >= newest
             newest = max(newest, attempt)
         else:
-            assert told.source in {known for known, _ in expected} or (who != "controller" and attempt < newest)
+            assert told.source in {known for known, _ in expected} or (
+                who != "controller" and attempt < newest
+            )
     assert [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]] == expected
 
 
-# What may happen to a journal, in any order. A source sends its next few events, perhaps with some that it sent before.
+# What may happen to a journal, in any order. A source sends its next few events, perhaps with some
+# that it sent before.
 OPERATION = st.one_of(
-    st.tuples(st.just("append"), st.sampled_from(["driver", "rank-0.a001"]), st.integers(0, 5), st.integers(0, 3)),
+    st.tuples(
+        st.just("append"),
+        st.sampled_from(["driver", "rank-0.a001"]),
+        st.integers(0, 5),
+        st.integers(0, 3),
+    ),
     st.tuples(st.just("crash"), st.binary(max_size=60)),
     st.tuples(st.just("fail"), st.integers(0, 400)),
     st.tuples(st.just("read"), st.integers(1, 4)),
@@ -366,12 +427,16 @@ class Trial:
 
     def append(self, source: str, count: int, again: int, text: str = "") -> None:
         first = max(1, self.sent[source] + 1 - again)
-        batch = [event(n, source=source, text=text) for n in range(first, self.sent[source] + count + 1)]
+        batch = [
+            event(n, source=source, text=text) for n in range(first, self.sent[source] + count + 1)
+        ]
         try:
             self.writer.append(batch)
         except StorageError:
             self.writer.append(batch)  # at least once, as clients do
-        self.expected += [(source, n) for n in range(self.sent[source] + 1, self.sent[source] + count + 1)]
+        self.expected += [
+            (source, n) for n in range(self.sent[source] + 1, self.sent[source] + count + 1)
+        ]
         self.sent[source] += count
 
     def crash(self, torn: bytes) -> None:
@@ -413,12 +478,18 @@ class Trial:
 @pytest.mark.parametrize("where", ["local", "objects"])
 @given(operations=st.lists(OPERATION, max_size=30))
 @settings(max_examples=120)
-def test_a_reader_sees_each_event_exactly_once_in_order(where: str, operations: list[tuple[Any, ...]]) -> None:
+def test_a_reader_sees_each_event_exactly_once_in_order(
+    where: str, operations: list[tuple[Any, ...]]
+) -> None:
     with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
         # A mark every few events, so that recovery meets every arrangement of them.
         patch.setattr(append_log.AppendedLog, "mark_every_bytes", 700)
         patch.setattr(append_log, "_BLOCK_BYTES", 64)
-        run_dir, objects = memory_run_dir() if where == "objects" else (open_storage(directory).run_dir("run_p"), None)
+        run_dir, objects = (
+            memory_run_dir()
+            if where == "objects"
+            else (open_storage(directory).run_dir("run_p"), None)
+        )
         trial = Trial(run_dir, objects)
         for operation, *arguments in operations:
             if operation == "append":

@@ -1,4 +1,5 @@
-"""A journal whose bytes are not what was written: never another event, never silently short, and read on behind the damage."""
+"""A journal whose bytes are not what was written: never another event, never silently short, and
+read on behind the damage."""
 
 from __future__ import annotations
 
@@ -63,14 +64,22 @@ def flip(path: Path, line: int, at: int = 40) -> None:
 def test_a_line_with_its_checksum_is_json_that_says_the_same(line: bytes) -> None:
     sealed = with_checksum(line)
     assert has_checksum(sealed) and not has_checksum(line)
-    assert {name: value for name, value in json.loads(sealed).items() if name != "crc"} == json.loads(line)
+    assert {
+        name: value for name, value in json.loads(sealed).items() if name != "crc"
+    } == json.loads(line)
 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_no_byte_can_be_changed_into_another_event(place: float, byte: int) -> None:
     with quick_directory() as directory:
         run_dir = open_storage(directory).run_dir("run_d")
-        write(run_dir, [event(number, EventKind.WAITING, data={"message": "17 rooms"}) for number in (1, 2, 3)])
+        write(
+            run_dir,
+            [
+                event(number, EventKind.WAITING, data={"message": "17 rooms"})
+                for number in (1, 2, 3)
+            ],
+        )
         written, path = read_journal(run_dir, 1)[0], journal_file(run_dir)
         data = bytearray(path.read_bytes())
         data[int(place * len(data))] = byte
@@ -85,20 +94,35 @@ def test_no_byte_can_be_changed_into_another_event(place: float, byte: int) -> N
 def test_lines_of_older_versions_are_read(local_dir: RunDir) -> None:
     path = journal_file(local_dir)
     path.parent.mkdir(parents=True)
-    fields = {"at": 1.0, "kind": "waiting", "submission": 1, "attempt": 0, "source": "driver", "data": {}}
+    fields = {
+        "at": 1.0,
+        "kind": "waiting",
+        "submission": 1,
+        "attempt": 0,
+        "source": "driver",
+        "data": {},
+    }
     lines = [json.dumps({"mark": {"n": 0, "sources": {}}})]
-    lines += [json.dumps({"n": number, "source_n": number, **fields}, separators=(",", ":")) for number in (1, 2)]
+    lines += [
+        json.dumps({"n": number, "source_n": number, **fields}, separators=(",", ":"))
+        for number in (1, 2)
+    ]
     path.write_text("".join(f"{line}\n" for line in lines))
     write(local_dir, [event(3)])
     assert [one.n for one in read_journal(local_dir, 1)[0]] == [1, 2, 3]
     flip(path, 1, at=2)
-    assert next(one.kind for one in read_journal(local_dir, 1, past_damage=True)[0]) is EventKind.JOURNAL_DAMAGED
+    assert (
+        next(one.kind for one in read_journal(local_dir, 1, past_damage=True)[0])
+        is EventKind.JOURNAL_DAMAGED
+    )
 
 
 # ---------------------------------------------------------------- reading on
 
 
-def test_without_being_asked_to_a_reader_stops_at_damage_and_names_file_and_line(local_dir: RunDir) -> None:
+def test_without_being_asked_to_a_reader_stops_at_damage_and_names_file_and_line(
+    local_dir: RunDir,
+) -> None:
     four_attempts(local_dir)
     path = journal_file(local_dir)
     flip(path, 4)
@@ -109,7 +133,9 @@ def test_without_being_asked_to_a_reader_stops_at_damage_and_names_file_and_line
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 1000])
-def test_who_reads_past_damage_is_told_of_every_event_that_is_lost(local_dir: RunDir, limit: int) -> None:
+def test_who_reads_past_damage_is_told_of_every_event_that_is_lost(
+    local_dir: RunDir, limit: int
+) -> None:
     four_attempts(local_dir)
     path = journal_file(local_dir)
     for line in (2, 3, 6):
@@ -124,15 +150,23 @@ def test_who_reads_past_damage_is_told_of_every_event_that_is_lost(local_dir: Ru
     assert [one.n for one in found] == [1, 2, 3, 4, 5, 6, 7, 8]
     damaged = [one for one in found if one.kind is EventKind.JOURNAL_DAMAGED]
     assert [one.n for one in damaged] == [3, 4, 7]
-    assert damaged[0].data["file"] == str(path) and damaged[0].data["lines"] == [3, 4] and damaged[2].data["lines"] == [7]
+    assert (
+        damaged[0].data["file"] == str(path)
+        and damaged[0].data["lines"] == [3, 4]
+        and damaged[2].data["lines"] == [7]
+    )
 
 
-def test_a_spoilt_end_is_left_to_the_next_writer_unless_the_journal_is_over(local_dir: RunDir) -> None:
+def test_a_spoilt_end_is_left_to_the_next_writer_unless_the_journal_is_over(
+    local_dir: RunDir,
+) -> None:
     four_attempts(local_dir)
     flip(journal_file(local_dir), 7)
     events, cursor = read_journal(local_dir, 1, past_damage=True)
     assert [one.n for one in events] == [1, 2, 3, 4, 5, 6, 7]
-    assert read_journal(local_dir, 1, cursor, past_damage=True)[0] == [], "it may be cut off and written anew"
+    assert read_journal(local_dir, 1, cursor, past_damage=True)[0] == [], (
+        "it may be cut off and written anew"
+    )
     [last] = read_journal(local_dir, 1, cursor, past_damage=True, is_over=True)[0]
     assert (last.kind, last.data["lines"]) == (EventKind.JOURNAL_DAMAGED, [8])
     write(local_dir, [event(99)])
@@ -162,14 +196,27 @@ def test_a_history_with_a_spoilt_line_is_not_silently_short(local_dir: RunDir, l
     assert len(history.failures) == (3 if line % 2 else 4), "an event is lost, and no more"
     [damage] = history.damage
     assert (damage["file"], damage["lines"]) == (str(path), [line + 1])
-    told = JournalEvent(kind=EventKind.JOURNAL_DAMAGED, at=2.0, submission=2, data=damage, source="driver.1", source_n=1)
+    told = JournalEvent(
+        kind=EventKind.JOURNAL_DAMAGED,
+        at=2.0,
+        submission=2,
+        data=damage,
+        source="driver.1",
+        source_n=1,
+    )
     write(local_dir, [told], submission=2)
     assert read_history(local_dir).damage == (), "one driver tells it"
 
 
 def test_checkpoints_behind_a_spoilt_line_are_known(local_dir: RunDir) -> None:
     names = [f"step-{step:09d}.s001.a001" for step in (10, 20, 30)]
-    write(local_dir, [event(n, EventKind.CHECKPOINT_COMMITTED, data={"name": name}) for n, name in enumerate(names, 1)])
+    write(
+        local_dir,
+        [
+            event(n, EventKind.CHECKPOINT_COMMITTED, data={"name": name})
+            for n, name in enumerate(names, 1)
+        ],
+    )
     flip(journal_file(local_dir), 1, at=30)
     assert {str(name) for name in told_checkpoints(local_dir)} == {names[0], names[2]}
 
@@ -179,7 +226,12 @@ async def test_the_service_reads_on_and_says_what_is_lost(here: World, ray: Fake
     run = here.create()
     await here.reconciler.tick()
     here.write(run.id, 1, *[(EventKind.WAITING, {"message": "room"})] * 3)
-    here.write(run.id, 1, (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10}), first=4)
+    here.write(
+        run.id,
+        1,
+        (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10}),
+        first=4,
+    )
     path = journal_file(here.storage.run_dir(run.id))
     flip(path, 1)
     await here.reconciler.tick()
@@ -188,4 +240,8 @@ async def test_the_service_reads_on_and_says_what_is_lost(here: World, ray: Fake
     [damaged] = [one for one in told if one.kind == EventKind.JOURNAL_DAMAGED]
     assert (damaged.data["file"], damaged.data["lines"]) == (str(path), [2])
     [failure] = failures.failures(told)
-    assert failure.verdict == "storage" and str(path) in str(failure.exception) and "line 2" in str(failure.exception)
+    assert (
+        failure.verdict == "storage"
+        and str(path) in str(failure.exception)
+        and "line 2" in str(failure.exception)
+    )

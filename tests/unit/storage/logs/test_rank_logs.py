@@ -21,7 +21,9 @@ from tests.support.storage_places import memory_run_dir, quick_directory
 pytest_plugins = ["tests.support.storage_fixtures"]
 
 
-def write(run_dir: RunDir, submission: int, attempt: int, rank: int | None, *lines: tuple[float, str]) -> None:
+def write(
+    run_dir: RunDir, submission: int, attempt: int, rank: int | None, *lines: tuple[float, str]
+) -> None:
     with RankLogWriter(run_dir, submission, attempt, rank) as writer:
         writer.write([LogRecord(at=at, level="INFO", message=message) for at, message in lines])
 
@@ -39,7 +41,15 @@ def test_lines_are_merged_by_attempt_then_time(any_storage: Storage) -> None:
     write(run_dir, 2, 3, 0, (0.5, "clock went back"))
     write(run_dir, 1, 7, None, (5.0, "driver"))
     lines, cursor = read_rank_logs(run_dir)
-    assert messages(lines) == ["driver", "a1r0t1", "a1r1t2", "a1r0t3", "a1r1t9", "a2r10t4", "clock went back"]
+    assert messages(lines) == [
+        "driver",
+        "a1r0t1",
+        "a1r1t2",
+        "a1r0t3",
+        "a1r1t9",
+        "a2r10t4",
+        "clock went back",
+    ]
     assert lines[0] == LoggedLine(1, 0, None, 5.0, "INFO", "driver")
     assert lines[1] == LoggedLine(1, 1, 0, 1.0, "INFO", "a1r0t1")
     assert read_rank_logs(run_dir, cursor) == ([], cursor)
@@ -82,7 +92,9 @@ def test_a_line_that_is_torn_waits(local_storage: Storage) -> None:
         read_rank_logs(run_dir)
 
 
-def test_the_writer_goes_on_after_a_full_disk(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_goes_on_after_a_full_disk(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = local_storage.run_dir("run_a")
     with RankLogWriter(run_dir, 1, 1, 0) as writer:
         with monkeypatch.context() as patch:
@@ -108,9 +120,13 @@ READ = st.tuples(st.just("read"), st.integers(1, 5))
 @pytest.mark.parametrize("where", ["local", "objects"])
 @given(operations=st.lists(st.one_of(WRITE, READ), max_size=25))
 @settings(max_examples=80)
-def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations: list[tuple[Any, ...]]) -> None:
+def test_every_line_is_read_once_and_in_its_rank_s_order(
+    where: str, operations: list[tuple[Any, ...]]
+) -> None:
     with quick_directory() as directory:
-        run_dir = memory_run_dir()[0] if where == "objects" else open_storage(directory).run_dir("run_p")
+        run_dir = (
+            memory_run_dir()[0] if where == "objects" else open_storage(directory).run_dir("run_p")
+        )
         written: list[tuple[tuple[int, int, int | None], int]] = []
         found: list[LoggedLine] = []
         cursor: dict[str, str] | None = None
@@ -122,8 +138,17 @@ def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations:
                 continue
             (submission, attempt, rank), times = arguments
             first = len(written)
-            write(run_dir, submission, attempt, rank, *((float(at), str(first + n)) for n, at in enumerate(times)))
-            written += [((submission, attempt if rank is not None else 0, rank), first + n) for n in range(len(times))]
+            write(
+                run_dir,
+                submission,
+                attempt,
+                rank,
+                *((float(at), str(first + n)) for n, at in enumerate(times)),
+            )
+            written += [
+                ((submission, attempt if rank is not None else 0, rank), first + n)
+                for n in range(len(times))
+            ]
         while True:
             lines, cursor = read_rank_logs(run_dir, cursor, limit=2)
             if not lines:
@@ -133,13 +158,19 @@ def test_every_line_is_read_once_and_in_its_rank_s_order(where: str, operations:
         got = [((line.submission, line.attempt, line.rank), int(line.message)) for line in found]
         assert Counter(got) == Counter(written)
         for place in {place for place, _ in written}:
-            assert [number for where_, number in got if where_ == place] == [n for where_, n in written if where_ == place]
+            assert [number for where_, number in got if where_ == place] == [
+                n for where_, n in written if where_ == place
+            ]
         at_once, _ = read_rank_logs(run_dir, limit=10_000)
-        assert [(line.submission, line.attempt) for line in at_once] == sorted((line.submission, line.attempt) for line in at_once)
+        assert [(line.submission, line.attempt) for line in at_once] == sorted(
+            (line.submission, line.attempt) for line in at_once
+        )
 
 
 def test_a_line_that_is_no_utf_8_can_be_sent_on(any_storage: Storage) -> None:
     run_dir = any_storage.run_dir("run_a")
     write(run_dir, 1, 1, 0, (1.0, "skipping \udce9.jpg"), (2.0, "é \\ud83d 😀"))
     found = messages(read_rank_logs(run_dir)[0])
-    assert found == ["skipping \\udce9.jpg", "é \\ud83d 😀"] and all(text.encode() for text in found)
+    assert found == ["skipping \\udce9.jpg", "é \\ud83d 😀"] and all(
+        text.encode() for text in found
+    )

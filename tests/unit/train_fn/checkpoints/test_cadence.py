@@ -30,7 +30,9 @@ def test_by_steps_and_what_came_due_while_it_could_not_be_done_stays_due() -> No
     clock = SaveCadence(CheckpointSpec(every_steps=10), step=57, now=0.0)
     assert [step for step in range(57, 75) if clock.is_due(step, 0.0)] == list(range(60, 75))
     clock.begun(63, 0.0)
-    assert [step for step in range(63, 75) if clock.is_due(step, 0.0)] == list(range(70, 75)), "the grid stays where it was"
+    assert [step for step in range(63, 75) if clock.is_due(step, 0.0)] == list(range(70, 75)), (
+        "the grid stays where it was"
+    )
 
 
 def test_by_time_whichever_comes_first_and_never_the_same_step_twice() -> None:
@@ -42,9 +44,12 @@ def test_by_time_whichever_comes_first_and_never_the_same_step_twice() -> None:
     assert not cadence(every_steps=None).is_due(10**6, 1e9), "only at the end"
 
 
-@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(0.01, 3600.0), (5.0, 3600.0), (60.0, 600.0), (300.0, 600.0)])
+@pytest.mark.parametrize(
+    ("cost_s", "mtbf_s"), [(0.01, 3600.0), (5.0, 3600.0), (60.0, 600.0), (300.0, 600.0)]
+)
 def test_young_and_daly_lose_the_least(cost_s: float, mtbf_s: float) -> None:
-    """Against the exact expectation for exponential failures: seconds that a second of useful work takes."""
+    """Against the exact expectation for exponential failures: seconds that a second of useful work
+    takes."""
 
     def expected(interval_s: float) -> float:
         return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s
@@ -52,20 +57,33 @@ def test_young_and_daly_lose_the_least(cost_s: float, mtbf_s: float) -> None:
     chosen = young_daly_s(cost_s, mtbf_s)
     best = min(expected(chosen * factor / 100) for factor in range(20, 500))
     assert expected(chosen) <= best * 1.005
-    assert young_daly_s(2000.0, 600.0) == 600.0, "a save that costs more than two failures apart is not worth more"
+    assert young_daly_s(2000.0, 600.0) == 600.0, (
+        "a save that costs more than two failures apart is not worth more"
+    )
 
 
 def test_the_choice_keeps_to_its_bounds_and_says_why() -> None:
     seen = ObservedFailures(num_failures=3, trained_s=4 * 600.0 - ASSUMED_MTBF_S)
     free = choose_interval(CheckpointSpec(every_steps="auto"), 0.5, 1.0, seen)
-    assert free.mtbf_s == 600.0 and free.interval_s == young_daly_s(0.5, 600.0) and free.bound is None
+    assert (
+        free.mtbf_s == 600.0 and free.interval_s == young_daly_s(0.5, 600.0) and free.bound is None
+    )
     assert "after 3 failures" in free.reason() and "every 24" in free.reason()
     slow = choose_interval(CheckpointSpec(every_steps="auto"), 0.5, 100.0, seen)
-    assert (slow.interval_s, slow.bound) == (100.0, "write") and "writing takes 100 s" in slow.reason()
+    assert (slow.interval_s, slow.bound) == (
+        100.0,
+        "write",
+    ) and "writing takes 100 s" in slow.reason()
     cheap = choose_interval(CheckpointSpec(every_steps="auto", min_interval_s=30), 1e-6, 1.0, seen)
     assert (cheap.interval_s, cheap.bound) == (30.0, "min_interval_s")
-    dear = choose_interval(CheckpointSpec(every_steps="auto", mtbf_s=1e7), 20.0, 1.0, ObservedFailures())
-    assert (dear.interval_s, dear.bound, dear.source) == (1800.0, "max_interval_s", "given") and "as given" in dear.reason()
+    dear = choose_interval(
+        CheckpointSpec(every_steps="auto", mtbf_s=1e7), 20.0, 1.0, ObservedFailures()
+    )
+    assert (dear.interval_s, dear.bound, dear.source) == (
+        1800.0,
+        "max_interval_s",
+        "given",
+    ) and "as given" in dear.reason()
 
 
 def run_steps(clock: SaveCadence, now: float, seconds: list[float], busy: bool) -> float:
@@ -84,9 +102,12 @@ def test_auto_saves_early_for_a_price_then_by_it_and_tells_only_news() -> None:
     first = clock.committed(0.01, 0.5, ObservedFailures())
     assert first is not None and first["cost_s"] == 0.01 and first["mtbf_source"] == "given"
     assert first["interval_s"] == round(young_daly_s(0.01, 3600.0), 3) and first["reason"]
-    assert not clock.is_due(20, now + first["interval_s"] - 0.01) and clock.is_due(20, now + first["interval_s"] + 0.01)
+    assert not clock.is_due(20, now + first["interval_s"] - 0.01) and clock.is_due(
+        20, now + first["interval_s"] + 0.01
+    )
 
-    now = run_steps(clock, now, [0.15] * 4 + [30.0], busy=True)  # the last one with an evaluation in it
+    # the last one with an evaluation in it
+    now = run_steps(clock, now, [0.15] * 4 + [30.0], busy=True)
     clock.begun(20, now)
     second = clock.committed(0.01, 0.5, ObservedFailures())
     assert second is not None and second["slowdown_s"] == pytest.approx(5 * 0.05)
@@ -104,13 +125,22 @@ def test_failures_are_observed_in_the_journals_of_all_submissions(tmp_path: Path
         with JournalWriter(run_dir, submission) as journal:
             journal.append(
                 [
-                    JournalEvent(kind=kind, at=at, submission=submission, data=data, source="driver", source_n=n)
+                    JournalEvent(
+                        kind=kind,
+                        at=at,
+                        submission=submission,
+                        data=data,
+                        source="driver",
+                        source_n=n,
+                    )
                     for n, (at, kind, data) in enumerate(entries, start=1)
                 ]
             )
 
     assert observed_failures(run_dir, 50.0) == ObservedFailures()
-    lost, moved, raised = ({"verdict": verdict} for verdict in ("node_lost", "preemption", "user_error"))
+    lost, moved, raised = (
+        {"verdict": verdict} for verdict in ("node_lost", "preemption", "user_error")
+    )
     tell(
         1,
         (100.0, EventKind.ATTEMPT_STARTED, {}),
@@ -119,8 +149,15 @@ def test_failures_are_observed_in_the_journals_of_all_submissions(tmp_path: Path
         (170.0, EventKind.ATTEMPT_STARTED, {}),
         (180.0, EventKind.FAILURE, moved),
     )
-    tell(2, (200.0, EventKind.FAILURE, lost), (300.0, EventKind.ATTEMPT_STARTED, {}), (310.0, EventKind.FAILURE, raised))
-    assert observed_failures(run_dir, 400.0) == ObservedFailures(num_failures=2, trained_s=60 + 10 + 10)
+    tell(
+        2,
+        (200.0, EventKind.FAILURE, lost),
+        (300.0, EventKind.ATTEMPT_STARTED, {}),
+        (310.0, EventKind.FAILURE, raised),
+    )
+    assert observed_failures(run_dir, 400.0) == ObservedFailures(
+        num_failures=2, trained_s=60 + 10 + 10
+    )
     tell(3, (500.0, EventKind.ATTEMPT_STARTED, {}))
     seen = observed_failures(run_dir, 520.0)
     assert seen.trained_s == 100.0 and seen.mtbf_s() == (100.0 + ASSUMED_MTBF_S) / 3

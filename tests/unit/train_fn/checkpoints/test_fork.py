@@ -1,4 +1,5 @@
-"""A forked run: it goes on bit for bit where its parent's checkpoint ends, or says why it cannot."""
+"""A forked run: it goes on bit for bit where its parent's checkpoint ends, or says why it
+cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ FORK_STEP = 12
 
 class Wider(Regression):
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 1), nn.Linear(1, 1))
+        return nn.Sequential(
+            nn.Linear(4, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 1), nn.Linear(1, 1)
+        )
 
 
 def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
@@ -44,7 +47,8 @@ def save_each(self: Saver, *, due: bool, is_best: bool) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One rank, a small task, shared memory of its own, and saves that are not merged: every one is made before the next step."""
+    """One rank, a small task, shared memory of its own, and saves that are not merged: every one is
+    made before the next step."""
     with small_task_alone(tmp_path_factory.mktemp("shm"), save_each):
         yield
 
@@ -57,11 +61,22 @@ def storage() -> Iterator[Storage]:
 
 def spec(resume_from: dict[str, Any] | None = None, **fields: Any) -> RunSpec:
     optimizer = fields.pop("optimizer", {})
-    train = {"epochs": 2, "global_batch_size": 10, "micro_batch_size": 4, "seed": 3, "ema_decay": 0.9, "loader": {"num_workers": 0}}
+    train = {
+        "epochs": 2,
+        "global_batch_size": 10,
+        "micro_batch_size": 4,
+        "seed": 3,
+        "ema_decay": 0.9,
+        "loader": {"num_workers": 0},
+    }
     return RunSpec.model_validate(
         {
             "name": "fork",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "optimizer": {"name": "adamw", "lr": 0.01, **optimizer},
             "train": {**train, **fields.pop("train", {})},
             "checkpoint": {"every_steps": 4, "keep_latest": 9, **fields.pop("checkpoint", {})},
@@ -108,13 +123,18 @@ def checkpoint(run_dir: RunDir, step: int) -> Manifest:
 
 
 def load(run_dir: RunDir, manifest: Manifest, file: str) -> Any:
-    return torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True)
+    return torch.load(
+        io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True
+    )
 
 
 def final_state(run_dir: RunDir) -> dict[str, Any]:
     """Everything but clocks and names."""
     manifest = run_dir.checkpoints.list()[-1]
-    files = {name: load(run_dir, manifest, name) for name in ("model.pt", "model_ema.pt", "train_state.pt")}
+    files = {
+        name: load(run_dir, manifest, name)
+        for name in ("model.pt", "model_ema.pt", "train_state.pt")
+    }
     for name in ("parent", "tail", "best"):
         del files["train_state.pt"][name]
     return files
@@ -135,12 +155,18 @@ def assert_same(first: Any, second: Any, path: str = "") -> None:
         assert first == second, path
 
 
-def test_a_fork_goes_on_bit_for_bit_where_its_parent_s_checkpoint_ends(parent: RunDir, child: RunDir) -> None:
+def test_a_fork_goes_on_bit_for_bit_where_its_parent_s_checkpoint_ends(
+    parent: RunDir, child: RunDir
+) -> None:
     journal = run(child, fork_of(parent))
     assert_same(final_state(child), final_state(parent))
     [restored] = journal.of_kind(EventKind.RESTORED)
     name = checkpoint(parent, FORK_STEP).name
-    assert (restored["source"], restored["step"], restored["checkpoint"]) == ("fork", FORK_STEP, f"run_parent/{name}")
+    assert (restored["source"], restored["step"], restored["checkpoint"]) == (
+        "fork",
+        FORK_STEP,
+        f"run_parent/{name}",
+    )
     assert restored["origin"] == {
         "run_id": "run_parent",
         "checkpoint": name,
@@ -149,14 +175,25 @@ def test_a_fork_goes_on_bit_for_bit_where_its_parent_s_checkpoint_ends(parent: R
         "samples": 30,
         "digest": checkpoint(parent, FORK_STEP).sample_digest,
     }
-    assert sorted(point["step"] for point in journal.points) == list(range(FORK_STEP + 1, 2 * STEPS_PER_EPOCH + 1))
-    [epoch] = journal.of_kind(EventKind.EPOCH_COMPLETED)  # what the parent reported is not reported again
-    assert (epoch["epoch"], epoch["samples"], epoch["used_once"], epoch["duplicates"], epoch["missing"]) == (1, 90, 90, 0, 0)
+    assert sorted(point["step"] for point in journal.points) == list(
+        range(FORK_STEP + 1, 2 * STEPS_PER_EPOCH + 1)
+    )
+    # what the parent reported is not reported again
+    [epoch] = journal.of_kind(EventKind.EPOCH_COMPLETED)
+    assert (
+        epoch["epoch"],
+        epoch["samples"],
+        epoch["used_once"],
+        epoch["duplicates"],
+        epoch["missing"],
+    ) == (1, 90, 90, 0, 0)
     first = child.checkpoints.list()[0]
     assert (first.step, first.parent) == (FORK_STEP, f"run_parent/{name}")
 
 
-def test_a_fork_needs_nothing_of_its_parent_once_it_has_a_checkpoint(parent: RunDir, child: RunDir) -> None:
+def test_a_fork_needs_nothing_of_its_parent_once_it_has_a_checkpoint(
+    parent: RunDir, child: RunDir
+) -> None:
     run(child, fork_of(parent, train={"max_steps": 14}))
     parent.delete()
     journal = run(child, fork_of(parent), submission=2)
@@ -166,11 +203,17 @@ def test_a_fork_needs_nothing_of_its_parent_once_it_has_a_checkpoint(parent: Run
 
 
 def test_what_the_spec_says_anew_holds(parent: RunDir, child: RunDir) -> None:
-    wanted = fork_of(parent, optimizer={"lr": 0.5, "beta1": 0.8}, train={"epochs": 3, "ema_decay": None, "precision": "bf16"})
+    wanted = fork_of(
+        parent,
+        optimizer={"lr": 0.5, "beta1": 0.8},
+        train={"epochs": 3, "ema_decay": None, "precision": "bf16"},
+    )
     journal = run(child, wanted)
     assert {point["values"]["lr"] for point in journal.points} == {0.5}
     assert max(point["step"] for point in journal.points) == 3 * STEPS_PER_EPOCH
-    groups = load(child, child.checkpoints.list()[-1], "train_state.pt")["optimizer"]["param_groups"]
+    groups = load(child, child.checkpoints.list()[-1], "train_state.pt")["optimizer"][
+        "param_groups"
+    ]
     assert {group["betas"] for group in groups} == {(0.8, 0.999)}
 
 
@@ -180,14 +223,37 @@ def test_an_average_that_the_parent_did_not_keep_begins_at_its_weights(storage: 
     run(child, fork_of(parent, 8, train={"max_steps": 9}))
     first = child.checkpoints.list()[0]
     assert first.step == 8
-    assert_same(load(child, first, "model_ema.pt"), load(parent, parent.checkpoints.list()[-1], "model.pt"))
+    assert_same(
+        load(child, first, "model_ema.pt"), load(parent, parent.checkpoints.list()[-1], "model.pt")
+    )
 
 
-def test_the_parent_s_best_does_not_count_but_what_was_measured_where_the_run_begins_does(parent: RunDir, child: RunDir) -> None:
-    run(child, fork_of(parent, 18, train={"epochs": 3}, checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 50}))
-    assert load(child, child.checkpoints.list()[0], "train_state.pt")["best"]["checkpoint"] == "step-000000018.s001.a001"
+def test_the_parent_s_best_does_not_count_but_what_was_measured_where_the_run_begins_does(
+    parent: RunDir, child: RunDir
+) -> None:
+    run(
+        child,
+        fork_of(
+            parent,
+            18,
+            train={"epochs": 3},
+            checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 50},
+        ),
+    )
+    assert (
+        load(child, child.checkpoints.list()[0], "train_state.pt")["best"]["checkpoint"]
+        == "step-000000018.s001.a001"
+    )
     other = parent.storage.run_dir("run_other")
-    run(other, fork_of(parent, 16, train={"max_steps": 17}, checkpoint={"best_metric": "loss", "best_mode": "min"}))
+    run(
+        other,
+        fork_of(
+            parent,
+            16,
+            train={"max_steps": 17},
+            checkpoint={"best_metric": "loss", "best_mode": "min"},
+        ),
+    )
     assert load(other, other.checkpoints.list()[0], "train_state.pt")["best"] is None
 
 
@@ -199,7 +265,13 @@ def test_latest_and_best_without_a_service(storage: Storage, which: str, step: i
         with parent.checkpoints.begin(at, 1, 1) as writer:
             with writer.write_file("model.pt") as file:
                 file.write(b"x")
-            writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={"val_accuracy": accuracy})
+            writer.commit(
+                epoch=0,
+                parent=None,
+                world_size=1,
+                sample_digest=None,
+                metrics={"val_accuracy": accuracy},
+            )
     from train_fn.checkpoints.fork import _candidates
 
     wanted = fork_of(parent, which).resume_from
@@ -217,17 +289,25 @@ def spoil(run_dir: RunDir, step: int, file: str) -> str:
     return name
 
 
-def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_before(storage: Storage) -> None:
+def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_before(
+    storage: Storage,
+) -> None:
     run_dir = storage.run_dir("run_a")
     run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 8}))
     name = spoil(run_dir, 8, "model.safetensors")
     journal = run(run_dir, spec(train={"max_steps": 8}), submission=2)
     [restored] = journal.of_kind(EventKind.RESTORED)
-    assert (restored["source"], restored["step"], [bad["name"] for bad in restored["rejected"]]) == ("checkpoint", 4, [name])
+    assert (
+        restored["source"],
+        restored["step"],
+        [bad["name"] for bad in restored["rejected"]],
+    ) == ("checkpoint", 4, [name])
     assert [(each.step, each.submission) for each in run_dir.checkpoints.list()][-1] == (8, 2)
 
 
-def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(parent: RunDir, child: RunDir) -> None:
+def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(
+    parent: RunDir, child: RunDir
+) -> None:
     run(child, fork_of(parent, train={"max_steps": 13}))
     names = [spoil(child, 13, "train_state.pt"), spoil(child, FORK_STEP, "model.pt")]
     journal = run(child, fork_of(parent, train={"max_steps": 13}), submission=2)
@@ -259,10 +339,14 @@ def test_a_changed_model_is_refused_with_every_key_and_shape(
 
 def test_another_optimizer_or_global_batch_is_refused(parent: RunDir, child: RunDir) -> None:
     assert "in its settings" in refusal(child, fork_of(parent, optimizer={"name": "sgd"}))
-    assert "train.global_batch_size" in refusal(child, fork_of(parent, train={"global_batch_size": 15}))
+    assert "train.global_batch_size" in refusal(
+        child, fork_of(parent, train={"global_batch_size": 15})
+    )
 
 
-def test_a_damaged_or_missing_checkpoint_is_refused_and_not_replaced_by_an_older_one(parent: RunDir, child: RunDir) -> None:
+def test_a_damaged_or_missing_checkpoint_is_refused_and_not_replaced_by_an_older_one(
+    parent: RunDir, child: RunDir
+) -> None:
     name = checkpoint(parent, FORK_STEP).name
     path = Path(parent.checkpoints.path(name)) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
@@ -282,7 +366,9 @@ def test_safetensors_hold_the_same_weights(storage: Storage) -> None:
     run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 4}))
     manifest = run_dir.checkpoints.list()[-1]
     for name in ("model", "model_ema"):
-        found = load_safetensors(run_dir.checkpoints.read_file(manifest.name, f"{name}.safetensors"))
+        found = load_safetensors(
+            run_dir.checkpoints.read_file(manifest.name, f"{name}.safetensors")
+        )
         assert_same(found, load(run_dir, manifest, f"{name}.pt"))
 
 
@@ -307,4 +393,6 @@ def test_safetensors_of_every_dtype_and_layout() -> None:
     for name, tensor in state.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
     with pytest.raises(Exception, match=r"does not hold phase, extra"):
-        require_safetensors({"phase": torch.zeros(2, dtype=torch.complex64), "extra": {"version": 1}})
+        require_safetensors(
+            {"phase": torch.zeros(2, dtype=torch.complex64), "extra": {"version": 1}}
+        )

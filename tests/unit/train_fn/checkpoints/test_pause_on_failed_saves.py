@@ -1,4 +1,5 @@
-"""The whole loop of one rank on a storage that takes no checkpoint: paused where the spec asks for it, and resumed later."""
+"""The whole loop of one rank on a storage that takes no checkpoint: paused where the spec asks for
+it, and resumed later."""
 
 from __future__ import annotations
 
@@ -23,8 +24,17 @@ pytestmark = pytest.mark.own_process
 
 SPEC = {
     "name": "paused",
-    "task": {"name": "image_classification", "model": {"name": "mini_resnet", "args": {"width": 4}}, "data": {"name": "digits"}},
-    "train": {"max_steps": 160, "global_batch_size": 8, "micro_batch_size": 8, "eval_every_epochs": 100},
+    "task": {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet", "args": {"width": 4}},
+        "data": {"name": "digits"},
+    },
+    "train": {
+        "max_steps": 160,
+        "global_batch_size": 8,
+        "micro_batch_size": 8,
+        "eval_every_epochs": 100,
+    },
     "checkpoint": {"every_steps": 2, "max_failed_saves": 2, "on_failed_saves": "pause"},
 }
 
@@ -32,7 +42,11 @@ SPEC = {
 def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
     reported: list[str] = []
     ctx = dataclasses.replace(
-        one_rank(RunSpec.model_validate(SPEC), open_storage(str(place)).run_dir("run_paused"), attempt=number),
+        one_rank(
+            RunSpec.model_validate(SPEC),
+            open_storage(str(place)).run_dir("run_paused"),
+            attempt=number,
+        ),
         report_checkpoint=lambda name, metrics: reported.append(name),
     )
     return ctx, reported
@@ -58,7 +72,9 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     journal = journal_of(ctx)
     assert 2 < journal.points[-1]["step"] < 160, "it did not wait for the end"
     assert len(journal.of_kind(EventKind.CHECKPOINT_FAILED)) >= 2
-    assert reported in ([], ["step-000000002.s001.a001"]), "a checkpoint that was not committed is not reported"
+    assert reported in ([], ["step-000000002.s001.a001"]), (
+        "a checkpoint that was not committed is not reported"
+    )
 
     if not node_is_there:
         snapshot_store(ctx).remove_all()

@@ -1,4 +1,5 @@
-"""A storage that is full, fails, stalls or dies: training goes on, the run says so, and saving is tried until it succeeds."""
+"""A storage that is full, fails, stalls or dies: training goes on, the run says so, and saving is
+tried until it succeeds."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from storage.files import object_store as object_files
 from storage.files.local import LocalFiles
 from tests.support.one_rank import journal_of
 from tests.support.small_disk import mounted_small_disk
-from tests.unit.train_fn.checkpoints.test_saver import CountedCopies, SlowStorage, make_context, make_state, train_step, weight_in
+from tests.unit.train_fn.checkpoints.test_saver import (
+    CountedCopies,
+    SlowStorage,
+    make_context,
+    make_state,
+    train_step,
+    weight_in,
+)
 from train_fn.checkpoints import save_failures
 from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.saver import Saver
@@ -67,15 +75,25 @@ def train_until(saver: Saver, state: TrainState, reached: Callable[[], bool]) ->
         time.sleep(0.001)
 
 
-def test_training_goes_on_and_every_failure_is_told_until_a_save_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx, state, storage = make_context(tmp_path, max_failed_saves=3), make_state(), FailingStorage(monkeypatch)
+def test_training_goes_on_and_every_failure_is_told_until_a_save_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, state, storage = (
+        make_context(tmp_path, max_failed_saves=3),
+        make_state(),
+        FailingStorage(monkeypatch),
+    )
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     train_until(saver, state, lambda: len(told(ctx)) >= 4)
     failed = told(ctx)
     assert [data["failed_in_a_row"] for data in failed[:4]] == [1, 2, 3, 4]
     assert failed[0]["step"] == 10 and failed[0]["error"] == "StorageFull: no space left; free some"
-    assert failed[0]["max_failed_saves"] == 3 and failed[0]["retry_s"] == 0.01 and failed[1]["retry_s"] == 0.02
+    assert (
+        failed[0]["max_failed_saves"] == 3
+        and failed[0]["retry_s"] == 0.01
+        and failed[1]["retry_s"] == 0.02
+    )
     assert failed[1]["step"] > failed[0]["step"], "what is tried again is the newest state"
     assert saver.stop is None, "the spec does not ask for a pause"
     storage.error = None
@@ -101,8 +119,14 @@ def test_a_run_that_asks_for_it_is_paused(tmp_path: Path, monkeypatch: pytest.Mo
     saver.close()
 
 
-def test_the_best_state_is_tried_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx, state, storage = make_context(tmp_path, every_steps=None), make_state(), FailingStorage(monkeypatch)
+def test_the_best_state_is_tried_again_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, state, storage = (
+        make_context(tmp_path, every_steps=None),
+        make_state(),
+        FailingStorage(monkeypatch),
+    )
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_step(saver, state, 7, is_best=True)
     train_until(saver, state, lambda: len(told(ctx)) >= 2)
@@ -112,10 +136,15 @@ def test_the_best_state_is_tried_again_as_it_was(tmp_path: Path, monkeypatch: py
     saver.close()
 
 
-def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state, storage = make_context(tmp_path), make_state(), FailingStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
-    with pytest.raises(CheckpointFailed, match=r"step 0 could not be committed, with 0.4 s of patience: no space left"):
+    with pytest.raises(
+        CheckpointFailed,
+        match=r"step 0 could not be committed, with 0.4 s of patience: no space left",
+    ):
         saver.save_now(patience_s=0.4)
     assert len(told(ctx)) >= 2
     storage.error = None
@@ -124,9 +153,15 @@ def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(tmp_path: Pa
     saver.close()
 
 
-def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver_module, "STALLED_S", 0.05)
-    ctx, state, slow = make_context(tmp_path, every_steps=1, max_failed_saves=3), make_state(), SlowStorage(monkeypatch)
+    ctx, state, slow = (
+        make_context(tmp_path, every_steps=1, max_failed_saves=3),
+        make_state(),
+        SlowStorage(monkeypatch),
+    )
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     train_until(saver, state, lambda: len(told(ctx)) >= 3)
@@ -142,7 +177,9 @@ def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(tmp_p
         saver.save_now(patience_s=0.1)
     slow.go.release(99)
     train_until(saver, state, lambda: saver.newest_committed(0) > 1)
-    assert weight_in(ctx, "step-000000001.s001.a001") == 1, "what it takes late is still the state of its step"
+    assert weight_in(ctx, "step-000000001.s001.a001") == 1, (
+        "what it takes late is still the state of its step"
+    )
     saver.close()
 
 
@@ -160,13 +197,24 @@ def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
     ctx = make_context(small_disk, keep_latest=1)
     model = nn.Linear(256, 512)  # 0.5 MiB: three fit, but not beside what fills the disk below
     optimizer = torch.optim.SGD(model.parameters())
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=9, fingerprint="data")
+    state = TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=False),
+        None,
+        steps_per_epoch=9,
+        fingerprint="data",
+    )
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_until(saver, state, lambda: saver.newest_committed(0) == 10)
     with (small_disk / "filler").open("wb") as filler:
-        filler.write(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - (300 << 10)))
+        filler.write(
+            bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - (300 << 10))
+        )
     train_until(saver, state, lambda: len(told(ctx)) >= 2)
-    assert told(ctx)[0]["error"].startswith("StorageFull: cannot write"), "the disk's own words, not those of torch.save"
+    assert told(ctx)[0]["error"].startswith("StorageFull: cannot write"), (
+        "the disk's own words, not those of torch.save"
+    )
     store = ctx.run_dir.checkpoints
     newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 10 and rejected == []
@@ -186,7 +234,10 @@ def test_a_disk_that_becomes_read_only_costs_no_step(small_disk: Path) -> None:
     train_until(saver, state, lambda: saver.newest_committed(0) == 10)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     train_until(saver, state, lambda: len(told(ctx)) >= 2)
-    assert told(ctx)[0]["error"].startswith("StorageDenied: cannot") and "Read-only file system" in told(ctx)[0]["error"]
+    assert (
+        told(ctx)[0]["error"].startswith("StorageDenied: cannot")
+        and "Read-only file system" in told(ctx)[0]["error"]
+    )
     newest, rejected = ctx.run_dir.checkpoints.newest_valid()
     assert newest is not None and newest.step == 10 and rejected == []
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
@@ -236,20 +287,28 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FlakyServer, str]]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"127.0.0.1:{server.server_port}"
-    fs.S3FileSystem(endpoint_override=address, scheme="http", region="us-east-1", allow_bucket_creation=True).create_dir("flaky")
+    fs.S3FileSystem(
+        endpoint_override=address, scheme="http", region="us-east-1", allow_bucket_creation=True
+    ).create_dir("flaky")
     # Every server of this process has the same objects: a prefix for each test.
-    yield app, f"s3://flaky/{server.server_port}?endpoint_override={address}&scheme=http&region=us-east-1"
+    yield (
+        app,
+        f"s3://flaky/{server.server_port}?endpoint_override={address}&scheme=http&region=us-east-1",
+    )
     app.every = None
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(2, marks=pytest.mark.chaos), pytest.param(1, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "every", [7, pytest.param(2, marks=pytest.mark.chaos), pytest.param(1, marks=pytest.mark.chaos)]
+)
 def test_a_server_that_fails_every_nth_request(
     every: int, flaky: tuple[FlakyServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it refuses, what is committed verifies, and once it is well again the next save succeeds."""
+    """Whatever it refuses, what is committed verifies, and once it is well again the next save
+    succeeds."""
     server, uri = flaky
     ctx, state = make_context(tmp_path, uri=uri, every_steps=1, keep_latest=2), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
@@ -269,7 +328,9 @@ def test_a_server_that_fails_every_nth_request(
 
 
 @pytest.mark.chaos
-def test_a_server_that_never_answers_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_stops_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes connections and is silent: a request's time runs out, and that is a failed save."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -277,7 +338,11 @@ def test_a_server_that_never_answers_stops_no_step(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(object_files, "_REQUEST_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        ctx = make_context(tmp_path, uri=f"s3://bucket/p?endpoint_override={address}&scheme=http&region=us-east-1", every_steps=1)
+        ctx = make_context(
+            tmp_path,
+            uri=f"s3://bucket/p?endpoint_override={address}&scheme=http&region=us-east-1",
+            every_steps=1,
+        )
         state = make_state()
         saver = Saver(ctx, state, BoundaryCopies(state))
         train_until(saver, state, lambda: len(told(ctx)) >= 1)
@@ -285,7 +350,9 @@ def test_a_server_that_never_answers_stops_no_step(tmp_path: Path, monkeypatch: 
     saver.close()
 
 
-def test_a_commit_whose_answer_is_lost_is_found_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_whose_answer_is_lost_is_found_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest landed, and the storage said that it did not."""
     ctx, state = make_context(tmp_path), make_state()
     promote, answers = LocalFiles.promote, iter([StorageUnavailable("no answer")])

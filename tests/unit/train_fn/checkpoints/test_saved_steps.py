@@ -1,4 +1,5 @@
-"""The whole loop, saving as fast as it can: every checkpoint is the state after its step, and a resume goes on from it."""
+"""The whole loop, saving as fast as it can: every checkpoint is the state after its step, and a
+resume goes on from it."""
 
 from __future__ import annotations
 
@@ -33,10 +34,17 @@ SETTLED_EVERY_STEPS = 5
 
 
 class Normalised(Regression):
-    """With buffers that every forward pass changes, and moments, averages and a held-out set beside them."""
+    """With buffers that every forward pass changes, and moments, averages and a held-out set beside
+    them."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Dropout(0.1), nn.Linear(300, 300), nn.Linear(300, 1))
+        return nn.Sequential(
+            nn.Linear(4, 300),
+            nn.BatchNorm1d(300),
+            nn.Dropout(0.1),
+            nn.Linear(300, 300),
+            nn.Linear(300, 1),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +56,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def digest_of(state: dict[str, Any]) -> str:
-    """Of averages those of weights alone: their file also holds the model's buffers, so that a model can load it as it is."""
+    """Of averages those of weights alone: their file also holds the model's buffers, so that a
+    model can load it as it is."""
     buffers = {name for name in state["model"] if "running" in name or "tracked" in name}
-    return digest({**state, "ema": {name: value for name, value in state["ema"].items() if name not in buffers}})
+    return digest(
+        {
+            **state,
+            "ema": {name: value for name, value in state["ema"].items() if name not in buffers},
+        }
+    )
 
 
 @pytest.fixture
@@ -61,7 +75,9 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 
     def note_and_offer(self: Saver, *, due: bool, is_best: bool) -> None:
         now = digest_of(self._state.state_dict())
-        assert found.setdefault(self._state.step, now) == now, f"step {self._state.step} is another one than it was before"
+        assert found.setdefault(self._state.step, now) == now, (
+            f"step {self._state.step} is another one than it was before"
+        )
         offer(self, due=due, is_best=is_best)
         if self._state.step % SETTLED_EVERY_STEPS == 0:
             assert self.wait_idle(time.monotonic() + 60)
@@ -81,14 +97,29 @@ def run(run_dir: RunDir, submission: int) -> dict[str, object]:
     wanted = RunSpec.model_validate(
         {
             "name": "saved",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "optimizer": {"name": "adamw", "lr": 0.01},
             "schedule": {"name": "cosine", "warmup_steps": 5},
             "train": {
-                **{"epochs": 5, "global_batch_size": 10, "micro_batch_size": 4, "ema_decay": 0.9, "loader": {"num_workers": 0}},
+                **{
+                    "epochs": 5,
+                    "global_batch_size": 10,
+                    "micro_batch_size": 4,
+                    "ema_decay": 0.9,
+                    "loader": {"num_workers": 0},
+                },
                 "grad_clip_norm": 1.0,
             },
-            "checkpoint": {"every_steps": 1, "keep_latest": 1000, "best_metric": "val_loss", "best_mode": "min"},
+            "checkpoint": {
+                "every_steps": 1,
+                "keep_latest": 1000,
+                "best_metric": "val_loss",
+                "best_mode": "min",
+            },
         }
     )
     ctx = one_rank(wanted, run_dir, submission=submission, attempt=submission)
@@ -103,9 +134,13 @@ def test_every_checkpoint_is_the_state_after_its_step_and_a_resume_repeats_no_ot
     run(run_dir, 1)
     store = run_dir.checkpoints
     written = store.list()
-    assert written[-1].step == STEPS == max(digests) and len(written) >= STEPS // SETTLED_EVERY_STEPS
+    assert (
+        written[-1].step == STEPS == max(digests) and len(written) >= STEPS // SETTLED_EVERY_STEPS
+    )
     for manifest in written:
-        assert digest_of(load_checkpoint(run_dir, manifest)) == digests[manifest.step], manifest.name
+        assert digest_of(load_checkpoint(run_dir, manifest)) == digests[manifest.step], (
+            manifest.name
+        )
 
     middle = next(manifest for manifest in written if manifest.step >= STEPS // 2)
     for manifest in written[written.index(middle) + 1 :]:
@@ -113,4 +148,6 @@ def test_every_checkpoint_is_the_state_after_its_step_and_a_resume_repeats_no_ot
     restored = run(run_dir, 2)  # the digests say that it takes the same steps once more
     assert (restored["source"], restored["step"]) == ("checkpoint", middle.step)
     for manifest in store.list():
-        assert digest_of(load_checkpoint(run_dir, manifest)) == digests[manifest.step], manifest.name
+        assert digest_of(load_checkpoint(run_dir, manifest)) == digests[manifest.step], (
+            manifest.name
+        )

@@ -1,4 +1,5 @@
-"""The saver: commits while training goes on, merges what comes too fast, and survives a storage that fails."""
+"""The saver: commits while training goes on, merges what comes too fast, and survives a storage
+that fails."""
 
 from __future__ import annotations
 
@@ -46,11 +47,17 @@ from train_fn.state.train_state import Best, TrainState
 pytestmark = pytest.mark.own_process
 
 
-def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any) -> WorkerContext:
+def make_context(
+    tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any
+) -> WorkerContext:
     spec = RunSpec.model_validate(
         {
             "name": "saver",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
         }
     )
@@ -60,7 +67,14 @@ def make_context(tmp_path: Path, rank: int = 0, uri: str | None = None, **checkp
 def make_state() -> TrainState:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=100, fingerprint="data")
+    return TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=False),
+        None,
+        steps_per_epoch=100,
+        fingerprint="data",
+    )
 
 
 def advance(state: TrainState, step: int) -> None:
@@ -70,7 +84,9 @@ def advance(state: TrainState, step: int) -> None:
 
 
 def weight_in(ctx: WorkerContext, name: str) -> float:
-    model = torch.load(io.BytesIO(ctx.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True)
+    model = torch.load(
+        io.BytesIO(ctx.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True
+    )
     return float(model["weight"][0, 0])
 
 
@@ -96,7 +112,9 @@ class SlowStorage:
         monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
 
 
-def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state, slow = make_context(tmp_path), make_state(), SlowStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
     advance(state, 10)
@@ -119,12 +137,16 @@ def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False
     return due
 
 
-def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state, slow = make_context(tmp_path, keep_latest=9), make_state(), SlowStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
     assert train_step(saver, state, 10)
     assert slow.begun.acquire(timeout=60)  # under way
-    assert not any(train_step(saver, state, step) for step in range(11, 35)), "20 and 30 wait until 10 is written"
+    assert not any(train_step(saver, state, step) for step in range(11, 35)), (
+        "20 and 30 wait until 10 is written"
+    )
     train_step(saver, state, 35, is_best=True)
     assert not train_step(saver, state, 40)
     slow.go.release(9)
@@ -135,7 +157,12 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(tmp_path: Path,
     assert train_step(saver, state, 50)
     saver.save_now()
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]
-    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [10, 35, 43, 50]
+    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [
+        10,
+        35,
+        43,
+        50,
+    ]
     saver.close()
 
 
@@ -152,7 +179,9 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
         newest = saver.newest_to_tell(told)
         assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
         told = newest or told
-    assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), "what was told is no news"
+    assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), (
+        "what was told is no news"
+    )
     names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]
     assert [manifest.parent for manifest in ctx.run_dir.checkpoints.list()] == [None, *names[:-1]]
     saver.close()
@@ -179,14 +208,25 @@ class CountedCopies(BoundaryCopies):
 
 
 def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
-    """Training overwrites its tensors in place as fast as it can while saves are written, each of them over many steps."""
+    """Training overwrites its tensors in place as fast as it can while saves are written, each of
+    them over many steps."""
     ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
     model = nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=9, fingerprint="data")
+    state = TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=False),
+        None,
+        steps_per_epoch=9,
+        fingerprint="data",
+    )
     model(torch.ones(1, 200)).sum().backward()
     optimizer.step()
-    live = [*model.parameters(), *(moment for moments in optimizer.state.values() for moment in moments.values())]
+    live = [
+        *model.parameters(),
+        *(moment for moments in optimizer.state.values() for moment in moments.values()),
+    ]
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     step = num_saved = 0
@@ -205,17 +245,28 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     saver.save_now()
     saver.close()
     committed = ctx.run_dir.checkpoints.list()
-    assert 15 <= len(committed) <= num_saved + 1 < step, "saves overlapped with steps, and were merged"
-    assert copies.most_held == 1 and len(copies.places) == 1, "one copy of the state, in memory that is used again"
+    assert 15 <= len(committed) <= num_saved + 1 < step, (
+        "saves overlapped with steps, and were merged"
+    )
+    assert copies.most_held == 1 and len(copies.places) == 1, (
+        "one copy of the state, in memory that is used again"
+    )
     for manifest in committed:
         read = functools.partial(ctx.run_dir.checkpoints.read_file, manifest.name)
-        saved = {**torch.load(io.BytesIO(read("train_state.pt"))), "model": torch.load(io.BytesIO(read("model.pt")))}
+        saved = {
+            **torch.load(io.BytesIO(read("train_state.pt"))),
+            "model": torch.load(io.BytesIO(read("model.pt"))),
+        }
         saved["optimizer"] = unpacked(saved["optimizer"])
         tensors: list[torch.Tensor] = []
         take_apart(saved, tensors)
         assert len(tensors) == len(live)
         assert all(bool((tensor == manifest.step).all()) for tensor in tensors), manifest.name
-        assert (saved["step"], saved["epoch"], manifest.epoch) == (manifest.step, manifest.step // 9, manifest.step // 9)
+        assert (saved["step"], saved["epoch"], manifest.epoch) == (
+            manifest.step,
+            manifest.step // 9,
+            manifest.step // 9,
+        )
 
 
 MOST = 128
@@ -236,7 +287,8 @@ class Rebinding(torch.optim.SGD):
 
 
 def awkward_model() -> nn.Module:
-    """Tied weights, weights that are not contiguous, views of one storage, buffers of other dtypes and of no size."""
+    """Tied weights, weights that are not contiguous, views of one storage, buffers of other dtypes
+    and of no size."""
     model = nn.Module()
     model.conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.embedding, model.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
@@ -252,11 +304,19 @@ def awkward_model() -> nn.Module:
 
 
 def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
-    """Weights, buffers, moments, rates, counters, metrics and ledger are of one moment, however torch and its users keep them."""
+    """Weights, buffers, moments, rates, counters, metrics and ledger are of one moment, however
+    torch and its users keep them."""
     ctx = make_context(place, every_steps=1, keep_latest=10_000)
     model = awkward_model()
     optimizer = Rebinding(model.parameters(), lr=0.1)
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=7, fingerprint="data")
+    state = TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=False),
+        None,
+        steps_per_epoch=7,
+        fingerprint="data",
+    )
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
     step = 0
@@ -275,27 +335,41 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         saver.offer(due=due or step == 1, is_best=False)
     saver.close()
     committed = ctx.run_dir.checkpoints.list()
-    assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, "saves overlapped with steps"
+    assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, (
+        "saves overlapped with steps"
+    )
     for manifest in committed:
         saved = load_checkpoint(ctx.run_dir, manifest)
         number = (manifest.step - 1) % MOST + 1
         tensors: list[torch.Tensor] = []
         take_apart(saved, tensors)
-        assert len(tensors) == len(model.state_dict()) + (len(list(model.parameters())) if manifest.step > 3 else 0)
+        assert len(tensors) == len(model.state_dict()) + (
+            len(list(model.parameters())) if manifest.step > 3 else 0
+        )
         assert all(bool((tensor == number).all()) for tensor in tensors), manifest.name
         assert saved["optimizer"]["param_groups"][0]["lr"] == number
-        assert all(entry["history"] == [number] * 5 for entry in unpacked(saved["optimizer"])["state"].values())
+        assert all(
+            entry["history"] == [number] * 5
+            for entry in unpacked(saved["optimizer"])["state"].values()
+        )
         assert (saved["step"], saved["ledger"]["samples"], saved["evaluated_step"]) == (
             manifest.step,
             5 * manifest.step,
             manifest.step,
         )
-        assert saved["metrics"] == manifest.metrics == {"accuracy": manifest.step} and saved["best"]["step"] == manifest.step
+        assert (
+            saved["metrics"] == manifest.metrics == {"accuracy": manifest.step}
+            and saved["best"]["step"] == manifest.step
+        )
         assert manifest.sample_digest == saved["ledger"]["chain"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
-def test_the_thread_that_writes_stands_back_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="threads have no priority of their own elsewhere"
+)
+def test_the_thread_that_writes_stands_back_behind_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[tuple[str, int]] = []
     write = CheckpointFile.write
 
@@ -347,7 +421,8 @@ def make_durable(ctx: WorkerContext, committed: list[dict[str, Any]]) -> None:
 
 
 def test_what_an_attempt_did_before_it_died_is_told_by_the_next(tmp_path: Path) -> None:
-    """Of its four checkpoints two were deleted; neither that nor the third one's commit has become durable."""
+    """Of its four checkpoints two were deleted; neither that nor the third one's commit has become
+    durable."""
     ctx, state = make_context(tmp_path), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
     for step in (10, 20, 30, 40):
@@ -375,7 +450,9 @@ def test_what_an_attempt_did_before_it_died_is_told_by_the_next(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(tmp_path: Path, is_told: bool) -> None:
+def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(
+    tmp_path: Path, is_told: bool
+) -> None:
     """The state of the run's last checkpoint: there is no later one to tell of it with."""
     ctx, state = make_context(tmp_path), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
@@ -390,7 +467,9 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     again.close()
     assert ctx.run_dir.checkpoints.list() == [manifest]
     told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    assert [(data["name"], data["digest"]) for data in told] == ([] if is_told else [(manifest.name, manifest.digest)])
+    assert [(data["name"], data["digest"]) for data in told] == (
+        [] if is_told else [(manifest.name, manifest.digest)]
+    )
 
 
 def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -> None:
@@ -404,18 +483,24 @@ def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -
     state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
     again.save_now()
     again.close()
-    assert [(found.attempt, found.metrics) for found in ctx.run_dir.checkpoints.list()] == [(1, {}), (2, {"val_accuracy": 0.5})]
+    assert [(found.attempt, found.metrics) for found in ctx.run_dir.checkpoints.list()] == [
+        (1, {}),
+        (2, {"val_accuracy": 0.5}),
+    ]
 
 
 def as_attempts(ctx: WorkerContext, weights: tuple[float, float]) -> list[Saver]:
-    """Ranks zero of attempts 1 and 2 of one submission, both alive, of which the second one's losses differed a little."""
+    """Ranks zero of attempts 1 and 2 of one submission, both alive, of which the second one's
+    losses differed a little."""
     savers = []
     for attempt, weight in zip((1, 2), weights, strict=True):
         state = make_state()
         advance(state, 60)
         with torch.no_grad():
             state.model.weight.fill_(weight)  # type: ignore[union-attr]
-        savers.append(Saver(one_rank(ctx.spec, ctx.run_dir, attempt=attempt), state, BoundaryCopies(state)))
+        savers.append(
+            Saver(one_rank(ctx.spec, ctx.run_dir, attempt=attempt), state, BoundaryCopies(state))
+        )
     return savers
 
 
@@ -434,11 +519,16 @@ def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -
     assert weight_in(ctx, newest.name) == pytest.approx(1.001)
 
 
-def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and_deletes_nothing(tmp_path: Path) -> None:
-    """Cut off from the head alone. While nobody has taken over checkpoints go on; once somebody has, none does."""
+def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and_deletes_nothing(
+    tmp_path: Path,
+) -> None:
+    """Cut off from the head alone. While nobody has taken over checkpoints go on; once somebody
+    has, none does."""
     ctx = make_context(tmp_path, keep_latest=1)
     replaced: list[str] = []
-    ctx = dataclasses.replace(ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append)
+    ctx = dataclasses.replace(
+        ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append
+    )
     record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
     claim_attempt(ctx.run_dir, (1, 1))
     state = make_state()
@@ -446,17 +536,25 @@ def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and
     for step in (10, 20):
         advance(state, step)
         saver.save_now()
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20], "which of them is needed is not known"
+    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20], (
+        "which of them is needed is not known"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "process_nonce", lambda: "the second attempt's")
         claim_attempt(ctx.run_dir, (1, 2))
     advance(state, 30)
-    with pytest.raises(CheckpointFailed, match="attempt 2 of run run_saver has taken over from attempt 1"):
+    with pytest.raises(
+        CheckpointFailed, match="attempt 2 of run run_saver has taken over from attempt 1"
+    ):
         saver.save_now(patience_s=0.1)
     saver.close()
     assert set(replaced) == {"attempt 2 of run run_saver has taken over from attempt 1"}
     assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20]
-    assert not [entry for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path()) if entry.name.startswith(".")]
+    assert not [
+        entry
+        for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path())
+        if entry.name.startswith(".")
+    ]
 
 
 def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_own(
@@ -486,12 +584,20 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])
 def test_saves_leave_nothing_behind_in_memory(num_saves: int, place: Path) -> None:
-    """Memory does not grow, Python's objects do not grow in number, and no thread or open file is left of a save."""
+    """Memory does not grow, Python's objects do not grow in number, and no thread or open file is
+    left of a save."""
     ctx = make_context(place, every_steps=1, keep_latest=1)
     ctx.journal.emit = lambda kind, data: None  # type: ignore[method-assign]
     model = nn.Linear(512, 256)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, steps_per_epoch=100, fingerprint="data")
+    state = TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=False),
+        None,
+        steps_per_epoch=100,
+        fingerprint="data",
+    )
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
     saver = Saver(ctx, state, BoundaryCopies(state))
@@ -502,12 +608,19 @@ def test_saves_leave_nothing_behind_in_memory(num_saves: int, place: Path) -> No
             advance(state, step)
             saver.save_now()
         gc.collect()
-        return process.memory_info().rss, len(gc.get_objects()), threading.active_count(), process.num_fds()
+        return (
+            process.memory_info().rss,
+            len(gc.get_objects()),
+            threading.active_count(),
+            process.num_fds(),
+        )
 
     warm = save_all(1, 20)
     resident, objects, threads, files = save_all(20, 20 + num_saves)
     copy_bytes = size_bytes(state.state_dict())
-    assert resident - warm[0] < min(num_saves * copy_bytes / 4, 32e6), "less than a quarter of the state for each save"
+    assert resident - warm[0] < min(num_saves * copy_bytes / 4, 32e6), (
+        "less than a quarter of the state for each save"
+    )
     assert objects - warm[1] < num_saves, "less than one object for each save"
     assert (threads, files) == warm[2:]
     saver.close()

@@ -1,4 +1,5 @@
-"""A storage that really stops: a filesystem that is frozen under the saver, a server that is killed while it saves."""
+"""A storage that really stops: a filesystem that is frozen under the saver, a server that is killed
+while it saves."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Disk:
-    """An ext4 filesystem in a file, which can be frozen: whoever writes then waits in the kernel."""
+    """An ext4 filesystem in a file, which can be frozen: whoever writes then waits in the
+    kernel."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +73,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def test_a_frozen_filesystem_stops_no_step(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_filesystem_stops_no_step(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver_module, "STALLED_S", 0.2)
     ctx, state = make_context(disk.path, every_steps=1), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
@@ -101,14 +105,27 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", self.address.rpartition(":")[2]]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "moto.server",
+            "-H",
+            "127.0.0.1",
+            "-p",
+            self.address.rpartition(":")[2],
+        ]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wait_for(self._answers, 60, "the server's first answer")
         from pyarrow import fs
 
-        fs.S3FileSystem(endpoint_override=self.address, scheme="http", region="us-east-1", allow_bucket_creation=True).create_dir(
-            "outage"
-        )
+        fs.S3FileSystem(
+            endpoint_override=self.address,
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
+        ).create_dir("outage")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -136,9 +153,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         server.kill()
 
 
-def test_a_server_that_dies_in_the_middle_of_saves_and_comes_back(server: S3Server, tmp_path: Path) -> None:
+def test_a_server_that_dies_in_the_middle_of_saves_and_comes_back(
+    server: S3Server, tmp_path: Path
+) -> None:
     uri = f"s3://outage/prefix?endpoint_override={server.address}&scheme=http&region=us-east-1"
-    ctx, state = make_context(tmp_path, uri=uri, every_steps=1, keep_latest=2, max_failed_saves=2), make_state()
+    ctx, state = (
+        make_context(tmp_path, uri=uri, every_steps=1, keep_latest=2, max_failed_saves=2),
+        make_state(),
+    )
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_until(saver, state, lambda: saver.newest_committed(0) > 3)
     server.kill()  # a save of each step is always under way

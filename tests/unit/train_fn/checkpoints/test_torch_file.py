@@ -1,4 +1,5 @@
-"""Files of torch with checksums of our own: the bytes that torch itself would write, in order for everybody who opens them."""
+"""Files of torch with checksums of our own: the bytes that torch itself would write, in order for
+everybody who opens them."""
 
 from __future__ import annotations
 
@@ -22,10 +23,21 @@ HEADER_LIKE = torch.tensor([*b"PK\x03\x04", *range(26)], dtype=torch.uint8)
 """Thirty bytes that look like the header of a record."""
 
 CONTENTS = {
-    "state": {"weight": torch.randn(300, 70), "moments": [torch.randn(5), torch.ones(2, 2)], "step": 7, "name": "x" * 1000},
-    "sizes": {str(size): torch.ones(size, dtype=torch.uint8) for size in (0, 1, 15, 16, 17, 24, 30, 63, 64, 65)},
+    "state": {
+        "weight": torch.randn(300, 70),
+        "moments": [torch.randn(5), torch.ones(2, 2)],
+        "step": 7,
+        "name": "x" * 1000,
+    },
+    "sizes": {
+        str(size): torch.ones(size, dtype=torch.uint8)
+        for size in (0, 1, 15, 16, 17, 24, 30, 63, 64, 65)
+    },
     "shared": (lambda base: {"first": base[:50], "second": base[50:]})(torch.arange(100)),
-    "dtypes": {str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int64)},
+    "dtypes": {
+        str(dtype): torch.ones(3, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int64)
+    },
     "nothing": {},
 }
 
@@ -38,7 +50,8 @@ def saved_by(write: Any, content: Any) -> bytes:
 
 def records(data: bytes) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}  # read() compares checksums
+        # read() compares checksums
+        return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
 
 
 @pytest.mark.parametrize("name", CONTENTS)
@@ -62,7 +75,9 @@ def test_bytes_that_look_like_a_record_s_end_still_load() -> None:
     )
 
 
-def test_a_torch_that_writes_otherwise_takes_its_own_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_writes_otherwise_takes_its_own_checksums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch_file._layout_is_known.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch_file, "_DESCRIPTOR", b"PK\x07\x09")
@@ -75,7 +90,9 @@ def test_other_threads_keep_their_checksums() -> None:
     """A user's own torch.save beside ours is what it always was."""
     found: list[bytes] = []
     with without_checksums():
-        other = threading.Thread(target=lambda: found.append(saved_by(torch.save, CONTENTS["sizes"])))
+        other = threading.Thread(
+            target=lambda: found.append(saved_by(torch.save, CONTENTS["sizes"]))
+        )
         other.start()
         other.join()
     assert found == [saved_by(torch.save, CONTENTS["sizes"])]

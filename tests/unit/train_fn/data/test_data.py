@@ -1,4 +1,5 @@
-"""Data sets and loaders: the same pixels for the same key, decoded once a node, and a clear word where data is missing."""
+"""Data sets and loaders: the same pixels for the same key, decoded once a node, and a clear word
+where data is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def make_spec(num_workers: int | str = "auto", cpus: float = 1) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "data",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "train": {"loader": {"num_workers": num_workers}},
             "scaling": {"resources_per_worker": {"CPU": cpus}},
         }
@@ -83,8 +88,14 @@ def test_without_validation_all_digits_train() -> None:
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(gzip.compress(header + array.tobytes()) if path.suffix == ".gz" else header + array.tobytes())
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(
+        size.to_bytes(4, "big") for size in array.shape
+    )
+    path.write_bytes(
+        gzip.compress(header + array.tobytes())
+        if path.suffix == ".gz"
+        else header + array.tobytes()
+    )
 
 
 def write_fashion(root: Path) -> dict[str, np.ndarray]:
@@ -143,8 +154,12 @@ def test_decoding_happens_once_a_node(tmp_path: Path) -> None:
     for _ in range(3):
         assert decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4]
     assert len(calls) == 1
-    next((node_dir.cache_root() / "data").glob("test-*/images.npy")).unlink()  # as what sweeps temporary files does
-    assert decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4] and len(calls) == 2
+    # as what sweeps temporary files does
+    next((node_dir.cache_root() / "data").glob("test-*/images.npy")).unlink()
+    assert (
+        decoded_once("test", [source], decode)["images"].tolist() == [0, 1, 2, 3, 4]
+        and len(calls) == 2
+    )
 
 
 def test_cifar10_reads_its_authors_batches(tmp_path: Path) -> None:
@@ -152,7 +167,10 @@ def test_cifar10_reads_its_authors_batches(tmp_path: Path) -> None:
     directory.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        batch = {b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8), b"labels": [number] * 4}
+        batch = {
+            b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8),
+            b"labels": [number] * 4,
+        }
         (directory / name).write_bytes(pickle.dumps(batch))
     data = load_cifar10(Cifar10Args(root=str(tmp_path / "cifar")))
     images, labels = data.train.fetch(0, 0, np.array([0, 19]))  # type: ignore[attr-defined]
@@ -161,7 +179,9 @@ def test_cifar10_reads_its_authors_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", ["image_folder", "fashion_mnist", "cifar10"])
-def test_data_that_is_not_there_says_what_to_do(load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_not_there_says_what_to_do(
+    load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_network(*_: Any, **__: Any) -> None:
         raise OSError("no network")
 
@@ -209,7 +229,11 @@ def test_image_folder_gives_the_same_crop_for_the_same_key_in_any_process(tmp_pa
         assert torch.equal(one.batch[0], other.batch[0])
 
     def images(batches: list[Any]) -> dict[int, torch.Tensor]:
-        return {int(index): image for batch in batches for index, image in zip(batch.indices, batch.batch[0], strict=True)}
+        return {
+            int(index): image
+            for batch in batches
+            for index, image in zip(batch.indices, batch.batch[0], strict=True)
+        }
 
     before, after = images(here), images(later)
     assert not any(torch.equal(before[index], after[index]) for index in range(8))
@@ -255,4 +279,6 @@ def test_loader_processes_follow_the_spec_and_the_cores() -> None:
     assert num_loader_workers(make_spec(), in_memory, 1) == 0
     assert num_loader_workers(make_spec(3), in_memory, 1) == 3
     assert num_loader_workers(make_spec(cpus=1), Noisy(), 1) == 1
-    assert num_loader_workers(make_spec(cpus=64), Noisy(), 1) == min(64, len(os.sched_getaffinity(0)), 16)
+    assert num_loader_workers(make_spec(cpus=64), Noisy(), 1) == min(
+        64, len(os.sched_getaffinity(0)), 16
+    )

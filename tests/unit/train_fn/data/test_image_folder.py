@@ -1,4 +1,5 @@
-"""One directory a class: found once a node, decoded into bytes, cropped by the sample's own key, normalised on the device."""
+"""One directory a class: found once a node, decoded into bytes, cropped by the sample's own key,
+normalised on the device."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def root(tmp_path: Path) -> Path:
             for number in range(count):
                 pixels = generator.integers(0, 40, (60, 80, 3), dtype=np.uint8)
                 pixels[..., label] += 200
-                Image.fromarray(pixels).save(directory / f"{number}.{'png' if number % 2 else 'jpg'}")
+                Image.fromarray(pixels).save(
+                    directory / f"{number}.{'png' if number % 2 else 'jpg'}"
+                )
     return tmp_path / "images"
 
 
@@ -75,11 +78,17 @@ def test_crops_depend_on_seed_epoch_and_sample_alone(root: Path) -> None:
 
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path: Path) -> None:
     gradient = np.linspace(0, 255, 640 * 480).reshape(480, 640)
-    image = Image.fromarray(np.stack([gradient, gradient.T.reshape(480, 640), gradient[::-1]], -1).astype(np.uint8))
+    image = Image.fromarray(
+        np.stack([gradient, gradient.T.reshape(480, 640), gradient[::-1]], -1).astype(np.uint8)
+    )
     for name in ("train", "val"):
         (tmp_path / "big" / name / "one").mkdir(parents=True)
-        image.save(tmp_path / "big" / name / "one" / f"a.{'jpg' if name == 'train' else 'png'}", quality=95)
-    data = load_image_folder(ImageFolderArgs(root=str(tmp_path / "big"), image_size=32, augment=False))
+        image.save(
+            tmp_path / "big" / name / "one" / f"a.{'jpg' if name == 'train' else 'png'}", quality=95
+        )
+    data = load_image_folder(
+        ImageFolderArgs(root=str(tmp_path / "big"), image_size=32, augment=False)
+    )
     assert data.val is not None
     jpeg, png = (part.fetch(0, None, np.array([0]))[0].float() for part in (data.train, data.val))  # type: ignore[attr-defined]
     assert (jpeg - png)[:, (0, 2)].abs().mean() < 6
@@ -92,7 +101,9 @@ def test_a_broken_file_is_named(root: Path) -> None:
         load_image_folder(ImageFolderArgs(root=str(root))).train.fetch(0, 0, np.array([0]))  # type: ignore[attr-defined]
 
 
-def test_files_are_looked_up_once_a_node_until_a_directory_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_looked_up_once_a_node_until_a_directory_changes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scans = []
     scan = image_index._scan
 
@@ -111,11 +122,16 @@ def test_files_are_looked_up_once_a_node_until_a_directory_changes(root: Path, m
     settle(root)
     for _ in range(3):
         again = index_images(root / "train", classes)
-        assert (again.fingerprint, again.labels.tolist()) == (first.fingerprint, [0] * 4 + [1] * 4 + [2] * 4)
+        assert (again.fingerprint, again.labels.tolist()) == (
+            first.fingerprint,
+            [0] * 4 + [1] * 4 + [2] * 4,
+        )
     assert len(scans) == 3
 
     (root / "train" / "cat" / "new").mkdir()
     (root / "train" / "cat" / "0.jpg").rename(root / "train" / "cat" / "new" / "0.jpg")
     changed = index_images(root / "train", classes)
     assert changed.fingerprint != first.fingerprint
-    assert [changed.path(index).relative_to(root / "train" / "cat").as_posix() for index in (8, 11)] == ["1.png", "new/0.jpg"]
+    assert [
+        changed.path(index).relative_to(root / "train" / "cat").as_posix() for index in (8, 11)
+    ] == ["1.png", "new/0.jpg"]

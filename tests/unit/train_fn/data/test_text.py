@@ -1,4 +1,5 @@
-"""Text: every token predicted once, the same packing on every node, a clear word where there is none; and the model over it."""
+"""Text: every token predicted once, the same packing on every node, a clear word where there is
+none; and the model over it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,16 @@ def texts(tmp_path: Path) -> Path:
 
 
 def make_task(path: Path, *, length: int = 8, **args: object) -> LanguageModeling:
-    model = {"name": "gpt", "args": {"num_layers": 2, "num_heads": 2, "width": 16, "context_length": length, "dropout": 0.5}}
+    model = {
+        "name": "gpt",
+        "args": {
+            "num_layers": 2,
+            "num_heads": 2,
+            "width": 16,
+            "context_length": length,
+            "dropout": 0.5,
+        },
+    }
     data = {"name": "text_files", "args": {"path": str(path), "val_fraction": 0.0, **args}}
     spec = {"name": "language_modeling", "model": model, "data": data}
     return LanguageModeling(LanguageModelingSpec.model_validate(spec))
@@ -50,7 +60,12 @@ def test_characters_and_bytes_of_each_file_once_in_the_order_of_paths(texts: Pat
     raw = load_text_files(TextFilesArgs(path=str(texts), level="byte", val_fraction=0), 1)
     assert len(raw.vocabulary) == 257
     assert bytes(int(raw.train[index][0]) for index in range(7)) == "Straße".encode()
-    assert load_text_files(TextFilesArgs(path=str(texts / "a.txt"), val_fraction=0), 2).train.fingerprint != raw.train.fingerprint
+    assert (
+        load_text_files(
+            TextFilesArgs(path=str(texts / "a.txt"), val_fraction=0), 2
+        ).train.fingerprint
+        != raw.train.fingerprint
+    )
 
 
 def test_sequences_predict_every_token_once_and_the_end_is_held_out(tmp_path: Path) -> None:
@@ -58,7 +73,8 @@ def test_sequences_predict_every_token_once_and_the_end_is_held_out(tmp_path: Pa
     path.write_bytes(bytes(range(100)))
     data = load_text_files(TextFilesArgs(path=str(path), val_fraction=0.3), 10)
     assert data.val is not None
-    assert (len(data.train), len(data.val)) == (7, 2)  # 71 and 30 tokens, the last one ends the text
+    # 71 and 30 tokens, the last one ends the text
+    assert (len(data.train), len(data.val)) == (7, 2)
     batch = data.train.fetch(0, 0, np.arange(7))
     assert batch[:, 1:].flatten().tolist() == list(range(1, 71))
     assert torch.equal(batch[1:, 0], batch[:-1, -1])
@@ -98,7 +114,9 @@ def test_the_loss_is_a_sum_over_tokens_and_metrics_agree_with_it(texts: Path) ->
 
 def test_no_token_sees_what_follows_it() -> None:
     torch.manual_seed(0)
-    model = Gpt(GptArgs(num_layers=2, num_heads=2, width=16, context_length=8), torch.arange(20)).eval()
+    model = Gpt(
+        GptArgs(num_layers=2, num_heads=2, width=16, context_length=8), torch.arange(20)
+    ).eval()
     tokens = torch.arange(8)[None]
     changed = tokens.clone()
     changed[0, 5] = 19
@@ -133,5 +151,7 @@ def test_heads_must_share_the_width() -> None:
             "data": {"name": "text_files", "args": {"path": "/data"}},
         },
     }
-    with pytest.raises(InvalidSpec, match=r"task\.model\.args\.width: width 16 does not divide by num_heads 3"):
+    with pytest.raises(
+        InvalidSpec, match=r"task\.model\.args\.width: width 16 does not divide by num_heads 3"
+    ):
         parse_spec(spec)

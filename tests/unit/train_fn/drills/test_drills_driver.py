@@ -1,4 +1,5 @@
-"""Drills in the driver: orders in a real run directory, a real journal, and faults that only take notes."""
+"""Drills in the driver: orders in a real run directory, a real journal, and faults that only take
+notes."""
 
 from __future__ import annotations
 
@@ -63,22 +64,38 @@ class Rig:
         self.submission = submission
         self.faults = NotedFaults(run_dir)
         source = f"driver-{id(self)}"
-        self.journal = ActorJournalClient(JournalActor(run_dir, submission).deliver, source, 0, interval_s=0.005)
+        self.journal = ActorJournalClient(
+            JournalActor(run_dir, submission).deliver, source, 0, interval_s=0.005
+        )
         self.drills = Drills(run_dir, submission, self.journal, lambda: self.faults)
 
     def begin_attempt(self, attempt: int = 1) -> None:
-        workers = [{"rank": place.rank, "node_id": place.node_id, "node_ip": "10.0.0.1", "pid": place.pid} for place in PLACES]
-        self.journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": workers}, attempt=attempt)
+        workers = [
+            {"rank": place.rank, "node_id": place.node_id, "node_ip": "10.0.0.1", "pid": place.pid}
+            for place in PLACES
+        ]
+        self.journal.emit(
+            EventKind.ATTEMPT_STARTED,
+            {"world_size": len(workers), "workers": workers},
+            attempt=attempt,
+        )
         assert self.journal.flush(20)
 
-    def order(self, kind: DrillKind, rank: int = 1, attempt: int = 1, drill_id: str = "drill_1") -> None:
+    def order(
+        self, kind: DrillKind, rank: int = 1, attempt: int = 1, drill_id: str = "drill_1"
+    ) -> None:
         self.run_dir.order_drill(self.submission, DrillOrder(drill_id, kind, rank, attempt))
         self.drills.tick()
         assert self.journal.flush(20)
 
 
 def of(run_dir: RunDir, kind: EventKind) -> list[JournalEvent]:
-    return [event for number in run_dir.submissions() for event in read_journal(run_dir, number)[0] if event.kind is kind]
+    return [
+        event
+        for number in run_dir.submissions()
+        for event in read_journal(run_dir, number)[0]
+        if event.kind is kind
+    ]
 
 
 @pytest.fixture
@@ -108,7 +125,9 @@ def test_an_order_travels_through_the_run_directory(run_dir: RunDir, tmp_path: P
     run_dir.order_drill(1, order)
     assert run_dir.drill_ordered(1) == order
     assert run_dir.drill_ordered(2) is None, "an older submission's drill is nobody else's"
-    (tmp_path / "runs/run_d/control/s001.drill.json").write_text('{"id": "drill_1", "kind": "unheard of"}')
+    (tmp_path / "runs/run_d/control/s001.drill.json").write_text(
+        '{"id": "drill_1", "kind": "unheard of"}'
+    )
     with pytest.raises(CorruptFile, match="is not a drill"):
         run_dir.drill_ordered(1)
 
@@ -123,11 +142,18 @@ def test_an_order_travels_through_the_run_directory(run_dir: RunDir, tmp_path: P
         (DrillKind.KILL_DRIVER, ("kill driver",)),
     ],
 )
-def test_each_kind_hits_what_it_names_once_it_is_told(rig: Rig, kind: DrillKind, done: tuple[object, ...]) -> None:
+def test_each_kind_hits_what_it_names_once_it_is_told(
+    rig: Rig, kind: DrillKind, done: tuple[object, ...]
+) -> None:
     rig.order(kind)
     assert rig.faults.done == [(*done, "told")]
     [told] = of(rig.run_dir, EventKind.DRILL_STARTED)
-    assert (told.data["id"], told.data["kind"], told.data["rank"], told.attempt) == ("drill_1", kind.value, 1, 1)
+    assert (told.data["id"], told.data["kind"], told.data["rank"], told.attempt) == (
+        "drill_1",
+        kind.value,
+        1,
+        1,
+    )
     assert told.data["pid"] == (os.getpid() if kind is DrillKind.KILL_DRIVER else 101)
 
 
@@ -155,7 +181,9 @@ def test_an_order_is_carried_out_once_by_whatever_driver(rig: Rig) -> None:
         (DrillKind.CORRUPT_CHECKPOINT, 0, 1, "needs two checkpoints"),
     ],
 )
-def test_what_is_refused_touches_nothing_and_says_why(rig: Rig, kind: DrillKind, rank: int, attempt: int, words: str) -> None:
+def test_what_is_refused_touches_nothing_and_says_why(
+    rig: Rig, kind: DrillKind, rank: int, attempt: int, words: str
+) -> None:
     rig.order(kind, rank, attempt)
     assert rig.faults.done == [] and of(rig.run_dir, EventKind.DRILL_STARTED) == []
     [refused] = of(rig.run_dir, EventKind.DRILL_FAILED)
@@ -172,13 +200,18 @@ def test_ranks_of_an_attempt_that_has_ended_are_not_hit(rig: Rig) -> None:
 def test_a_fault_that_fails_is_told(rig: Rig) -> None:
     rig.faults.problem = "process 101 is gone"
     rig.order(DrillKind.KILL_WORKER)
-    assert [event.data["problem"] for event in of(rig.run_dir, EventKind.DRILL_FAILED)] == ["process 101 is gone"]
+    assert [event.data["problem"] for event in of(rig.run_dir, EventKind.DRILL_FAILED)] == [
+        "process 101 is gone"
+    ]
 
 
 def test_the_newest_checkpoint_is_damaged_while_all_ranks_stand_still(rig: Rig) -> None:
     older, newer = save(rig.run_dir, 10), save(rig.run_dir, 20)
     rig.order(DrillKind.CORRUPT_CHECKPOINT)
-    assert rig.faults.done == [("SIGSTOP", 100, 101, 102, "untold"), ("kill", 100, 101, 102, "told")]
+    assert rig.faults.done == [
+        ("SIGSTOP", 100, 101, 102, "untold"),
+        ("kill", 100, 101, 102, "told"),
+    ]
     assert of(rig.run_dir, EventKind.DRILL_STARTED)[0].data["checkpoint"] == newer
     with pytest.raises(CorruptCheckpoint):
         rig.run_dir.checkpoints.verify(newer)

@@ -1,4 +1,5 @@
-"""The journal's client and actor without a cluster: what is delivered, how often, and what the client keeps while it is not."""
+"""The journal's client and actor without a cluster: what is delivered, how often, and what the
+client keeps while it is not."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def run_dir(tmp_path: Path) -> RunDir:
     return open_storage(str(tmp_path)).run_dir("run_j")
 
 
-def event(source_n: int, kind: EventKind = EventKind.EVALUATED, attempt: int = 1, **data: object) -> SourceEvent:
+def event(
+    source_n: int, kind: EventKind = EventKind.EVALUATED, attempt: int = 1, **data: object
+) -> SourceEvent:
     return SourceEvent(source_n, 5.0, kind, attempt, data)
 
 
@@ -39,8 +42,16 @@ def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir:
     first.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
     first._writer.close()  # as its process ends
     again = JournalActor(run_dir, 1)
-    reply = again.deliver("rank-0.a001", [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])])
-    assert (reply.acknowledged, reply.stop, reply.progress.last_step, reply.progress.attempt) == (3, None, 9, 1)
+    reply = again.deliver(
+        "rank-0.a001",
+        [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])],
+    )
+    assert (reply.acknowledged, reply.stop, reply.progress.last_step, reply.progress.attempt) == (
+        3,
+        None,
+        9,
+        1,
+    )
     assert written(run_dir) == [
         (1, "rank-0.a001", 1),
         (2, "rank-0.a001", 2),
@@ -55,8 +66,11 @@ def points(*steps: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(run_dir: RunDir, is_restarted: bool) -> None:
-    """One late delivery of it would change steps, losses and the best of the run, before its reply tells the rank to leave."""
+def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(
+    run_dir: RunDir, is_restarted: bool
+) -> None:
+    """One late delivery of it would change steps, losses and the best of the run, before its reply
+    tells the rank to leave."""
     actor = JournalActor(run_dir, 1)
     actor.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
     actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(150))])
@@ -69,24 +83,35 @@ def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(run_dir: RunDir, is_
         event(3, EventKind.EVALUATED, attempt=1, step=400, metrics={"accuracy": 0.99}),
     ]
     reply = actor.deliver("rank-0.a001", late)
-    assert (reply.progress.attempt, reply.progress.last_step, reply.acknowledged) == (2, 150, 1), "it hears, and leaves"
+    assert (reply.progress.attempt, reply.progress.last_step, reply.acknowledged) == (2, 150, 1), (
+        "it hears, and leaves"
+    )
     actor.deliver("rank-0.a002", [event(1, EventKind.METRICS, attempt=2, **points(151))])
     actor.deliver("controller", [event(3, EventKind.EVIDENCE, attempt=1, rank=1)])
     told = [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]]
-    assert told[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], "the controller may tell of what was"
+    assert told[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], (
+        "the controller may tell of what was"
+    )
 
 
-def test_a_rank_that_tells_before_its_controller_replaces_older_attempts_as_well(run_dir: RunDir) -> None:
+def test_a_rank_that_tells_before_its_controller_replaces_older_attempts_as_well(
+    run_dir: RunDir,
+) -> None:
     actor = JournalActor(run_dir, 1)
-    actor.deliver("rank-0.a002", [event(1, EventKind.RESTORED, attempt=2, step=30, source="snapshot")])
+    actor.deliver(
+        "rank-0.a002", [event(1, EventKind.RESTORED, attempt=2, step=30, source="snapshot")]
+    )
     actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(31))])
     assert written(run_dir) == [(1, "rank-0.a002", 1)]
 
 
 def test_a_process_whose_name_a_journal_knows_already_loses_no_event(run_dir: RunDir) -> None:
-    """The same submission by a second process: of a run that was started twice, or after a database was put back."""
+    """The same submission by a second process: of a run that was started twice, or after a database
+    was put back."""
     for step in (1, 2):
-        client = ActorJournalClient(JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005)
+        client = ActorJournalClient(
+            JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
+        )
         for _ in range(5):
             client.emit(EventKind.EVALUATED, {"step": step})
         assert client.close(timeout_s=20)
@@ -101,10 +126,14 @@ def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
     assert actor.deliver("rank-1.a001", []).stop == "cancel"
 
 
-def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_actor_that_comes_back(run_dir: RunDir) -> None:
+def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_actor_that_comes_back(
+    run_dir: RunDir,
+) -> None:
     actor = JournalActor(run_dir, 1)
     assert actor.deliver("rank-1.a003", []).profile is None
-    actor.deliver("driver", [event(1, EventKind.PROFILE_ORDERED, attempt=3, id="prof_1", rank=1, steps=4)])
+    actor.deliver(
+        "driver", [event(1, EventKind.PROFILE_ORDERED, attempt=3, id="prof_1", rank=1, steps=4)]
+    )
     order = ProfileOrder("prof_1", rank=1, steps=4, attempt=3)
     assert actor.deliver("rank-1.a003", []).profile == order
     actor._writer.close()  # as its process ends
@@ -137,7 +166,9 @@ class Faulty:
 
 
 @pytest.mark.parametrize(("lose_calls", "lose_replies"), [(0, 0), (3, 0), (0, 3), (2, 2)])
-def test_every_event_arrives_once_and_in_order(run_dir: RunDir, lose_calls: int, lose_replies: int) -> None:
+def test_every_event_arrives_once_and_in_order(
+    run_dir: RunDir, lose_calls: int, lose_replies: int
+) -> None:
     way = Faulty(JournalActor(run_dir, 1))
     way.lose_calls, way.lose_replies = lose_calls, lose_replies
     client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
@@ -157,11 +188,21 @@ def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir)
         client.emit(EventKind.EVALUATED, {"step": 3})
     assert client.close(timeout_s=20)
     lines = read_journal(run_dir, 1)[0]
-    assert [line.kind.value for line in lines if line.kind is not EventKind.METRICS] == ["evaluated", "evaluated"]
-    assert [point["step"] for line in lines if line.kind is EventKind.METRICS for point in line.data["points"]] == [1, 2, 3]
+    assert [line.kind.value for line in lines if line.kind is not EventKind.METRICS] == [
+        "evaluated",
+        "evaluated",
+    ]
+    assert [
+        point["step"]
+        for line in lines
+        if line.kind is EventKind.METRICS
+        for point in line.data["points"]
+    ] == [1, 2, 3]
 
 
-def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_bounded_while_the_journal_is_away(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal, "MAX_POINTS", 100)
     way = Faulty(JournalActor(run_dir, 1))
     with way.lock:
@@ -172,7 +213,10 @@ def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeyp
             client.emit(EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {}}]})
     assert client.close(timeout_s=20)
     steps = [
-        point["step"] for line in read_journal(run_dir, 1)[0] if line.kind is EventKind.METRICS for point in line.data["points"]
+        point["step"]
+        for line in read_journal(run_dir, 1)[0]
+        if line.kind is EventKind.METRICS
+        for point in line.data["points"]
     ]
     assert len(steps) <= 100
     assert steps == sorted(steps)
@@ -180,7 +224,9 @@ def test_memory_stays_bounded_while_the_journal_is_away(run_dir: RunDir, monkeyp
 
 
 def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
-    client = ActorJournalClient(JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005)
+    client = ActorJournalClient(
+        JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
+    )
     data = {"points": [{"step": 1, "at": 1.0, "values": {}}]}
     client.emit(EventKind.METRICS, data)
     client.emit(EventKind.METRICS, {"points": [{"step": 2, "at": 1.0, "values": {}}]})
@@ -191,7 +237,9 @@ def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
 def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_dir: RunDir) -> None:
     actor = JournalActor(run_dir, 1)
     superseded = threading.Event()
-    old = ActorJournalClient(actor.deliver, "rank-0.a001", 1, interval_s=0.005, on_superseded=superseded.set)
+    old = ActorJournalClient(
+        actor.deliver, "rank-0.a001", 1, interval_s=0.005, on_superseded=superseded.set
+    )
     old.emit(EventKind.METRICS, {"points": [{"step": 7, "at": 1.0, "values": {}}]})
     assert old.flush(timeout_s=20)
     assert not superseded.is_set()
@@ -208,7 +256,9 @@ def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_d
     assert controller.close(timeout_s=20)
 
 
-def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     way = Faulty(JournalActor(run_dir, 1))
     client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005, beat_s=0.01)
     assert client.hears(timeout_s=20)
@@ -259,10 +309,14 @@ def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir
     took_s = time.monotonic() - began
     assert client.close(timeout_s=20)
     assert sum(calls) == number
-    assert len(calls) <= took_s / interval_s + 4, "beside them the first word, the event that woke it up, and the end"
+    assert len(calls) <= took_s / interval_s + 4, (
+        "beside them the first word, the event that woke it up, and the end"
+    )
 
 
-def test_a_backlog_is_sent_without_a_pause(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backlog_is_sent_without_a_pause(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal, "MAX_BATCH", 10)
     way = Faulty(JournalActor(run_dir, 1))
     with way.lock:
@@ -273,7 +327,9 @@ def test_a_backlog_is_sent_without_a_pause(run_dir: RunDir, monkeypatch: pytest.
     assert [line.data["step"] for line in read_journal(run_dir, 1)[0]] == list(range(95))
 
 
-def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An actor whose constructor raised is dead for good, and nobody would notice."""
     JournalActor(run_dir, 1).deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)])
 

@@ -1,4 +1,5 @@
-"""Runs in MLflow, against a server that keeps what MLflow's REST interface would: each point once, whatever died."""
+"""Runs in MLflow, against a server that keeps what MLflow's REST interface would: each point once,
+whatever died."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from train_fn.journal.mlflow import MlflowTracking
 
 
 class Mlflow:
-    """A tracking server, as far as runs are kept in it; ``fail`` requests are answered 503 first."""
+    """A tracking server, as far as runs are kept in it; ``fail`` requests are answered 503
+    first."""
 
     def __init__(self) -> None:
         self.experiments: dict[str, str] = {}
@@ -35,7 +37,9 @@ class Mlflow:
             self.fail.remove(path)
             return lambda handler: handler.send(503, b"{}")
         status, body = self._do(path, query.rpartition("=")[2], json.loads(request.body or b"{}"))
-        return lambda handler: handler.send(status, json.dumps(body).encode(), Content_Type="application/json")
+        return lambda handler: handler.send(
+            status, json.dumps(body).encode(), Content_Type="application/json"
+        )
 
     def _do(self, path: str, name: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         match path:
@@ -47,10 +51,20 @@ class Mlflow:
                 self.experiments[body["name"]] = "7"
                 return 200, {"experiment_id": "7"}
             case "runs/search":
-                return 200, {"runs": [run for run in self.runs.values() if str(run["tags"]["everstep.run_id"]) in body["filter"]]}
+                return 200, {
+                    "runs": [
+                        run
+                        for run in self.runs.values()
+                        if str(run["tags"]["everstep.run_id"]) in body["filter"]
+                    ]
+                }
             case "runs/create":
                 tags = {tag["key"]: tag["value"] for tag in body["tags"]}
-                self.runs["m1"] = {"info": {"run_id": "m1", "name": body["run_name"]}, "data": {"metrics": []}, "tags": tags}
+                self.runs["m1"] = {
+                    "info": {"run_id": "m1", "name": body["run_name"]},
+                    "data": {"metrics": []},
+                    "tags": tags,
+                }
                 self.runs["m1"]["params"] = {}
                 return 200, {"run": self.runs["m1"]}
             case "runs/log-batch":
@@ -86,7 +100,9 @@ def run_dir(tmp_path: Path) -> RunDir:
     return found
 
 
-def test_a_run_is_there_once_with_every_point_whatever_died(mlflow: Mlflow, server: ScriptedServer, run_dir: RunDir) -> None:
+def test_a_run_is_there_once_with_every_point_whatever_died(
+    mlflow: Mlflow, server: ScriptedServer, run_dir: RunDir
+) -> None:
     first = Submission(run_dir, 1)
     first.tell(EventKind.SUBMISSION_STARTED)
     first.steps(*range(1, 700))
@@ -96,7 +112,14 @@ def test_a_run_is_there_once_with_every_point_whatever_died(mlflow: Mlflow, serv
         with pytest.raises(NotNow):
             follower.update()
     follower.update()
-    first.tell(EventKind.FAILURE, verdict="worker_lost", first_rank=1, node_id="n", step=699, exception=None)
+    first.tell(
+        EventKind.FAILURE,
+        verdict="worker_lost",
+        first_rank=1,
+        node_id="n",
+        step=699,
+        exception=None,
+    )
     first.steps(699, 700)  # the first of them is done again; then driver and follower died
     second = Submission(run_dir, 2)
     second.tell(EventKind.SUBMISSION_STARTED)
@@ -107,12 +130,18 @@ def test_a_run_is_there_once_with_every_point_whatever_died(mlflow: Mlflow, serv
     assert server.requests[0].headers["Authorization"] == "Bearer s3cret"
     assert list(mlflow.runs) == ["m1"] and mlflow.experiments == {"default": "7"}
     run = mlflow.runs["m1"]
-    assert (run["info"]["name"], run["info"]["status"], run["tags"]["team"]) == ("digits", "FINISHED", "vision")
+    assert (run["info"]["name"], run["info"]["status"], run["tags"]["team"]) == (
+        "digits",
+        "FINISHED",
+        "vision",
+    )
     assert [value for key, value in run["tags"].items() if key.startswith("everstep.failure")] == [
         "step 699: worker_lost of rank 1"
     ]
     assert run["params"]["task.model.name"] == '"mini_resnet"' and "secrets" not in run["params"]
     points = Counter((each["key"], each["step"]) for each in run["data"]["metrics"])
-    assert set(points) == {(key, step) for key in ("loss", "lr") for step in range(1, 702)} | {("val_accuracy", 701)}
+    assert set(points) == {(key, step) for key in ("loss", "lr") for step in range(1, 702)} | {
+        ("val_accuracy", 701)
+    }
     twice = [point for point, times in points.items() if times > 1]
     assert twice == [], "and what was not finite is left out"

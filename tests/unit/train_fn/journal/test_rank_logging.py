@@ -39,7 +39,9 @@ def read(run_dir: RunDir) -> list[str]:
     return [line.message for line in read_rank_logs(run_dir, limit=100_000)[0]]
 
 
-def test_prints_logging_and_progress_bars_become_lines(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_logging_and_progress_bars_become_lines(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
@@ -52,14 +54,19 @@ def test_prints_logging_and_progress_bars_become_lines(run_dir: RunDir, capsys: 
     finally:
         log.close()
     assert read(run_dir) == ["printed", "3 %", "stderr", "two", "lines", "on no end"]
-    assert capsys.readouterr().out == "printed\n1 %\r2 %\r3 %\non no end", "it still goes where it went"
+    assert capsys.readouterr().out == "printed\n1 %\r2 %\r3 %\non no end", (
+        "it still goes where it went"
+    )
 
 
 def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> None:
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
-        for level, message in ((logging.INFO, "of every report"), (logging.WARNING, "of what is wrong")):
+        for level, message in (
+            (logging.INFO, "of every report"),
+            (logging.WARNING, "of what is wrong"),
+        ):
             context.logger.log(level, message)
     finally:
         log.close()
@@ -125,7 +132,9 @@ def test_a_batch_that_is_written_again_repeats_nothing(failure: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["local", "objects"])
-def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(where: str, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(
+    where: str, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_logs, "PART_BYTES", 1000)
     run_dir = run_dir if where == "local" else memory_run_dir()[0]
     cursor: dict[str, str] = {}
@@ -140,10 +149,15 @@ def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(where: str, run_dir: R
     kept = read(run_dir)
     assert kept[-1].startswith("199") and 30 < len(kept) < 120
     assert any("older lines of this log are gone" in line for line in kept)
-    last = [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 30) if line.level == "INFO"]
+    last = [
+        line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 30) if line.level == "INFO"
+    ]
     assert last[-20:] == [f"{number:03d}" for number in range(180, 200)]
     assert last_rank_lines(run_dir, 1, 1, 3, 30) == [] == last_rank_lines(run_dir, 2, 1, 0, 30)
-    assert [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 2, before=190.0)] == ["188", "189"]
+    assert [line.message[:3] for line in last_rank_lines(run_dir, 1, 1, 0, 2, before=190.0)] == [
+        "188",
+        "189",
+    ]
 
 
 async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:
@@ -173,7 +187,9 @@ class Talking:
         logging.getLogger("user").info("logged %d", index)
         with warnings.catch_warnings():  # as outside of pytest, which would record it
             warnings.simplefilter("always")
-            warnings.showwarning = lambda *told, **_: sys.stderr.write(warnings.formatwarning(*told[:4]))
+            warnings.showwarning = lambda *told, **_: sys.stderr.write(
+                warnings.formatwarning(*told[:4])
+            )
             warnings.warn(f"odd {index}", UserWarning, stacklevel=1)
         if index == self.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -182,11 +198,17 @@ class Talking:
 
 
 def loader(data: Any, indices: list[int]) -> DataLoader[int]:
-    spec = RunSpec.model_validate({"name": "a", "code": {"archive": f"sha256:{'0' * 64}", "task": "a:B"}})
-    return DataLoader(data, sampler=indices, batch_size=1, **loader_options(spec, 2, torch.device("cpu")))
+    spec = RunSpec.model_validate(
+        {"name": "a", "code": {"archive": f"sha256:{'0' * 64}", "task": "a:B"}}
+    )
+    return DataLoader(
+        data, sampler=indices, batch_size=1, **loader_options(spec, 2, torch.device("cpu"))
+    )
 
 
-def test_what_loader_processes_print_is_kept_and_marked_by_their_number(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_loader_processes_print_is_kept_and_marked_by_their_number(
+    run_dir: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = RankLog(run_dir, 1, 1, 0)
     log.redact = lambda text: text.replace("secret", "***")
     log.start()
@@ -198,16 +220,29 @@ def test_what_loader_processes_print_is_kept_and_marked_by_their_number(run_dir:
         log.close()
     lines = list(read_rank_logs(run_dir, limit=1000)[0])
     for number, mine in ((0, (4, 6)), (1, (5, 7))):
-        own = [(line.level, line.message) for line in lines if line.message.startswith(f"[loader {number}] ")]
+        own = [
+            (line.level, line.message)
+            for line in lines
+            if line.message.startswith(f"[loader {number}] ")
+        ]
         first, second = mine
         texts = [text.removeprefix(f"[loader {number}] ") for _, text in own]
         assert [text for text in texts if "odd" not in text and "warnings.warn" not in text] == [
-            *(f"read {first}", "***", f"logged {first}", f"no end {first}, read {second}", "***", f"logged {second}"),
+            *(
+                f"read {first}",
+                "***",
+                f"logged {first}",
+                f"no end {first}, read {second}",
+                "***",
+                f"logged {second}",
+            ),
             f"no end {second}, ",
         ]
         assert {level for level, text in own if "***" in text} == {"WARNING"}
         assert sum(f"UserWarning: odd {first}" in text for text in texts) == 1
-    assert [line.message for line in lines if not line.message.startswith("[loader")] == ["the rank's own line"]
+    assert [line.message for line in lines if not line.message.startswith("[loader")] == [
+        "the rank's own line"
+    ]
 
 
 def test_what_a_loader_process_printed_before_it_was_killed_is_kept(run_dir: RunDir) -> None:
@@ -239,7 +274,9 @@ def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
     log.start()
     fork = multiprocessing.get_context("fork")
     closed = fork.Event()
-    process = fork.Process(target=lambda: (closed.wait(20), [print("x" * 5000) for _ in range(500)]))
+    process = fork.Process(
+        target=lambda: (closed.wait(20), [print("x" * 5000) for _ in range(500)])
+    )
     process.start()
     log.close()
     closed.set()
@@ -247,13 +284,17 @@ def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
     assert process.exitcode == 0
 
 
-def test_loader_processes_that_print_without_measure_are_throttled_too(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_processes_that_print_without_measure_are_throttled_too(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_logging, "BURST_CHARS", 20_000)
     monkeypatch.setattr(rank_logging, "RATE_CHARS_PER_S", 1)
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
-        process = multiprocessing.get_context("fork").Process(target=lambda: [print("y" * 99) for _ in range(5000)])
+        process = multiprocessing.get_context("fork").Process(
+            target=lambda: [print("y" * 99) for _ in range(5000)]
+        )
         process.start()
         process.join(30)
         assert process.exitcode == 0

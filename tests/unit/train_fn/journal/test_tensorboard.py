@@ -1,4 +1,5 @@
-"""TensorBoard's files, read back by TensorBoard: every step once, whatever died, and restarts as text."""
+"""TensorBoard's files, read back by TensorBoard: every step once, whatever died, and restarts as
+text."""
 
 from __future__ import annotations
 
@@ -31,10 +32,24 @@ class Submission:
     def tell(self, kind: EventKind, **data: Any) -> None:
         self._n += 1
         at = AT + 100 * self._number + self._n
-        self._writer.append([JournalEvent(kind=kind, at=at, submission=self._number, data=data, source="driver", source_n=self._n)])
+        self._writer.append(
+            [
+                JournalEvent(
+                    kind=kind,
+                    at=at,
+                    submission=self._number,
+                    data=data,
+                    source="driver",
+                    source_n=self._n,
+                )
+            ]
+        )
 
     def steps(self, *steps: int) -> None:
-        points = [{"step": step, "at": AT + step, "values": {"loss": 1 / step, "lr": 0.1, "bad": None}} for step in steps]
+        points = [
+            {"step": step, "at": AT + step, "values": {"loss": 1 / step, "lr": 0.1, "bad": None}}
+            for step in steps
+        ]
         self.tell(EventKind.METRICS, points=points)
 
 
@@ -43,8 +58,11 @@ def run_dir(tmp_path: Path) -> RunDir:
     return open_storage(str(tmp_path)).run_dir("run_t")
 
 
-def read(directory: Path) -> tuple[Counter[tuple[str, int]], dict[str, list[tuple[int, float]]], list[tuple[int, str]]]:
-    """How often each series has each step in the raw files, the scalars as TensorBoard shows them, and the texts."""
+def read(
+    directory: Path,
+) -> tuple[Counter[tuple[str, int]], dict[str, list[tuple[int, float]]], list[tuple[int, str]]]:
+    """How often each series has each step in the raw files, the scalars as TensorBoard shows them,
+    and the texts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
@@ -55,10 +73,19 @@ def read(directory: Path) -> tuple[Counter[tuple[str, int]], dict[str, list[tupl
             raw.update((value.tag, event.step) for value in event.summary.value)
     shown = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = [tag for tag in shown.Tags()["tensors"] if tag != RESTARTS_TAG]
-    scalars = {tag: [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in shown.Tensors(tag)] for tag in tags}
-    scalars |= {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
+    scalars = {
+        tag: [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in shown.Tensors(tag)]
+        for tag in tags
+    }
+    scalars |= {
+        tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]
+    }
     texts = shown.Tensors(RESTARTS_TAG) if RESTARTS_TAG in shown.Tags()["tensors"] else []
-    return raw, scalars, [(e.step, tensor_util.make_ndarray(e.tensor_proto)[0].decode()) for e in texts]
+    return (
+        raw,
+        scalars,
+        [(e.step, tensor_util.make_ndarray(e.tensor_proto)[0].decode()) for e in texts],
+    )
 
 
 def directory_of(run_dir: RunDir) -> Path:
@@ -73,8 +100,12 @@ def test_steps_that_are_done_again_are_there_once_and_restarts_are_told(run_dir:
     writer.update()
     first.steps(4, 5)
     first.tell(EventKind.EVALUATED, step=5, epoch=0, metrics={"accuracy": 0.5})
-    first.tell(EventKind.FAILURE, verdict="worker_lost", first_rank=1, node_id="n", step=5, exception=None)
-    first.tell(EventKind.RECOVERED, recovery_s=1.5, steps_lost=2, world_size_before=2, world_size_after=1)
+    first.tell(
+        EventKind.FAILURE, verdict="worker_lost", first_rank=1, node_id="n", step=5, exception=None
+    )
+    first.tell(
+        EventKind.RECOVERED, recovery_s=1.5, steps_lost=2, world_size_before=2, world_size_after=1
+    )
     first.steps(4, 5, 6)
     writer.update()
     first.steps(7)  # told, and then driver and writer died
@@ -83,7 +114,12 @@ def test_steps_that_are_done_again_are_there_once_and_restarts_are_told(run_dir:
     later = TensorBoardFiles(run_dir, 2)
     second.steps(6, 7, 8)
     second.tell(EventKind.EVALUATED, step=8, epoch=1, metrics={"accuracy": 0.75})
-    second.tell(EventKind.FINISHED, outcome="failed", reason={"code": "no_progress", "message": "three failures"}, step=8)
+    second.tell(
+        EventKind.FINISHED,
+        outcome="failed",
+        reason={"code": "no_progress", "message": "three failures"},
+        step=8,
+    )
     later.update()
     later.update()
     raw, scalars, texts = read(directory_of(run_dir))
@@ -109,7 +145,9 @@ def test_a_file_that_a_dead_driver_left_torn_is_completed(run_dir: RunDir, torn_
     assert path.read_bytes() == whole
 
 
-def test_an_object_store_holds_a_row_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_holds_a_row_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_files, "PART_BYTES", 600)
     run_dir, files = memory_run_dir()
     journal = Submission(run_dir, 1)
@@ -126,7 +164,9 @@ def test_an_object_store_holds_a_row_of_parts(tmp_path: Path, monkeypatch: pytes
     for name, data in files.objects.items():
         if "/tensorboard/" in name:
             (tmp_path / name.rsplit("/", 1)[1]).write_bytes(data)
-            assert parts.get(name) is None or data.startswith(parts[name]), "what was there stays as it was"
+            assert parts.get(name) is None or data.startswith(parts[name]), (
+                "what was there stays as it was"
+            )
     raw, scalars, _ = read(tmp_path)
     assert max(raw.values()) == 1 and [step for step, _ in scalars["loss"]] == list(range(1, 44))
 

@@ -1,4 +1,5 @@
-"""What goes over the wire, by counts: one synchronisation a step whatever its micro-batches, begun while backward still runs."""
+"""What goes over the wire, by counts: one synchronisation a step whatever its micro-batches, begun
+while backward still runs."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ class Traffic:
 
 
 def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
-    """Train by the loop itself, wrapped as for several ranks, with a hook on every bucket; the traffic and number of parameters."""
-    run_dir = open_storage(str(tmp_path)).run_dir(f"run{spec.train.max_steps}-{spec.train.global_batch_size}")
+    """Train by the loop itself, wrapped as for several ranks, with a hook on every bucket; the
+    traffic and number of parameters."""
+    run_dir = open_storage(str(tmp_path)).run_dir(
+        f"run{spec.train.max_steps}-{spec.train.global_batch_size}"
+    )
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
     attempt = Attempt(one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt))
     attempt.begin()
@@ -81,7 +85,10 @@ def make_spec(tmp_path: Path, width: int = 16, **train: Any) -> RunSpec:
             "task": {
                 "name": "language_modeling",
                 "model": {"name": "gpt", "args": model},
-                "data": {"name": "text_files", "args": {"path": str(tmp_path / "text.txt"), "val_fraction": 0}},
+                "data": {
+                    "name": "text_files",
+                    "args": {"path": str(tmp_path / "text.txt"), "val_fraction": 0},
+                },
             },
             "train": train,
             "checkpoint": {"every_steps": None},
@@ -93,7 +100,9 @@ def test_twice_the_micro_batches_a_step_halve_the_all_reduces(tmp_path: Path) ->
     """64 micro-batches of 4 sequences, in steps of 4, 8 and 16 of them."""
     counts = []
     for num_micro in (4, 8, 16):
-        spec = make_spec(tmp_path, global_batch_size=4 * num_micro, micro_batch_size=4, max_steps=64 // num_micro)
+        spec = make_spec(
+            tmp_path, global_batch_size=4 * num_micro, micro_batch_size=4, max_steps=64 // num_micro
+        )
         counts.append(train_counted(spec, tmp_path)[0].num_all_reduces)
     assert counts == [16, 8, 4], "one bucket, once a step"
 
@@ -105,13 +114,19 @@ def test_smaller_micro_batches_cost_no_further_all_reduce(tmp_path: Path) -> Non
 
 
 def test_a_model_of_one_bucket_is_exchanged_by_one_all_reduce(tmp_path: Path) -> None:
-    spec = make_spec(tmp_path, width=256, global_batch_size=4, micro_batch_size=4, max_steps=3)  # 13 MB of gradients
-    assert train_counted(spec, tmp_path)[0].num_all_reduces == 3, "on CPU ranks the first bucket is as large as the others"
+    # 13 MB of gradients
+    spec = make_spec(tmp_path, width=256, global_batch_size=4, micro_batch_size=4, max_steps=3)
+    assert train_counted(spec, tmp_path)[0].num_all_reduces == 3, (
+        "on CPU ranks the first bucket is as large as the others"
+    )
 
 
-def test_the_first_bucket_goes_out_while_backward_has_most_of_its_work_before_it(tmp_path: Path) -> None:
+def test_the_first_bucket_goes_out_while_backward_has_most_of_its_work_before_it(
+    tmp_path: Path,
+) -> None:
     spec = make_spec(tmp_path, width=768, global_batch_size=4, micro_batch_size=4, max_steps=3)
     traffic, num_parameters = train_counted(spec, tmp_path)
-    # The first step's one bucket follows the order of the parameters; then DDP cuts by the order in which backward went.
+    # The first step's one bucket follows the order of the parameters; then DDP cuts by the order in
+    # which backward went.
     assert traffic.num_all_reduces == 1 + 2 * 5
     assert all(0 < ready <= num_parameters // 2 for ready in traffic.ready_at_first[1:])

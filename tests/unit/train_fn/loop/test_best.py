@@ -1,4 +1,5 @@
-"""The best checkpoint holds the weights that were evaluated, and is there whatever died around it."""
+"""The best checkpoint holds the weights that were evaluated, and is there whatever died around
+it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,17 @@ EPOCH = 9
 SPEC = RunSpec.model_validate(
     {
         "name": "best",
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
-        "train": {"epochs": 4, "global_batch_size": 10, "micro_batch_size": 5, "loader": {"num_workers": 0}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {
+            "epochs": 4,
+            "global_batch_size": 10,
+            "micro_batch_size": 5,
+            "loader": {"num_workers": 0},
+        },
         "checkpoint": {"every_steps": 4, "keep_latest": 1, "best_metric": "score"},
     }
 )
@@ -110,7 +120,12 @@ class Evaluations:
         return {"val_score": self.scores[step]}
 
 
-def run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, scores: list[float], broken: set[int] | None = None) -> int:
+def run(
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: list[float],
+    broken: set[int] | None = None,
+) -> int:
     """Train to the end, over as many attempts as it takes; how many."""
     by_step = {EPOCH * number: score for number, score in enumerate(scores, start=1)}
     monkeypatch.setattr(boundary, "evaluate", Evaluations(by_step, broken or set()))
@@ -133,14 +148,18 @@ def best_step(run_dir: RunDir) -> int | None:
     return best.step if best else None
 
 
-def test_a_checkpoint_between_two_evaluations_has_the_metrics_of_neither(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_between_two_evaluations_has_the_metrics_of_neither(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the newest one after the best would pass for it."""
     assert run(run_dir, monkeypatch, [0.5, 0.9, 0.3, 0.9]) == 1
     assert kept(run_dir) == {18: {"val_score": 0.9}, 36: {"val_score": 0.9}}
     assert best_step(run_dir) == 18, "a later one as good is no better"
 
 
-def test_the_periodic_save_behind_the_best_is_not_the_best(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_periodic_save_behind_the_best_is_not_the_best(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def after_the_first_epoch(ctx: WorkerContext, replica: Replica) -> bool:
         return replica.state.step == EPOCH and replica.state.evaluated_step == 0
 
@@ -149,7 +168,9 @@ def test_the_periodic_save_behind_the_best_is_not_the_best(run_dir: RunDir, monk
     assert kept(run_dir) == {9: {"val_score": 0.9}, 36: {}} and best_step(run_dir) == 9
 
 
-def test_the_best_found_at_an_attempt_s_beginning_is_saved(run_dir: RunDir, task: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_found_at_an_attempt_s_beginning_is_saved(
+    run_dir: RunDir, task: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(run_dir, monkeypatch, [0.5, 0.9, 0.3, 0.2], broken={18}) == 2
     assert kept(run_dir) == {18: {"val_score": 0.9}, 36: {"val_score": 0.2}}
     assert task.ended == [0, 1, 2, 3], "of an epoch whose evaluation was broken off, too, and once"
@@ -184,7 +205,9 @@ def test_a_run_that_is_begun_anew_goes_on_from_nothing_that_one_of_its_name_has_
     run_dir: RunDir, saves: Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its directory is gone; what an attempt left in its node's memory is not."""
-    monkeypatch.setattr(boundary, "evaluate", Evaluations(dict.fromkeys((9, 18, 27, 36), 0.5), set()))
+    monkeypatch.setattr(
+        boundary, "evaluate", Evaluations(dict.fromkeys((9, 18, 27, 36), 0.5), set())
+    )
     saves.break_at = {20}
     with pytest.raises(StepFailed):
         train(one_rank(SPEC, run_dir, attempt=1))

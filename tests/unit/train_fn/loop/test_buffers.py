@@ -1,4 +1,5 @@
-"""Buffers that a model puts another tensor in place of: kept for a step that fails, and restored where they are now."""
+"""Buffers that a model puts another tensor in place of: kept for a step that fails, and restored
+where they are now."""
 
 from __future__ import annotations
 
@@ -26,8 +27,17 @@ pytestmark = pytest.mark.own_process
 SPEC = RunSpec.model_validate(
     {
         "name": "buffers",
-        "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
-        "train": {"epochs": 1, "global_batch_size": 10, "micro_batch_size": 7, "loader": {"num_workers": 0}},
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {
+            "epochs": 1,
+            "global_batch_size": 10,
+            "micro_batch_size": 7,
+            "loader": {"num_workers": 0},
+        },
         "checkpoint": {"every_steps": 100},
     }
 )
@@ -69,7 +79,9 @@ class Interrupted(Regression):
     def build_model(self) -> nn.Module:
         return nn.Sequential(Averaging(), Masked(), nn.Linear(4, 1))
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().loss(model, batch)
         self.num_passes += 1
         if self.num_passes == self.break_at:
@@ -91,7 +103,9 @@ def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained(storage: str, name: str, shared_memory: Path, break_at: int | None) -> dict[str, torch.Tensor]:
+def trained(
+    storage: str, name: str, shared_memory: Path, break_at: int | None
+) -> dict[str, torch.Tensor]:
     run_dir = open_storage(storage).run_dir(name)
     task = Interrupted()
     with small_task_alone(shared_memory, Saver.offer), pytest.MonkeyPatch.context() as patch:
@@ -104,9 +118,14 @@ def trained(storage: str, name: str, shared_memory: Path, break_at: int | None) 
     return model_of(run_dir)
 
 
-def test_a_step_that_fails_leaves_no_trace_in_a_buffer_that_is_replaced(storage: str, tmp_path: Path) -> None:
-    """The second pass of the fifth step is the tenth: the warm-up's is not counted. Micro-batches are of seven and three."""
+def test_a_step_that_fails_leaves_no_trace_in_a_buffer_that_is_replaced(
+    storage: str, tmp_path: Path
+) -> None:
+    """The second pass of the fifth step is the tenth: the warm-up's is not counted. Micro-batches
+    are of seven and three."""
     plain = trained(storage, "run_plain", tmp_path, None)
     broken = trained(storage, "run_broken", tmp_path, 2 * 5)
     assert plain["0.mean"].abs().sum() > 0
-    assert {name: value.tolist() for name, value in broken.items()} == {name: value.tolist() for name, value in plain.items()}
+    assert {name: value.tolist() for name, value in broken.items()} == {
+        name: value.tolist() for name, value in plain.items()
+    }

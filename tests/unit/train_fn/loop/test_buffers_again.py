@@ -30,7 +30,9 @@ class Normed(nn.Module):
         self._checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(checkpoint(self._norm, x, use_reentrant=False) if self._checkpointed else self._norm(x))
+        found: torch.Tensor = self.last(
+            checkpoint(self._norm, x, use_reentrant=False) if self._checkpointed else self._norm(x)
+        )
         return found.squeeze(1)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +57,19 @@ class Task:
 
 
 @pytest.mark.parametrize("micro_batch_size", [10, 5])
-def test_gradient_checkpointing_moves_statistics_once_a_step(micro_batch_size: int, tmp_path: Path) -> None:
+def test_gradient_checkpointing_moves_statistics_once_a_step(
+    micro_batch_size: int, tmp_path: Path
+) -> None:
     raw = SPEC.model_dump()
-    spec = RunSpec.model_validate({**raw, "train": {**raw["train"], "micro_batch_size": micro_batch_size}})
+    spec = RunSpec.model_validate(
+        {**raw, "train": {**raw["train"], "micro_batch_size": micro_batch_size}}
+    )
     found = []
     for checkpointed in (False, True):
-        run_dir, task = open_storage(str(tmp_path)).run_dir(f"run_{checkpointed}"), Task(checkpointed=checkpointed)
+        run_dir, task = (
+            open_storage(str(tmp_path)).run_dir(f"run_{checkpointed}"),
+            Task(checkpointed=checkpointed),
+        )
         with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
             patch.setattr(replica, "build_task", lambda spec, task=task: task)
             assert train(one_rank(spec, run_dir)) is None
@@ -68,4 +77,10 @@ def test_gradient_checkpointing_moves_statistics_once_a_step(micro_batch_size: i
     plain, checkpointed_ = found
     assert int(plain["norm.num_batches_tracked"]) == 9
     for name, value in plain.items():
-        torch.testing.assert_close(checkpointed_[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            checkpointed_[name],
+            value,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

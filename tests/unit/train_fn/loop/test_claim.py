@@ -1,4 +1,5 @@
-"""Before its first step an attempt makes its beginning durable, and only then looks whether it was replaced."""
+"""Before its first step an attempt makes its beginning durable, and only then looks whether it was
+replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def context(run_dir: RunDir, flush: Callable[[float], bool]) -> Any:
-    return SimpleNamespace(run_dir=run_dir, submission=1, attempt=1, journal=SimpleNamespace(flush=flush))
+    return SimpleNamespace(
+        run_dir=run_dir, submission=1, attempt=1, journal=SimpleNamespace(flush=flush)
+    )
 
 
 def test_an_attempt_whose_beginning_is_not_durable_takes_no_step(run_dir: RunDir) -> None:
@@ -33,8 +36,11 @@ def test_an_attempt_whose_beginning_is_not_durable_takes_no_step(run_dir: RunDir
         claim(context(run_dir, lambda timeout_s: False))
 
 
-def test_a_submission_that_begins_while_the_beginning_becomes_durable_is_seen(run_dir: RunDir) -> None:
-    """The newer one began its journal, and may have read this one's before the beginning was in it."""
+def test_a_submission_that_begins_while_the_beginning_becomes_durable_is_seen(
+    run_dir: RunDir,
+) -> None:
+    """The newer one began its journal, and may have read this one's before the beginning was in
+    it."""
     JournalWriter(run_dir, 1).close()
 
     def flush(timeout_s: float) -> bool:
@@ -42,12 +48,17 @@ def test_a_submission_that_begins_while_the_beginning_becomes_durable_is_seen(ru
         return True
 
     claim(context(run_dir, lambda timeout_s: True))
-    with pytest.raises(Replaced, match="submission 2 of run run_c has taken over from submission 1"):
+    with pytest.raises(
+        Replaced, match="submission 2 of run run_c has taken over from submission 1"
+    ):
         claim(context(run_dir, flush))
 
 
-def test_an_attempt_that_begins_while_the_beginning_becomes_durable_is_seen(run_dir: RunDir) -> None:
-    """It claimed the run, and may have looked for checkpoints before this one's beginning was durable."""
+def test_an_attempt_that_begins_while_the_beginning_becomes_durable_is_seen(
+    run_dir: RunDir,
+) -> None:
+    """It claimed the run, and may have looked for checkpoints before this one's beginning was
+    durable."""
     claim_attempt(run_dir, (1, 1))
 
     def flush(timeout_s: float) -> bool:

@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 
 
 def added_up(steps: list[int | None], num_samples: int = 4) -> StepTotals:
-    """The totals of ranks that speak of these steps, each of so many samples; None for a rank whose numbers did not arrive."""
+    """The totals of ranks that speak of these steps, each of so many samples; None for a rank whose
+    numbers did not arrive."""
     carriers = [Carrier(Peers(rank, len(steps), CPU)) for rank in range(len(steps))]
     sums = np.zeros(len(carriers[0].numbers), np.float32)
     for carrier, step in zip(carriers, steps, strict=True):
@@ -51,7 +52,9 @@ def test_totals_of_all_ranks_and_samples_pass(world_size: int, step: int) -> Non
         ([11, 11, 11], 16, "the ranks accounted for 12 samples, but the global batch has 16"),
     ],
 )
-def test_partial_and_stale_totals_are_told_apart_from_whole_ones(steps: list[int | None], num_samples: int, problem: str) -> None:
+def test_partial_and_stale_totals_are_told_apart_from_whole_ones(
+    steps: list[int | None], num_samples: int, problem: str
+) -> None:
     assert added_up(steps).fault(11, num_samples) == problem
 
 
@@ -71,9 +74,18 @@ def test_data_that_is_not_what_was_expected_is_the_ledger_s_to_tell() -> None:
 
 
 @pytest.mark.parametrize("broken", ["stale", "partial"])
-def test_a_step_that_is_not_whole_is_not_taken(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_whole_is_not_taken(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    raw = {"name": "gate", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
+    raw = {
+        "name": "gate",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+    }
     train = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 8}
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})
     run_dir = open_storage(str(tmp_path / "storage")).run_dir("run_gate")
@@ -85,12 +97,18 @@ def test_a_step_that_is_not_whole_is_not_taken(broken: str, tmp_path: Path, monk
         before.append(totals)
         if replica.state.step < 3:
             return totals
-        return before[-2] if broken == "stale" else totals._replace(facts=totals.facts._replace(num_samples=6))
+        return (
+            before[-2]
+            if broken == "stale"
+            else totals._replace(facts=totals.facts._replace(num_samples=6))
+        )
 
     monkeypatch.setattr(Attempt, "_forward_backward", break_the_fourth)
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         (tmp_path / "shm").mkdir()
-        attempt = Attempt(one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt))
+        attempt = Attempt(
+            one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)
+        )
         attempt.begin()
         replica = attempt._replica
         assert replica is not None
@@ -100,7 +118,12 @@ def test_a_step_that_is_not_whole_is_not_taken(broken: str, tmp_path: Path, monk
         failed = attempt.leave(raised.value)
     assert isinstance(failed, StepFailed) and failed.snapshot_step == 3
     told = describe_error(failed, 0)
-    assert (told.kind, told.step, told.collateral) == (ErrorKind.EXCHANGE, 3, False), "no mistake of the user's"
+    assert (told.kind, told.step, told.collateral) == (ErrorKind.EXCHANGE, 3, False), (
+        "no mistake of the user's"
+    )
     assert told.message.startswith("step 4 is not whole and was not taken: ")
-    assert all(torch.equal(parameter, weight) for parameter, weight in zip(replica.parameters, weights, strict=True))
+    assert all(
+        torch.equal(parameter, weight)
+        for parameter, weight in zip(replica.parameters, weights, strict=True)
+    )
     assert replica.state.step == 3

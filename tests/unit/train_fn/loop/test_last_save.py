@@ -1,4 +1,5 @@
-"""The last save: the newest state that ranks left becomes a checkpoint, without a rank and without the user's code."""
+"""The last save: the newest state that ranks left becomes a checkpoint, without a rank and without
+the user's code."""
 
 from __future__ import annotations
 
@@ -61,8 +62,13 @@ def test_the_newest_state_becomes_a_checkpoint_bit_for_bit(tmp_path: Path) -> No
     found = saved(ctx)
     assert found is not None and found.manifest is not None and found.step == 7
     assert found.summary == f"step 7 is kept as checkpoint {found.manifest.name}"
-    assert (found.manifest.world_size, found.manifest.sample_digest) == (3, state.ledger.state_dict()["chain"])
-    manifest, loaded, _ = ctx.run_dir.checkpoints.read_newest(lambda manifest: load_checkpoint(ctx.run_dir, manifest))
+    assert (found.manifest.world_size, found.manifest.sample_digest) == (
+        3,
+        state.ledger.state_dict()["chain"],
+    )
+    manifest, loaded, _ = ctx.run_dir.checkpoints.read_newest(
+        lambda manifest: load_checkpoint(ctx.run_dir, manifest)
+    )
     assert manifest == found.manifest and loaded is not None and digest(loaded) == digest(expected)
     assert saved(ctx) is None, "a checkpoint is as new"
 
@@ -96,7 +102,9 @@ def test_a_state_that_a_later_attempt_went_on_without_is_not_saved(tmp_path: Pat
     assert saved(later) is None
 
 
-def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(store: CheckpointStore, step: int, submission: int, attempt: int) -> None:
         raise StorageFull("no space left")
 
@@ -126,8 +134,18 @@ def test_an_older_state_gives_way_where_only_that_makes_room_for_a_newer_one(
 def end(run_dir: RunDir, outcome: str | None, code: str | None = None) -> None:
     reason = {"code": code, "message": ""} if code else None
     data = {"outcome": outcome, "reason": reason, "step": 5}
-    started = JournalEvent(kind=EventKind.SUBMISSION_STARTED, at=1.0, submission=1, attempt=0, data={}, source="d", source_n=1)
-    finished = JournalEvent(kind=EventKind.FINISHED, at=2.0, submission=1, attempt=1, data=data, source="d", source_n=2)
+    started = JournalEvent(
+        kind=EventKind.SUBMISSION_STARTED,
+        at=1.0,
+        submission=1,
+        attempt=0,
+        data={},
+        source="d",
+        source_n=1,
+    )
+    finished = JournalEvent(
+        kind=EventKind.FINISHED, at=2.0, submission=1, attempt=1, data=data, source="d", source_n=2
+    )
     with JournalWriter(run_dir, 1) as journal:
         journal.append([started, finished] if outcome else [started])
 
@@ -171,7 +189,9 @@ def test_a_run_s_end_leaves_another_storage_s_run_of_the_same_name_alone(tmp_pat
     one, other = left(tmp_path / "one", 1), left(tmp_path / "other", 2)
     assert snapshot_store(one).directory.parent == snapshot_store(other).directory.parent
     snapshot_store(one).remove_all()
-    assert not snapshot_store(one).labels() and [label.step for label in snapshot_store(other).labels()] == [2]
+    assert not snapshot_store(one).labels() and [
+        label.step for label in snapshot_store(other).labels()
+    ] == [2]
     snapshot_store(other).remove_all()
     assert not snapshot_store(other).directory.parent.exists()
 
@@ -184,7 +204,10 @@ def test_history_knows_every_node_that_ever_ran_ranks(tmp_path: Path) -> None:
             at=1.0,
             submission=1,
             attempt=attempt,
-            data={"world_size": len(nodes), "workers": [{"rank": r, "node_id": n, "pid": 1} for r, n in enumerate(nodes)]},
+            data={
+                "world_size": len(nodes),
+                "workers": [{"rank": r, "node_id": n, "pid": 1} for r, n in enumerate(nodes)],
+            },
             source="c",
             source_n=attempt,
         )
@@ -193,4 +216,7 @@ def test_history_knows_every_node_that_ever_ran_ranks(tmp_path: Path) -> None:
     with JournalWriter(run_dir, 1) as journal:
         journal.append(events)
     history = read_history(run_dir)
-    assert history.nodes == {"a", "b", "c"} and [place.node_id for place in history.workers] == ["b", "c"]
+    assert history.nodes == {"a", "b", "c"} and [place.node_id for place in history.workers] == [
+        "b",
+        "c",
+    ]

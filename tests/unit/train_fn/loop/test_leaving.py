@@ -23,7 +23,14 @@ from train_fn.snapshots.store import leave_snapshot, snapshot_store
 pytestmark = pytest.mark.own_process
 
 SPEC = RunSpec.model_validate(
-    {"name": "left", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
+    {
+        "name": "left",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+    }
 )
 
 
@@ -59,10 +66,16 @@ def test_of_the_same_state_one_copy_is_left(tmp_path: Path) -> None:
     assert len(states(group[0])) == 1 and snapshot_store(group[0]).read(label)["step"] == 7
 
 
-def test_where_one_fits_and_two_do_not_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_fits_and_two_do_not_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group, state = ranks(tmp_path, 4), state_at(7)
     room = snapshot.size_bytes(state) + snapshot.OVERHEAD_BYTES
-    monkeypatch.setattr(snapshot.SnapshotStore, "free_bytes", lambda store: 0 if list(store.directory.glob("*.pt")) else room)
+    monkeypatch.setattr(
+        snapshot.SnapshotStore,
+        "free_bytes",
+        lambda store: 0 if list(store.directory.glob("*.pt")) else room,
+    )
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda ctx: leave_snapshot(ctx, state), group)) == [None] * 4
     assert len(states(group[0])) == 1
@@ -77,7 +90,9 @@ def test_states_that_differ_are_all_left(tmp_path: Path) -> None:
     assert len({label.digest for label in snapshot_store(first).labels()}) == 2
 
 
-def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot, "TURN_S", 0.05)
     [ctx] = ranks(tmp_path, 1)
     directory = snapshot_store(ctx).directory

@@ -1,4 +1,5 @@
-"""Train and eval modes: what the task built holds in training, and comes back after an evaluation."""
+"""Train and eval modes: what the task built holds in training, and comes back after an
+evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class NormInEval(nn.Module):
 
 
 class Merging(nn.Linear):
-    """Adds what it learns to its weight in eval mode, and takes it off again in train mode, as LoRA layers do."""
+    """Adds what it learns to its weight in eval mode, and takes it off again in train mode, as LoRA
+    layers do."""
 
     merged = False
 
@@ -54,17 +56,27 @@ def test_a_model_in_eval_mode_as_a_whole_is_put_into_train_mode() -> None:
 
 
 def test_modules_that_the_task_put_into_eval_mode_stay_there() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()), NormInEval())
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()), NormInEval()
+    )
     model[1][0].eval()
     assert set_modes_for_training(model) == ["1.0", "2.norm"]
-    assert [name for name, module in model.named_modules() if not module.training] == ["1.0", "2.norm"]
+    assert [name for name, module in model.named_modules() if not module.training] == [
+        "1.0",
+        "2.norm",
+    ]
 
 
 def test_after_an_evaluation_every_module_is_in_the_mode_it_was_in_whatever_happens() -> None:
-    model = nn.Sequential(Merging(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()), NormInEval())
+    model = nn.Sequential(
+        Merging(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()), NormInEval()
+    )
     model[1][0].eval()
     model[2].norm.training = True  # against its own train(): by a hook, say
-    before, weight = [module.training for module in model.modules()], model[0].weight.detach().clone()
+    before, weight = (
+        [module.training for module in model.modules()],
+        model[0].weight.detach().clone(),
+    )
     with pytest.raises(KeyError), evaluating(model):
         assert not any(module.training for module in model.modules())
         assert torch.equal(model[0].weight, weight + 1)
@@ -76,7 +88,10 @@ def test_after_an_evaluation_every_module_is_in_the_mode_it_was_in_whatever_happ
 def test_modes_that_a_hook_changed_are_part_of_the_state() -> None:
     def make_state() -> TrainState:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout().eval())
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+        optimizer, scaler = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.amp.GradScaler("cpu", enabled=False),
+        )
         return TrainState(model, optimizer, scaler, None, steps_per_epoch=9, fingerprint="data")
 
     frozen, restored, old = make_state(), make_state(), make_state()
@@ -97,21 +112,34 @@ class FrozenNorm(Regression):
         return nn.Sequential(norm, nn.Linear(4, 1))
 
 
-def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does(tmp_path: Path) -> None:
+def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does(
+    tmp_path: Path,
+) -> None:
     """Three epochs of one batch each, with an evaluation after each."""
     spec = RunSpec.model_validate(
         {
             "name": "modes",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
             "schedule": {"name": "constant", "warmup_steps": 0},
-            "train": {"epochs": 3, "global_batch_size": 90, "micro_batch_size": 90, "loader": {"num_workers": 0}},
+            "train": {
+                "epochs": 3,
+                "global_batch_size": 90,
+                "micro_batch_size": 90,
+                "loader": {"num_workers": 0},
+            },
         }
     )
     batches: list[dict[str, torch.Tensor]] = []
 
     class Task(FrozenNorm):
-        def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(
+            self, model: nn.Module, batch: dict[str, torch.Tensor]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             if model.training:
                 batches.append(batch)
             return super().loss(model, batch)
@@ -135,7 +163,9 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
         optimizer.step()
     assert len(batches) == 4
     newest = run_dir.checkpoints.list()[-1].name
-    found = torch.load(io.BytesIO(run_dir.checkpoints.read_file(newest, "model.pt")), weights_only=True)
+    found = torch.load(
+        io.BytesIO(run_dir.checkpoints.read_file(newest, "model.pt")), weights_only=True
+    )
     assert found["0.running_mean"].tolist() == [0.25] * 4
     for name, value in right.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

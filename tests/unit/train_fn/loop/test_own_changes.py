@@ -1,4 +1,5 @@
-"""What a task's code changes of what is trained, and how fast, is refused by name; fp16 that trains nothing is a failure."""
+"""What a task's code changes of what is trained, and how fast, is refused by name; fp16 that trains
+nothing is a failure."""
 
 from __future__ import annotations
 
@@ -45,12 +46,32 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
         monkeypatch.setattr(replica, "build_task", lambda spec: task)
         raw = {
             "name": "own",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
         }
-        built_in = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
-        train = {"global_batch_size": 8, "micro_batch_size": 8, "epochs": 2, "loader": {"num_workers": 0}, **train}
+        built_in = {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        }
+        train = {
+            "global_batch_size": 8,
+            "micro_batch_size": 8,
+            "epochs": 2,
+            "loader": {"num_workers": 0},
+            **train,
+        }
         schedule = {"name": "cosine", "warmup_steps": 0, "final_fraction": 0.5}
-        raw = {"name": "own", "task": built_in, "train": train, "schedule": schedule, "checkpoint": {"every_steps": None}}
+        raw = {
+            "name": "own",
+            "task": built_in,
+            "train": train,
+            "schedule": schedule,
+            "checkpoint": {"every_steps": None},
+        }
         spec = RunSpec.model_validate(raw)
         run_dir = open_storage(str(tmp_path / "storage")).run_dir("run_own")
         start = standalone.begin_run(run_dir, spec, "test", fresh=True)
@@ -95,7 +116,9 @@ class ScaledInAHook(OwnOptimizer):
             optimizer.register_step_post_hook(lambda *_: self._scale())
         return optimizer
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._steps += model.training
         if self._when == "loss" and self._steps == 4:
             self._scale()
@@ -110,11 +133,16 @@ class ScaledInAHook(OwnOptimizer):
             group["lr"] *= 0.5
 
 
-def test_a_scheduler_for_the_optimizer_is_refused_before_a_step(begin: Callable[..., WorkerContext]) -> None:
+def test_a_scheduler_for_the_optimizer_is_refused_before_a_step(
+    begin: Callable[..., WorkerContext],
+) -> None:
     ctx = begin(SteppedInAHook())
     failed = refusal(ctx)
     assert failed.message.startswith("SteppedInAHook.build_optimizer (")
-    assert "test_own_changes.py, line" in failed.message and "use schedule: in the spec" in failed.message
+    assert (
+        "test_own_changes.py, line" in failed.message
+        and "use schedule: in the spec" in failed.message
+    )
     assert journal_of(ctx).points == []
 
 
@@ -124,28 +152,42 @@ def test_a_learning_rate_that_the_task_changes_is_refused_by_name(
 ) -> None:
     failed = refusal(begin(ScaledInAHook(when)))
     assert failed.step == step
-    assert "parameter group 0 is " in failed.message and "use schedule: in the spec" in failed.message
+    assert (
+        "parameter group 0 is " in failed.message and "use schedule: in the spec" in failed.message
+    )
     assert "ScaledInAHook.build_optimizer (" in failed.message
 
 
-def test_the_learning_rate_that_is_told_is_the_step_s_own(begin: Callable[..., WorkerContext]) -> None:
+def test_the_learning_rate_that_is_told_is_the_step_s_own(
+    begin: Callable[..., WorkerContext],
+) -> None:
     used: list[float] = []
 
     class Watched(OwnOptimizer):
         def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = super().build_optimizer(model)
-            optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+            optimizer.register_step_pre_hook(
+                lambda *_: used.append(optimizer.param_groups[0]["lr"])
+            )
             return optimizer
 
     ctx = begin(Watched(), max_steps=5)
     assert train(ctx) is None
-    assert [point["values"]["lr"] for point in journal_of(ctx).points] == used and len(set(used)) == 5
+    assert [point["values"]["lr"] for point in journal_of(ctx).points] == used and len(
+        set(used)
+    ) == 5
 
 
 class Unfrozen(Regression):
-    """A first layer that is frozen as built, and trained from the second epoch on; or the other way round."""
+    """A first layer that is frozen as built, and trained from the second epoch on; or the other way
+    round."""
 
-    def __init__(self, change: Callable[[nn.Module], None], in_loss_at: int | None = None, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        change: Callable[[nn.Module], None],
+        in_loss_at: int | None = None,
+        frozen: bool = True,
+    ) -> None:
         super().__init__()
         self._change, self._in_loss_at, self._frozen, self._steps = change, in_loss_at, frozen, 0
 
@@ -154,7 +196,9 @@ class Unfrozen(Regression):
         model[0].requires_grad_(not self._frozen)
         return model
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._steps += model.training
         if self._steps == self._in_loss_at:
             self._change(model)
@@ -198,15 +242,23 @@ def tie(model: Any) -> None:
     ],
 )
 def test_what_is_trained_cannot_change_within_a_run(
-    change: Callable[[nn.Module], None], in_loss_at: int | None, step: int, said: str, begin: Callable[..., WorkerContext]
+    change: Callable[[nn.Module], None],
+    in_loss_at: int | None,
+    step: int,
+    said: str,
+    begin: Callable[..., WorkerContext],
 ) -> None:
     failed = refusal(begin(Unfrozen(change, in_loss_at)))
     assert failed.step == step
-    assert said.replace("(test", "(") in failed.message.replace(str(Path(__file__).parent) + "/", "").replace("(test", "(")
+    assert said.replace("(test", "(") in failed.message.replace(
+        str(Path(__file__).parent) + "/", ""
+    ).replace("(test", "(")
     assert "start a new run with resume_from" in failed.message
 
 
-def test_a_group_that_is_added_to_the_optimizer_is_refused(begin: Callable[..., WorkerContext]) -> None:
+def test_a_group_that_is_added_to_the_optimizer_is_refused(
+    begin: Callable[..., WorkerContext],
+) -> None:
     class Added(OwnOptimizer):
         def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
             self.optimizer = torch.optim.SGD(model[3].parameters(), lr=PEAK)
@@ -262,23 +314,31 @@ def test_fp16_that_trains_nothing_is_a_failure_that_names_the_parameters(
         train(ctx)
     failed = raised.value
     assert (failed.type_name, failed.kind, failed.step) == ("NothingTrained", ErrorKind.USER, steps)
-    assert failed.message.startswith(f"{steps} steps in a row, {steps} of {steps} in all, were left out")
+    assert failed.message.startswith(
+        f"{steps} steps in a row, {steps} of {steps} in all, were left out"
+    )
     assert "The gradients of 0.bias are not finite" in failed.message
 
 
-def test_fp16_whose_scale_collapses_is_a_failure_though_a_few_steps_are_taken(begin: Callable[..., WorkerContext]) -> None:
-    """Two of three steps are left out: the scale falls from 2**16 to below 2**-14 with the 31st of them."""
+def test_fp16_whose_scale_collapses_is_a_failure_though_a_few_steps_are_taken(
+    begin: Callable[..., WorkerContext],
+) -> None:
+    """Two of three steps are left out: the scale falls from 2**16 to below 2**-14 with the 31st of
+    them."""
     ctx = begin(Overflowing(lambda step: step % 3 != 0), precision="fp16", epochs=20, max_steps=200)
     with pytest.raises(StepFailed) as raised:
         train(ctx)
     assert (raised.value.type_name, raised.value.step) == ("NothingTrained", 46)
-    assert "31 of 46 in all" in raised.value.message and "down to 3.05176e-05" in raised.value.message
+    assert (
+        "31 of 46 in all" in raised.value.message and "down to 3.05176e-05" in raised.value.message
+    )
 
 
 def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
     begin: Callable[..., WorkerContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second and the third step are left out: weights and average stay, while the schedule and the data go on."""
+    """The second and the third step are left out: weights and average stay, while the schedule and
+    the data go on."""
     first: dict[str, torch.Tensor] = {}
 
     class Kept(Overflowing):
@@ -287,12 +347,18 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
             first.update((name, value.clone()) for name, value in model.state_dict().items())
             return model
 
-    monkeypatch.setattr(replica, "build_scaler", lambda precision, device: torch.amp.GradScaler("cpu", init_scale=64.0))
+    monkeypatch.setattr(
+        replica,
+        "build_scaler",
+        lambda precision, device: torch.amp.GradScaler("cpu", init_scale=64.0),
+    )
     ctx = begin(Kept(lambda step: step in (2, 3)), precision="fp16", max_steps=3, ema_decay=0.9)
     assert train(ctx) is None
     journal = journal_of(ctx)
     assert skipped_of(journal) == [0, 1, 2]
-    assert len({point["values"]["lr"] for point in journal.points}) == 3, "the schedule counts global batches"
+    assert len({point["values"]["lr"] for point in journal.points}) == 3, (
+        "the schedule counts global batches"
+    )
     [manifest] = ctx.run_dir.checkpoints.list()
     state = load_checkpoint(ctx.run_dir, manifest)
     assert state["skipped"] == {"total": 2, "in_a_row": 2} and state["ledger"]["used_once"] == 3 * 8
@@ -301,7 +367,13 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
         torch.testing.assert_close(state["ema"][name], decay * first[name] + (1 - decay) * value)
 
     raw = ctx.spec.model_dump()
-    again = one_rank(RunSpec.model_validate(raw | {"train": raw["train"] | {"max_steps": 5}}), ctx.run_dir, submission=2)
+    again = one_rank(
+        RunSpec.model_validate(raw | {"train": raw["train"] | {"max_steps": 5}}),
+        ctx.run_dir,
+        submission=2,
+    )
     assert train(again) is None
-    counted = {point["step"]: point["values"]["skipped_steps"] for point in journal_of(again).points}
+    counted = {
+        point["step"]: point["values"]["skipped_steps"] for point in journal_of(again).points
+    }
     assert (counted[4], counted[5]) == (2, 2)

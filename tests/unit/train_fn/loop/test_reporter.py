@@ -1,4 +1,5 @@
-"""Steps' metrics: all of them reach the journal in order, gathered only while steps are short, and again after a recovery."""
+"""Steps' metrics: all of them reach the journal in order, gathered only while steps are short, and
+again after a recovery."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from train_fn.recovery.launch import RankLaunch, RecoveryNote
 from train_fn.state.train_state import TrainState
 
 SPEC = RunSpec.model_validate(
-    {"name": "small", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
+    {
+        "name": "small",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+    }
 )
 NOWHERE = open_storage("/nowhere").run_dir("run_none")
 
@@ -106,7 +114,9 @@ def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_
 def recovered(at: float) -> dict[str, Any]:
     """What is told of a recovery whose attempt's first points were made at a time."""
     journal, now = Journal(), time.time()
-    note = RecoveryNote(noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5)
+    note = RecoveryNote(
+        noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5
+    )
     rank = RankJournal(journal, RankLaunch(2, now - 1, recovery=note), world_rank=0, world_size=2)  # type: ignore[arg-type]
     rank.emit(EventKind.RESTORED, {"step": 7})
     for _ in range(2):
@@ -118,7 +128,9 @@ def recovered(at: float) -> dict[str, Any]:
 def test_a_recovery_ends_with_its_first_step() -> None:
     found = recovered(time.time() + 1)
     assert found["steps_lost"] == 0 and found["world_size_after"] == 2
-    assert found["recovery_s"] == pytest.approx(3, abs=0.5) and found["phases"]["first_step"] == pytest.approx(1, abs=0.5)
+    assert found["recovery_s"] == pytest.approx(3, abs=0.5) and found["phases"][
+        "first_step"
+    ] == pytest.approx(1, abs=0.5)
 
 
 def test_a_recovery_with_no_step_left_ends_with_its_restore() -> None:

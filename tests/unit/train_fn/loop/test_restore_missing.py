@@ -1,5 +1,5 @@
-"""A storage that has lost checkpoints, or does not list them for a moment: a run goes back as far as it must, says so, and never
-quietly begins again."""
+"""A storage that has lost checkpoints, or does not list them for a moment: a run goes back as far
+as it must, says so, and never quietly begins again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def spec(max_steps: int) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "missing",
-            "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}},
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
             "train": {
                 "epochs": 9,
                 "max_steps": max_steps,
@@ -64,7 +68,9 @@ def spec(max_steps: int) -> RunSpec:
 
 def attempt(run_dir: RunDir, number: int, submission: int = 1) -> None:
     """Train to a later step, with a journal that is written as a run's is."""
-    journal = open_local_journal(run_dir, submission, number, 0, threading.Event(), lambda line: None)
+    journal = open_local_journal(
+        run_dir, submission, number, 0, threading.Event(), lambda line: None
+    )
     ctx = one_rank(spec(STEPS_PER_ATTEMPT * number), run_dir, submission=submission, attempt=number)
     try:
         train(replace(ctx, journal=journal))
@@ -93,7 +99,9 @@ def checkpoints_of(run_dir: RunDir) -> Path:
 
 @pytest.mark.parametrize("submission", [1, 2])
 @pytest.mark.parametrize("what", ["manifest.json", "model.pt", "."])
-def test_a_checkpoint_that_is_gone_is_named_and_the_one_before_taken(run_dir: RunDir, what: str, submission: int) -> None:
+def test_a_checkpoint_that_is_gone_is_named_and_the_one_before_taken(
+    run_dir: RunDir, what: str, submission: int
+) -> None:
     path = checkpoints_of(run_dir) / NAMES[1] / what
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     attempt(run_dir, 2, submission)
@@ -111,7 +119,11 @@ def test_a_listing_that_shows_too_little_sends_no_run_back(
 
     def list_too_little(files: LocalFiles, relpath: str) -> Any:
         found = listed(files, relpath)
-        return [entry for entry in found if entry.name in shown] if relpath == run_dir.checkpoints_path() else found
+        return (
+            [entry for entry in found if entry.name in shown]
+            if relpath == run_dir.checkpoints_path()
+            else found
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFiles, "list", list_too_little)
@@ -126,14 +138,18 @@ def test_a_run_whose_checkpoints_are_all_gone_waits_for_them(run_dir: RunDir) ->
     place.rename(elsewhere)
     with pytest.raises(StepFailed) as caught:
         attempt(run_dir, 2)
-    assert caught.value.type_name == StorageUnavailable.__name__ and NAMES[1] in caught.value.message
+    assert (
+        caught.value.type_name == StorageUnavailable.__name__ and NAMES[1] in caught.value.message
+    )
     assert len(restored(run_dir)) == 1, "no attempt began again"
     elsewhere.rename(place)
     attempt(run_dir, 3)
     assert restored(run_dir)[-1]["step"] == 8
 
 
-def test_a_listing_that_fails_fails_the_attempt(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_that_fails_fails_the_attempt(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = LocalFiles.list
 
     def list_failing(files: LocalFiles, relpath: str) -> Any:

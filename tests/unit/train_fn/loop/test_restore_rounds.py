@@ -1,4 +1,5 @@
-"""Killed at random moments, damaged now and then, taken over now and then: every restore is of the newest sound checkpoint."""
+"""Killed at random moments, damaged now and then, taken over now and then: every restore is of the
+newest sound checkpoint."""
 
 from __future__ import annotations
 

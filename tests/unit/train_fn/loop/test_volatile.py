@@ -1,4 +1,5 @@
-"""What a rank's replica makes of tensors that move late, unnoticed, in evaluations, or into another shape."""
+"""What a rank's replica makes of tensors that move late, unnoticed, in evaluations, or into another
+shape."""
 
 from __future__ import annotations
 
@@ -33,11 +34,18 @@ def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[Place]]:
     return VolatileBuffers(places, moving, (), ALONE, lambda moving: None), places
 
 
-def test_all_that_is_not_trained_is_looked_at_once_and_nothing_that_shares_memory_with_what_is() -> None:
+def test_all_that_is_not_trained_is_looked_at_once_and_nothing_that_shares_memory_with_what_is() -> (
+    None
+):
     model = Bag()
     model.other = nn.Module()
     model.other.register_buffer("one", model.one)
-    assert [place.name for place in untrained_places(model, [model.trained])] == ["one", "two", "loose", "frozen"]
+    assert [place.name for place in untrained_places(model, [model.trained])] == [
+        "one",
+        "two",
+        "loose",
+        "frozen",
+    ]
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
@@ -75,7 +83,9 @@ def test_the_step_in_which_something_moves_for_the_first_time_commits_the_rule()
         volatile.rewind()
     volatile.agree()
     volatile.adopt()
-    assert model.one.tolist() == [4.0, 5.0, 6.0, 7.0], "the mean of 0, 5 and 10, weighted by 4, 4 and 2"
+    assert model.one.tolist() == [4.0, 5.0, 6.0, 7.0], (
+        "the mean of 0, 5 and 10, weighted by 4, 4 and 2"
+    )
     assert model.frozen.tolist() == [2.0] * 4, "the first micro-batch did not move it"
     assert {place.name for place in volatile.moving} == {"one", "frozen"}
 
@@ -140,7 +150,13 @@ def test_a_buffer_of_the_state_that_takes_another_shape_is_refused_by_name_and_p
     for name in ("one", "two"):
         volatile.begin(5, 1)
         setattr(model, name, torch.ones(9))
-        with pytest.raises(BadTask, match=rf"{name}, a torch.float32 of shape \({3 if name == 'two' else 4},\), by .*\(9,\)"):
+        with pytest.raises(
+            BadTask,
+            match=(
+                rf"{name}, a torch.float32 of shape \({3 if name == 'two' else 4},\), by "
+                r".*\(9,\)"
+            ),
+        ):
             volatile.passed(5)
             volatile.adopt()
         assert volatile.put_back() == []
@@ -171,7 +187,10 @@ def test_a_first_pass_is_found_out_and_undone_whatever_it_wrote(is_fresh: bool) 
     model.one = model.one.clone()
     model.loose = torch.ones(9)
     moving, ignored = warm_up.look()
-    assert ([places[number].name for number in moving], [places[number].name for number in ignored]) == (
+    assert (
+        [places[number].name for number in moving],
+        [places[number].name for number in ignored],
+    ) == (
         ["one", "frozen"],
         ["loose"],
     )
@@ -185,7 +204,10 @@ def test_an_unsaved_buffer_that_is_made_anew_with_the_same_contents_is_left_alon
     warm_up = WarmUp(model, places, is_fresh=True)
     model.loose, model.one = model.loose.clone(), model.one.clone()
     moving, ignored = warm_up.look()
-    assert ([places[number].name for number in moving], [places[number].name for number in ignored]) == (["one"], ["loose"])
+    assert (
+        [places[number].name for number in moving],
+        [places[number].name for number in ignored],
+    ) == (["one"], ["loose"])
     volatile = VolatileBuffers(places, moving, ignored, ALONE, lambda moving: None)
     volatile.begin(5, 1)
     model.loose = model.loose.clone()
@@ -203,15 +225,23 @@ def test_of_what_is_large_a_sample_is_kept() -> None:
 
 
 def test_what_a_step_commits_by_kind_and_by_what_else_the_module_moves() -> None:
-    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "bag": Bag(), "queue": nn.Module(), "own": nn.Module()})
+    model = nn.ModuleDict(
+        {"norm": nn.BatchNorm1d(2), "bag": Bag(), "queue": nn.Module(), "own": nn.Module()}
+    )
     model["queue"].register_buffer("rows", torch.zeros(3))
     model["queue"].register_buffer("pointer", torch.zeros((), dtype=torch.long))
     model["own"].register_buffer("rows", torch.zeros(3))
     model["own"].register_buffer("count", torch.zeros((), dtype=torch.long))
     model["own"].buffers_take = "mean"
-    places = [place for place in untrained_places(model, [model["bag"].trained]) if place.key not in ("weight", "bias")]
+    places = [
+        place
+        for place in untrained_places(model, [model["bag"].trained])
+        if place.key not in ("weight", "bias")
+    ]
     assert dict(zip([place.name for place in places], rules_of(places), strict=True)) == {
-        **dict.fromkeys(("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"), "mean"),
+        **dict.fromkeys(
+            ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"), "mean"
+        ),
         **dict.fromkeys(("bag.one", "bag.two", "bag.loose"), "mean"),
         "bag.frozen": "first",
         **dict.fromkeys(("queue.rows", "queue.pointer"), "first"),

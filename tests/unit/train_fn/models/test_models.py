@@ -1,4 +1,5 @@
-"""Models: what the catalog names is what can be built, and what a model saves loads without Everstep."""
+"""Models: what the catalog names is what can be built, and what a model saves loads without
+Everstep."""
 
 from __future__ import annotations
 
@@ -57,4 +58,8 @@ def test_label_smoothing_is_for_training_only() -> None:
     model = task.build_model()
     batch = task.data.train.fetch(0, None, torch.arange(16).numpy())  # type: ignore[attr-defined]
     assert task.loss(model, batch)[0] != smoothed.loss(model, batch)[0]
-    assert task.metrics(model, batch)["loss"][0] == smoothed.metrics(model, batch)["loss"][0] == task.loss(model, batch)[0]
+    assert (
+        task.metrics(model, batch)["loss"][0]
+        == smoothed.metrics(model, batch)["loss"][0]
+        == task.loss(model, batch)[0]
+    )

@@ -33,18 +33,25 @@ class Gpu:
         self.told.append(data)
 
     def watch(self, device: torch.device = CUDA) -> GpuWatch:
-        return GpuWatch(self.emit, 3, "node-a", device, self.look, look_s=0.001, first_s=0.0, every_s=0.0)
+        return GpuWatch(
+            self.emit, 3, "node-a", device, self.look, look_s=0.001, first_s=0.0, every_s=0.0
+        )
 
 
 def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
     gpu = Gpu(Look(0.5, 70, 100, 30), Look(None, 60, 100, 40))
     with gpu.watch():
         assert gpu.lost.wait(60)
-    assert [(told["rank"], told["node_id"], told["busy"], told["used_bytes"]) for told in gpu.told] == [
+    assert [
+        (told["rank"], told["node_id"], told["busy"], told["used_bytes"]) for told in gpu.told
+    ] == [
         (3, "node-a", 0.5, 70),
         (3, "node-a", None, 60),
     ]
-    assert [(told["total_bytes"], told["allocated_bytes"]) for told in gpu.told] == [(100, 30), (100, 40)]
+    assert [(told["total_bytes"], told["allocated_bytes"]) for told in gpu.told] == [
+        (100, 30),
+        (100, 40),
+    ]
 
 
 def test_ranks_on_cpus_have_no_such_thread() -> None:

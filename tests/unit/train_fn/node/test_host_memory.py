@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set"
+)
 
 ONE_STEP = 45 << 8
 """Pages of 4 KiB in 45 MB."""
@@ -36,9 +38,18 @@ thread.join()
 
 
 def kept_and_faults(argument: str, **env: str) -> tuple[str, int]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, argument], check=True, capture_output=True, text=True, env={**inherited, **env}, timeout=120
+        [sys.executable, "-c", STEPS, argument],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**inherited, **env},
+        timeout=120,
     )
     kept, faults = done.stdout.split()
     return kept, int(faults)

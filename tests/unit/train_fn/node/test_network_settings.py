@@ -35,12 +35,17 @@ def test_what_a_variable_lets_through(variable: str, value: str, fits: bool) -> 
 
 def test_this_machine_is_asked_where_nothing_is_given() -> None:
     assert interface_problem({"GLOO_SOCKET_IFNAME": "lo"}, nccl=False) is None
-    assert "names no network interface" in str(interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=False))
-    assert interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=True) is None, "NCCL does not read it"
+    assert "names no network interface" in str(
+        interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=False)
+    )
+    assert interface_problem({"GLOO_SOCKET_IFNAME": "lo0"}, nccl=True) is None, (
+        "NCCL does not read it"
+    )
 
 
 @pytest.mark.parametrize(
-    ("ip", "before", "after"), [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth7", "eth7"), ("192.0.2.1", None, None)]
+    ("ip", "before", "after"),
+    [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth7", "eth7"), ("192.0.2.1", None, None)],
 )
 def test_gloo_listens_where_ray_does_unless_it_is_told_otherwise(
     ip: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,15 @@ from service.control_files.node_marks import MarksFile
 from service.db.engine import Database
 from service.db.node_marks import GONE_KEPT_S, NodeMarkStore
 from service.model.rows import NodeMarkRow
-from storage.cluster.node_marks import NO_MARKS, PATH, NodeMark, encode_marks, read_marks_file, read_node_marks, write_marks_file
+from storage.cluster.node_marks import (
+    NO_MARKS,
+    PATH,
+    NodeMark,
+    encode_marks,
+    read_marks_file,
+    read_node_marks,
+    write_marks_file,
+)
 from storage.errors import CorruptFile, StorageUnavailable
 from storage.files.regular_file import READ_LIMIT_BYTES
 from storage.filesystem import Storage
@@ -28,7 +36,10 @@ def store(database: Database, clock: ManualClock) -> NodeMarkStore:
     return NodeMarkStore(database, clock)
 
 
-MARKS = (NodeMark("b", "draining", "hé", "ann", NOON, NOON + 30), NodeMark("a", "cordoned", None, "everstep", NOON))
+MARKS = (
+    NodeMark("b", "draining", "hé", "ann", NOON, NOON + 30),
+    NodeMark("a", "cordoned", None, "everstep", NOON),
+)
 
 
 # ---------------------------------------------------------------- the file
@@ -44,18 +55,33 @@ def test_marks_come_back_from_the_file(any_storage: Storage) -> None:
 
 
 def test_a_newer_service_s_fields_are_passed_over(local_storage: Storage) -> None:
-    local_storage.files.write(PATH, b'{"nodes": {"a": {"state": "cordoned", "at": 1, "by": "x", "color": "red"}}, "more": 1}')
+    local_storage.files.write(
+        PATH,
+        b'{"nodes": {"a": {"state": "cordoned", "at": 1, "by": "x", "color": "red"}}, "more": 1}',
+    )
     assert read_node_marks(local_storage) == {"a": NodeMark("a", "cordoned", None, "x", 1.0)}
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"nodes": {"a": {}}}', b'{"nodes": {"a": {"state": "odd", "at": 1}}}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"nodes": {"a": {}}}',
+        b'{"nodes": {"a": {"state": "odd", "at": 1}}}',
+    ],
+)
 def test_a_file_that_is_something_else_is_named(local_storage: Storage, data: bytes) -> None:
     local_storage.files.write(PATH, data)
     with pytest.raises(CorruptFile, match=r"nodes\.json"):
         read_node_marks(local_storage)
 
 
-def test_the_file_is_written_when_it_differs_and_healed(any_storage: Storage, store: NodeMarkStore) -> None:
+def test_the_file_is_written_when_it_differs_and_healed(
+    any_storage: Storage, store: NodeMarkStore
+) -> None:
     file = MarksFile(any_storage, store)
     assert not file.publish(), "no mark and no file are the same"
     store.say("a", "cordoned", "ann", reason="x")
@@ -68,7 +94,8 @@ def test_the_file_is_written_when_it_differs_and_healed(any_storage: Storage, st
 
 
 class _TwoWriters(MemoryObjects):
-    """Storage in which another writer of the same file comes in between a look at the database and the write that follows it."""
+    """Storage in which another writer of the same file comes in between a look at the database and
+    the write that follows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +144,9 @@ def test_the_service_does_not_talk_over_a_user(store: NodeMarkStore, clock: Manu
     assert store.all()["a"].state == "cordoned"
 
 
-def test_marks_of_nodes_that_are_gone_for_a_day_are_forgotten(store: NodeMarkStore, clock: ManualClock) -> None:
+def test_marks_of_nodes_that_are_gone_for_a_day_are_forgotten(
+    store: NodeMarkStore, clock: ManualClock
+) -> None:
     for node_id in ("a", "b"):
         store.say(node_id, "cordoned", "ann")
     assert store.note_living({"a"}, 3600) == ()
@@ -132,7 +161,9 @@ def test_marks_of_nodes_that_are_gone_for_a_day_are_forgotten(store: NodeMarkSto
     assert set(store.all()) == {"a"}
 
 
-def test_a_pardon_is_forgotten_with_what_it_forgave(store: NodeMarkStore, clock: ManualClock) -> None:
+def test_a_pardon_is_forgotten_with_what_it_forgave(
+    store: NodeMarkStore, clock: ManualClock
+) -> None:
     store.say("a", "open", "ann")
     clock.now += 3600
     store.note_living({"a"}, 3600)
@@ -175,7 +206,9 @@ def remote(gate: _Gate) -> Storage:
     return storage
 
 
-def test_drivers_read_at_most_once_a_second_and_see_what_changed(remote: Storage, gate: _Gate, clock: ManualClock) -> None:
+def test_drivers_read_at_most_once_a_second_and_see_what_changed(
+    remote: Storage, gate: _Gate, clock: ManualClock
+) -> None:
     reader = MarksReader(remote, clock)
     assert reader.marks() == {}
     write_marks_file(remote, encode_marks(MARKS))

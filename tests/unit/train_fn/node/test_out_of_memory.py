@@ -23,7 +23,9 @@ def test_the_kernel_s_line_of_that_process_alone(tmp_path: Path) -> None:
     assert oom_line(4, log) is None and oom_line(1, tmp_path / "none") is None
 
 
-def test_kills_are_counted_from_when_the_rank_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_are_counted_from_when_the_rank_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(out_of_memory, "oom_line", lambda pid: None)
     monkeypatch.setattr(out_of_memory, "oom_kills", lambda: 3)
     assert look_for_oom(1, 3) is None and look_for_oom(1, None) is None

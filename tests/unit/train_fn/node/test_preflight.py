@@ -1,4 +1,5 @@
-"""The look at nodes before runs are put on them: what fails or is far slower is told, and what is merely noisy is not."""
+"""The look at nodes before runs are put on them: what fails or is far slower is told, and what is
+merely noisy is not."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node import preflight
-from train_fn.node.preflight import Figures, look_at_the_links, look_at_this_node, look_for_room, main, report, unfit
+from train_fn.node.preflight import (
+    Figures,
+    look_at_the_links,
+    look_at_this_node,
+    look_for_room,
+    main,
+    report,
+    unfit,
+)
 
 CPU = torch.device("cpu")
 
@@ -26,7 +35,14 @@ def test_a_sound_node_is_fit(tmp_path: Path, process_group: None) -> None:
     figures = look_at_this_node(0, CPU, tmp_path)
     look_at_the_links(figures, 1, CPU)
     assert figures.problems == []
-    assert figures.seconds.keys() == {"matmul", "memory", "disk", "sum_4k", "sum_1024k", "sum_16384k"}
+    assert figures.seconds.keys() == {
+        "matmul",
+        "memory",
+        "disk",
+        "sum_4k",
+        "sum_1024k",
+        "sum_16384k",
+    }
     assert all(0 < seconds < 30 for seconds in figures.seconds.values())
     assert unfit([figures]) == {}
 
@@ -36,8 +52,16 @@ def test_what_fails_or_lacks_room_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     figures = look_at_this_node(3, CPU, tmp_path / "absent")
     look_for_room(figures, tmp_path / "absent")
     assert any(problem.startswith("disk: ") and "absent" in problem for problem in figures.problems)
-    assert sum("are free of its" in problem or "are available" in problem for problem in figures.problems) == 2
-    assert "rank 3 on " in report([figures], unfit([figures])) and "  UNFIT: disk: " in report([figures], unfit([figures]))
+    assert (
+        sum(
+            "are free of its" in problem or "are available" in problem
+            for problem in figures.problems
+        )
+        == 2
+    )
+    assert "rank 3 on " in report([figures], unfit([figures])) and "  UNFIT: disk: " in report(
+        [figures], unfit([figures])
+    )
 
 
 def node(rank: int, **seconds: float) -> Figures:
@@ -55,10 +79,20 @@ def test_who_is_far_slower_is_named_and_a_shared_sum_blames_nobody() -> None:
     assert unfit(tiny) == {}, "both are fast"
 
 
-def test_without_torchrun_or_an_interface_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_torchrun_or_an_interface_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert main([]) == 2 and "start this by torchrun" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "ens7"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "GLOO_SOCKET_IFNAME": "ens7",
+    }.items():
         monkeypatch.setenv(name, value)
-    assert main([]) == 2 and "GLOO_SOCKET_IFNAME=ens7 names no network interface" in capsys.readouterr().err
+    assert (
+        main([]) == 2
+        and "GLOO_SOCKET_IFNAME=ens7 names no network interface" in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""Secrets of ranks: read on the node, named when they are missing, and taken out of everything that is kept."""
+"""Secrets of ranks: read on the node, named when they are missing, and taken out of everything that
+is kept."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ def test_a_project_s_own_secret_comes_before_everybody_s(tmp_path: Path) -> None
     assert read_secrets(spec(), environ) == {"HUB_TOKEN": "theirs only"}
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"a\0b", b"x" * (MAX_BYTES + 1)])
-def test_a_secret_that_cannot_be_had_is_named_without_a_value(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\n", b"\xff\xfe", b"a\0b", b"x" * (MAX_BYTES + 1)]
+)
+def test_a_secret_that_cannot_be_had_is_named_without_a_value(
+    tmp_path: Path, content: bytes | None
+) -> None:
     if content is not None:
         (tmp_path / "hub").write_bytes(content)
     with pytest.raises(SecretMissing, match=r"secret 'hub' .*EVERSTEP_SECRETS_DIR") as raised:
@@ -50,7 +55,9 @@ def test_a_directory_of_this_name_is_no_secret(tmp_path: Path) -> None:
 def test_values_are_taken_out_of_texts_and_errors() -> None:
     redact = Redactor()
     assert redact("hunter2-secret") == "hunter2-secret"
-    redact.learn(["hunter2-secret", "hunter2-secret-longer", "42", "-----BEGIN\nline-of-key\n-----END"])
+    redact.learn(
+        ["hunter2-secret", "hunter2-secret-longer", "42", "-----BEGIN\nline-of-key\n-----END"]
+    )
     assert redact("a hunter2-secret-longer b hunter2-secret c 42") == f"a {MASK} b {MASK} c 42"
     assert redact("line-of-key") == MASK, "logs are kept line by line"
     try:

@@ -1,4 +1,5 @@
-"""Nodes that do not share their storage are found before a step is trained; here every node is a thread."""
+"""Nodes that do not share their storage are found before a step is trained; here every node is a
+thread."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_fn.checkpoints.storage_proof import prove_storage
 
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageUnavailable
@@ -16,7 +18,6 @@ from storage.filesystem import open_storage
 from storage.run_dir import DRIVER_PROBE
 from tests.unit.train_fn.checkpoints.test_saver import make_context
 from train_fn.checkpoints import storage_proof
-from train_fn.checkpoints.storage_proof import prove_storage
 from train_fn.errors import StorageNotShared
 from train_fn.recovery.rank_error import describe_error
 from train_fn.recovery.verdict import Evidence, RankReport, decide, judge
@@ -81,28 +82,40 @@ def test_nodes_that_share_their_storage_go_on(tmp_path: Path) -> None:
     nodes = [("a", tmp_path), ("a", tmp_path), ("b", tmp_path), ("c", tmp_path)]
     for _ in range(2):  # a later attempt finds its probes there
         assert prove(nodes) == [None] * 4
-    assert sorted(path.name for path in (tmp_path / "runs/run_saver/control/s001.probes").iterdir()) == ["a", "b", "c", "driver"]
+    assert sorted(
+        path.name for path in (tmp_path / "runs/run_saver/control/s001.probes").iterdir()
+    ) == ["a", "b", "c", "driver"]
 
 
 @pytest.mark.parametrize("alone", ["a", "b", "c"])
-def test_a_node_with_a_directory_of_its_own_is_found_by_all_ranks(alone: str, tmp_path: Path) -> None:
+def test_a_node_with_a_directory_of_its_own_is_found_by_all_ranks(
+    alone: str, tmp_path: Path
+) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     write_driver_probe(shared)
     errors = prove([(node, own if node == alone else shared) for node in ("a", "b", "c")])
     assert {type(error) for error in errors} == {StorageNotShared}
-    assert len({str(error).partition(" is not ")[2] for error in errors}) == 1, "all say the same, of the path that each has"
-    assert "is not the same on all nodes" in str(errors[0]) and "Mount one shared filesystem" in str(errors[0])
+    assert len({str(error).partition(" is not ")[2] for error in errors}) == 1, (
+        "all say the same, of the path that each has"
+    )
+    assert "is not the same on all nodes" in str(
+        errors[0]
+    ) and "Mount one shared filesystem" in str(errors[0])
 
 
 def test_a_head_with_a_directory_of_its_own_is_found(tmp_path: Path) -> None:
     [error] = prove([("a", tmp_path)])
     assert (
-        isinstance(error, StorageNotShared) and "node a" in str(error) and "does not see what the driver has written" in str(error)
+        isinstance(error, StorageNotShared)
+        and "node a" in str(error)
+        and "does not see what the driver has written" in str(error)
     )
     write_driver_probe(tmp_path)
     assert prove([("a", tmp_path)]) == [None]
     [error] = prove([("a", tmp_path)], submission=2)
-    assert isinstance(error, StorageNotShared), "what was proven for an earlier submission proves nothing"
+    assert isinstance(error, StorageNotShared), (
+        "what was proven for an earlier submission proves nothing"
+    )
 
 
 def test_a_path_whose_bytes_differ_between_nodes_is_found(tmp_path: Path) -> None:
@@ -112,7 +125,10 @@ def test_a_path_whose_bytes_differ_between_nodes_is_found(tmp_path: Path) -> Non
         assert prove([(node, place)]) == [None]
         (place / "runs/run_saver/control/s001.probes" / stale).write_bytes(bytes(4096))
     errors = prove([("a", one), ("b", other)])
-    assert all(isinstance(error, StorageNotShared) and "reads other bytes than node" in str(error) for error in errors)
+    assert all(
+        isinstance(error, StorageNotShared) and "reads other bytes than node" in str(error)
+        for error in errors
+    )
 
 
 def test_a_node_that_cannot_write_is_told_as_trouble_of_the_storage(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Ray Train is told of every checkpoint, in order, beside training: a report is a barrier that may take its time, or fail."""
+"""Ray Train is told of every checkpoint, in order, beside training: a report is a barrier that may
+take its time, or fail."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ class SlowRay:
     """Ray Train's side of a report: its context, and a barrier that opens when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, experiment: Path, rank: int) -> None:
-        self.open, self.reported, self.error = threading.Semaphore(0), list[dict[str, Any]](), RuntimeError("the group is ending")
+        self.open, self.reported, self.error = (
+            threading.Semaphore(0),
+            list[dict[str, Any]](),
+            RuntimeError("the group is ending"),
+        )
         storage = SimpleNamespace(
-            build_checkpoint_path_from_name=lambda name: f"{experiment}/{name}", storage_filesystem=LocalFileSystem()
+            build_checkpoint_path_from_name=lambda name: f"{experiment}/{name}",
+            storage_filesystem=LocalFileSystem(),
         )
         context = SimpleNamespace(get_storage=lambda: storage, get_world_rank=lambda: rank)
         monkeypatch.setattr(ray.train, "get_context", lambda: context)
@@ -36,7 +42,9 @@ class SlowRay:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_reports_hold_nobody_up_and_come_in_order(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_hold_nobody_up_and_come_in_order(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = open_storage(str(tmp_path)).run_dir("run_r")
     slow = SlowRay(monkeypatch, tmp_path / "runs/run_r", rank)
     told: list[int] = []
@@ -48,12 +56,17 @@ def test_reports_hold_nobody_up_and_come_in_order(rank: int, tmp_path: Path, mon
     assert slow.reported == [] and not reports.close(0.01)
     slow.open.release(3)
     assert reports.close(20.0)
-    assert [report["checkpoint_dir_name"] for report in slow.reported] == [f"checkpoints/{names[0]}", f"checkpoints/{names[2]}"]
+    assert [report["checkpoint_dir_name"] for report in slow.reported] == [
+        f"checkpoints/{names[0]}",
+        f"checkpoints/{names[2]}",
+    ]
     assert told == [1, 2], "of each that can be taken, once it can be"
     assert [report["metrics"] for report in slow.reported] == [{"loss": 0.5}, {"loss": 0.25}]
     for report, name in zip(slow.reported, (names[0], names[2]), strict=True):
         assert report["checkpoint_upload_mode"] is ray.train.CheckpointUploadMode.NO_UPLOAD
         if rank == 0:
-            assert Path(report["checkpoint"].path) == Path(run_dir.checkpoints.path(name)), "where it lies: nothing is copied"
+            assert Path(report["checkpoint"].path) == Path(run_dir.checkpoints.path(name)), (
+                "where it lies: nothing is copied"
+            )
         else:
             assert report["checkpoint"] is None

@@ -1,4 +1,5 @@
-"""A Ray Train function's reports: told to the journal as steps, and a stop that all ranks take at the same one."""
+"""A Ray Train function's reports: told to the journal as steps, and a stop that all ranks take at
+the same one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tests.unit.train_fn.tasks.test_own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 from train_fn.ray_train import user_train_fn as own_function
-from train_fn.ray_train.checkpoint_list import KeepCheckpointList, latest_reported, rejected_reports, repair_snapshot_file
+from train_fn.ray_train.checkpoint_list import (
+    KeepCheckpointList,
+    latest_reported,
+    rejected_reports,
+    repair_snapshot_file,
+)
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
 from train_fn.recovery.rank_error import ErrorKind, describe_error
 from train_fn.recovery.settings import RecoverySettings
@@ -74,7 +80,9 @@ def ray_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayContext:
     monkeypatch.setattr(own_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)
     monkeypatch.setattr("builtins.REPORT", lambda *args: found.report(*args), raising=False)
-    monkeypatch.setattr("builtins.CHECKPOINT", ray.train.Checkpoint.from_directory(tmp_path), raising=False)
+    monkeypatch.setattr(
+        "builtins.CHECKPOINT", ray.train.Checkpoint.from_directory(tmp_path), raising=False
+    )
     return found
 
 
@@ -86,19 +94,29 @@ def storage(tmp_path: Path) -> Iterator[Storage]:
 def context(storage: Storage, name: str = "train_fn", **config: Any) -> WorkerContext:
     digest = CodeStore(storage).put(tar_gz({"mine.py": SOURCE})).digest
     code = {"archive": digest, "train_fn": f"mine:{name}", "config": config}
-    return one_rank(RunSpec.model_validate({"name": "own", "code": code}), storage.run_dir("run_own"))
+    return one_rank(
+        RunSpec.model_validate({"name": "own", "code": code}), storage.run_dir("run_own")
+    )
 
 
 def events(ctx: WorkerContext) -> list[tuple[EventKind, dict[str, Any]]]:
     return journal_of(ctx).events
 
 
-def test_reports_are_steps_and_numbers_are_metrics(storage: Storage, ray_context: RayContext) -> None:
+def test_reports_are_steps_and_numbers_are_metrics(
+    storage: Storage, ray_context: RayContext
+) -> None:
     ctx = context(storage, n=3, kept=[])
     assert own_function.train(ctx) is None
     kinds = [kind for kind, _ in events(ctx)]
     assert kinds == [EventKind.RESTORED, EventKind.TRAINING_STARTED, *[EventKind.METRICS] * 3]
-    assert events(ctx)[0][1] == {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []}
+    assert events(ctx)[0][1] == {
+        "step": 0,
+        "epoch": 0,
+        "source": "fresh",
+        "checkpoint": None,
+        "rejected": [],
+    }
     points = [data["points"][0] for kind, data in events(ctx) if kind is EventKind.METRICS]
     assert [point["step"] for point in points] == [1, 2, 3]
     assert points[1]["values"].keys() == {"loss", "bad", "step_s"}
@@ -106,7 +124,9 @@ def test_reports_are_steps_and_numbers_are_metrics(storage: Storage, ray_context
     assert [metrics["everstep_step"] for metrics, *_ in ray_context.reported] == [1, 2, 3]
 
 
-def test_a_function_without_arguments_is_called_without(storage: Storage, ray_context: RayContext) -> None:
+def test_a_function_without_arguments_is_called_without(
+    storage: Storage, ray_context: RayContext
+) -> None:
     assert own_function.train(context(storage, "nothing")) is None
     assert len(ray_context.reported) == 1
 
@@ -124,14 +144,22 @@ def test_a_stop_is_taken_at_a_report(
     assert len(ray_context.reported) == num_reports
 
 
-def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(storage: Storage, ray_context: RayContext) -> None:
+def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(
+    storage: Storage, ray_context: RayContext
+) -> None:
     ctx = context(storage, n=5, kept=[3])
     run_list(storage, ["checkpoint_a"], [7])
     ray_context.checkpoint = object()
     journal_of(ctx).stop_requested = "pause"
     assert own_function.train(ctx) == "pause"
     assert len(ray_context.reported) == 4
-    assert events(ctx)[0][1] == {"step": 7, "epoch": 0, "source": "checkpoint", "checkpoint": "checkpoint_a", "rejected": []}
+    assert events(ctx)[0][1] == {
+        "step": 7,
+        "epoch": 0,
+        "source": "checkpoint",
+        "checkpoint": "checkpoint_a",
+        "rejected": [],
+    }
     assert events(ctx)[-1][1]["points"][0]["step"] == 11
 
 
@@ -146,7 +174,12 @@ def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(storage: S
     ],
 )
 def test_what_goes_wrong_is_the_user_s_and_has_its_place(
-    storage: Storage, ray_context: RayContext, name: str, config: dict[str, Any], words: str, step: int
+    storage: Storage,
+    ray_context: RayContext,
+    name: str,
+    config: dict[str, Any],
+    words: str,
+    step: int,
 ) -> None:
     with pytest.raises(StepFailed) as caught:
         own_function.train(context(storage, name, **config))
@@ -171,7 +204,9 @@ def test_a_peer_that_is_gone_is_not_the_user_s_fault(
 
 
 def test_reports_that_lie_far_apart_are_no_hang() -> None:
-    settings = RecoverySettings(hang_min_s=60, hang_first_step_s=1200, hang_evaluation_s=3600).for_own_function()
+    settings = RecoverySettings(
+        hang_min_s=60, hang_first_step_s=1200, hang_evaluation_s=3600
+    ).for_own_function()
     assert (settings.hang_min_s, settings.hang_first_step_s) == (3600, 3600)
 
 
@@ -181,7 +216,10 @@ def test_reports_that_lie_far_apart_are_no_hang() -> None:
 def run_list(storage: Storage, names: list[str], steps: list[int]) -> bytes:
     """Ray's list as it writes it, and the directories that it names."""
     files = storage.run_dir("run_own").files
-    results = [{"checkpoint_dir_name": name, "metrics": {"everstep_step": step}} for name, step in zip(names, steps, strict=True)]
+    results = [
+        {"checkpoint_dir_name": name, "metrics": {"everstep_step": step}}
+        for name, step in zip(names, steps, strict=True)
+    ]
     state = {
         "ray_version": ray.__version__,
         "checkpoint_results": results,
@@ -200,7 +238,9 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
     run_dir, path = storage.run_dir("run_own"), "runs/run_own/checkpoint_manager_snapshot.json"
     assert latest_reported(run_dir) == (0, None)
     keep = KeepCheckpointList(run_dir)
-    reported = SimpleNamespace(checkpoint=SimpleNamespace(path="/any/checkpoint_b"), metrics={"everstep_step": 5})
+    reported = SimpleNamespace(
+        checkpoint=SimpleNamespace(path="/any/checkpoint_b"), metrics={"everstep_step": 5}
+    )
     keep.after_report(reported, [{}])  # nothing to copy yet: told in the log only
     good = run_list(storage, ["checkpoint_a", "checkpoint_b"], [1, 5])
     keep.after_report(SimpleNamespace(checkpoint=None), [])
@@ -214,7 +254,10 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
     repair_snapshot_file(run_dir)
     mended = json.loads(run_dir.files.read(path))
     assert latest_reported(run_dir) == (1, "checkpoint_a")
-    assert (mended["checkpoint_report_indices"], mended["validated_checkpoint_dir_names"]) == ([21], ["checkpoint_a"])
+    assert (mended["checkpoint_report_indices"], mended["validated_checkpoint_dir_names"]) == (
+        [21],
+        ["checkpoint_a"],
+    )
     run_dir.files.delete_dir("runs/run_own/checkpoint_a")
     repair_snapshot_file(run_dir)
     assert not run_dir.files.exists(path)
@@ -227,7 +270,10 @@ def test_reports_that_are_gone_are_named_and_a_function_does_not_begin_again_for
     run_list(storage, names, [1, 5])
     for name in names:
         KeepCheckpointList(run_dir).after_report(
-            SimpleNamespace(checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5}), [{}]
+            SimpleNamespace(
+                checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5}
+            ),
+            [{}],
         )
     assert rejected_reports(run_dir) == {}
     run_dir.files.delete_dir("runs/run_own/checkpoint_b")
@@ -249,7 +295,9 @@ def test_reports_that_are_gone_are_named_and_a_function_does_not_begin_again_for
 
 
 @pytest.mark.parametrize("harm", ["cut short", "longer", "gone"])
-def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(storage: Storage, tmp_path: Path, harm: str) -> None:
+def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(
+    storage: Storage, tmp_path: Path, harm: str
+) -> None:
     run_dir = storage.run_dir("run_own")
     names, own = ["checkpoint_a", "checkpoint_b"], []
     for rank in range(2):
@@ -264,7 +312,9 @@ def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(storage: Stor
     for name in names:
         for rank in range(2):
             shutil.copytree(tmp_path / f"rank-{rank}", root / name, dirs_exist_ok=True)
-        reported = SimpleNamespace(checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5})
+        reported = SimpleNamespace(
+            checkpoint=SimpleNamespace(path=f"/any/{name}"), metrics={"everstep_step": 5}
+        )
         KeepCheckpointList(run_dir).after_report(reported, own)
     manifest = json.loads((root / "checkpoint_b" / "everstep_manifest.json").read_text())
     assert (manifest["step"], manifest["world_size"]) == (5, 2)
@@ -273,6 +323,8 @@ def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(storage: Stor
     repair_snapshot_file(run_dir)
     assert latest_reported(run_dir) == (5, "checkpoint_b")
     part = root / "checkpoint_b" / "deep" / "__1_0.distcp"
-    part.unlink() if harm == "gone" else part.write_bytes(b"1234" if harm == "cut short" else b"123456")
+    part.unlink() if harm == "gone" else part.write_bytes(
+        b"1234" if harm == "cut short" else b"123456"
+    )
     repair_snapshot_file(run_dir)
     assert latest_reported(run_dir) == (1, "checkpoint_a")

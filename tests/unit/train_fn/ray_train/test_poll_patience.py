@@ -10,7 +10,12 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from train_fn.ray_train import worker_group
-from train_fn.ray_train.ray_internals import WorkerGroup, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError, WorkerStatus
+from train_fn.ray_train.ray_internals import (
+    WorkerGroup,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+    WorkerStatus,
+)
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
@@ -27,7 +32,9 @@ def on(node: NodeView, node_id: str) -> NodeView:
 
 def unavailable() -> Any:
     failure = ActorUnavailableError("the connection broke", b"0" * 16)
-    return WorkerStatus(running=False, error=WorkerHealthCheckFailedError("missed", failure=failure))
+    return WorkerStatus(
+        running=False, error=WorkerHealthCheckFailedError("missed", failure=failure)
+    )
 
 
 def overdue() -> Any:
@@ -46,12 +53,20 @@ class Polls:
         self.group._missed_since, self.group._told_cut_off = {}, False
         self.group._world_rank_to_ongoing_poll = {}
         self.group._look_at_nodes = lambda: (HEAD, *self.nodes)
-        self.group.get_workers = lambda: [SimpleNamespace(metadata=SimpleNamespace(node_id=n)) for n in "ab"[: len(self.statuses)]]
-        monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda _group, _timeout: list(self.statuses))
+        self.group.get_workers = lambda: [
+            SimpleNamespace(metadata=SimpleNamespace(node_id=n)) for n in "ab"[: len(self.statuses)]
+        ]
+        monkeypatch.setattr(
+            WorkerGroup,
+            "_poll_workers_and_collect_errors",
+            lambda _group, _timeout: list(self.statuses),
+        )
         monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def errors(self) -> list[bool]:
-        return [status.error is not None for status in self.group._poll_workers_and_collect_errors(0.2)]
+        return [
+            status.error is not None for status in self.group._poll_workers_and_collect_errors(0.2)
+        ]
 
 
 @pytest.fixture
@@ -60,7 +75,10 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Polls:
 
 
 def test_a_rank_that_cannot_be_called_is_called_again_while_its_node_answers(polls: Polls) -> None:
-    polls.nodes, polls.statuses = (on(UP, "a"), on(UP, "b")), [unavailable(), WorkerStatus(running=True)]
+    polls.nodes, polls.statuses = (
+        (on(UP, "a"), on(UP, "b")),
+        [unavailable(), WorkerStatus(running=True)],
+    )
     assert polls.errors() == [False, False]
     polls.now = 59.0
     assert polls.errors() == [False, False]
@@ -86,7 +104,10 @@ def test_a_node_that_refuses_has_lost_its_rank_at_once(polls: Polls) -> None:
 
 
 def test_a_rank_that_hangs_on_a_node_that_answers_is_not_waited_for(polls: Polls) -> None:
-    polls.nodes, polls.statuses = (on(UP, "a"), on(UP, "b")), [overdue(), WorkerStatus(running=True)]
+    polls.nodes, polls.statuses = (
+        (on(UP, "a"), on(UP, "b")),
+        [overdue(), WorkerStatus(running=True)],
+    )
     polls.group._world_rank_to_ongoing_poll = {0: "a poll"}
     assert polls.errors() == [True, False]
 
@@ -96,7 +117,9 @@ def test_who_hears_no_host_at_all_leaves_the_ranks_alone_however_long(polls: Pol
     for polls.now in (0.0, 100.0, 1000.0):
         polls.group._world_rank_to_ongoing_poll = {0: "a poll"}
         assert polls.errors() == [False, False]
-        assert polls.group._world_rank_to_ongoing_poll == {}, "the next poll is a new one, with its own time"
+        assert polls.group._world_rank_to_ongoing_poll == {}, (
+            "the next poll is a new one, with its own time"
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +131,9 @@ def test_who_hears_no_host_at_all_leaves_the_ranks_alone_however_long(polls: Pol
         ((), "the cluster has declared both dead"),
     ],
 )
-def test_hosts_that_are_lost_while_others_are_heard_are_lost(nodes: tuple[NodeView, ...], what: str, polls: Polls) -> None:
+def test_hosts_that_are_lost_while_others_are_heard_are_lost(
+    nodes: tuple[NodeView, ...], what: str, polls: Polls
+) -> None:
     polls.nodes, polls.statuses = nodes, [overdue(), overdue()]
     polls.group._world_rank_to_ongoing_poll = {0: "a poll", 1: "a poll"}
     assert polls.errors() == [True, True], what

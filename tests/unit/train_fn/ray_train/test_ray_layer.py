@@ -24,13 +24,17 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
 ) -> None:
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
-    assert str(worker._device(use_gpu=True)) == expected and str(worker._device(use_gpu=False)) == "cpu"
+    assert (
+        str(worker._device(use_gpu=True)) == expected
+        and str(worker._device(use_gpu=False)) == "cpu"
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "asked", "requested", "finished", "stopped"),
     [
-        ("pause", True, None, False, None),  # rank 0 had not heard that it was to make room: the run goes on
+        # rank 0 had not heard that it was to make room: the run goes on
+        ("pause", True, None, False, None),
         ("pause", True, "pause", True, "pause"),
         ("pause", False, None, True, "pause"),  # where saves fail
         ("cancel", True, "cancel", True, "cancel"),
@@ -43,19 +47,30 @@ def test_ranks_that_made_room_have_not_paused(
 ) -> None:
     leaving = SimpleNamespace(is_set=lambda: False)
     journal = SimpleNamespace(stop_requested=requested)
-    controller: Any = SimpleNamespace(_asked_to_yield=asked, _journal=journal, _leaving=leaving, _stopped=None)
-    status = SimpleNamespace(finished=True, errors={}, worker_statuses={0: SimpleNamespace(return_value=value)})
+    controller: Any = SimpleNamespace(
+        _asked_to_yield=asked, _journal=journal, _leaving=leaving, _stopped=None
+    )
+    status = SimpleNamespace(
+        finished=True, errors={}, worker_statuses={0: SimpleNamespace(return_value=value)}
+    )
     assert EverstepController._is_training_succeeded(controller, status) is finished
     assert controller._stopped == stopped
 
 
-def test_of_a_node_that_is_taken_away_its_own_ranks_are_killed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_node_that_is_taken_away_its_own_ranks_are_killed_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     killed: list[str] = []
     monkeypatch.setattr(ray, "kill", killed.append)
-    workers = [SimpleNamespace(actor=f"rank {rank}", metadata=SimpleNamespace(node_id=node)) for rank, node in enumerate("aab")]
+    workers = [
+        SimpleNamespace(actor=f"rank {rank}", metadata=SimpleNamespace(node_id=node))
+        for rank, node in enumerate("aab")
+    ]
     group: Any = SimpleNamespace(get_workers=lambda: workers, break_hang=lambda: [1])
     assert EverstepWorkerGroup.abandon(group, {"b"}) == [2] and killed == ["rank 2"]
-    assert EverstepWorkerGroup.abandon(group, {"a", "b"}) == [1], "where nobody else is left, the one that is waited for"
+    assert EverstepWorkerGroup.abandon(group, {"a", "b"}) == [1], (
+        "where nobody else is left, the one that is waited for"
+    )
 
 
 class Cluster:
@@ -72,12 +87,20 @@ class Cluster:
         return SimpleNamespace(wait=lambda timeout_s: node_id in self.giving)
 
 
-def test_a_node_that_does_not_give_what_is_free_there_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_give_what_is_free_there_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster, bundles = Cluster(monkeypatch), Placement("run_a")
     cluster.giving = {"a"}
     assert bundles.reserve({"a": 2, "b": 1}, {"GPU": 1.0}, 0.0) is None
-    assert bundles.unfit() == [] and bundles.held({"a", "b"}) == {"a": 2}, "once may be a matter of the moment; what came is held"
+    assert bundles.unfit() == [] and bundles.held({"a", "b"}) == {"a": 2}, (
+        "once may be a matter of the moment; what came is held"
+    )
     assert bundles.reserve({"a": 2, "b": 1}, {"GPU": 1.0}, 0.0) is None and bundles.unfit() == ["b"]
     cluster.giving = {"a", "b"}
     taken = bundles.reserve({"a": 2, "b": 1}, {"GPU": 1.0}, 0.0)
-    assert taken is not None and [bundle.node_id for bundle in taken] == ["a", "b", "a"] and bundles.unfit() == []
+    assert (
+        taken is not None
+        and [bundle.node_id for bundle in taken] == ["a", "b", "a"]
+        and bundles.unfit() == []
+    )

@@ -1,4 +1,5 @@
-"""Ray Train's list of checkpoints is put right, or removed, where Ray would refuse to start on it, and only there."""
+"""Ray Train's list of checkpoints is put right, or removed, where Ray would refuse to start on it,
+and only there."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName, RunDir
 from train_fn.ray_train.checkpoint_list import ShortList, repair_snapshot_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated")  # Ray's
+# Ray's
+pytestmark = pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated")
 
 NAME = "checkpoints/step-000000010.s001"
 
@@ -32,7 +34,12 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def state(name: str = NAME, version: str = ray.__version__) -> bytes:
-    return json.dumps({"ray_version": version, "checkpoint_results": [{"checkpoint_dir_name": name, "metrics": {}}]}).encode()
+    return json.dumps(
+        {
+            "ray_version": version,
+            "checkpoint_results": [{"checkpoint_dir_name": name, "metrics": {}}],
+        }
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,9 @@ def state(name: str = NAME, version: str = ray.__version__) -> bytes:
         (None, False),
     ],
 )
-def test_only_a_list_that_ray_can_load_is_kept(run_dir: RunDir, content: bytes | None, kept: bool) -> None:
+def test_only_a_list_that_ray_can_load_is_kept(
+    run_dir: RunDir, content: bytes | None, kept: bool
+) -> None:
     path = "runs/run_r/checkpoint_manager_snapshot.json"
     if content is not None:
         run_dir.files.write(path, content)
@@ -58,7 +67,11 @@ def test_only_a_list_that_ray_can_load_is_kept(run_dir: RunDir, content: bytes |
 def test_a_list_that_is_gone_is_taken_from_its_copy(run_dir: RunDir) -> None:
     """Without it Ray would call a user's function from its beginning."""
     listed = json.loads(state())
-    whole = {**listed, "checkpoint_report_indices": [0], "latest_checkpoint_result": listed["checkpoint_results"][0]}
+    whole = {
+        **listed,
+        "checkpoint_report_indices": [0],
+        "latest_checkpoint_result": listed["checkpoint_results"][0],
+    }
     run_dir.files.write("runs/run_r/checkpoint_list_copy.json", json.dumps(whole).encode())
     repair_snapshot_file(run_dir)
     assert json.loads(run_dir.files.read("runs/run_r/checkpoint_manager_snapshot.json")) == whole
@@ -74,7 +87,9 @@ class Reported:
         self._kept, self.keep_latest = kept, keep_latest
 
     def opened(self) -> CheckpointManager:
-        context = StorageContext(storage_path=f"{self.run_dir.files.path('runs')}", experiment_dir_name="run_r")
+        context = StorageContext(
+            storage_path=f"{self.run_dir.files.path('runs')}", experiment_dir_name="run_r"
+        )
         return CheckpointManager(ray.train.CheckpointConfig(), context)
 
     def save(self, steps: Iterable[int]) -> None:
@@ -94,7 +109,9 @@ class Reported:
 
     def _report(self, step: int) -> None:
         checkpoint = ray.train.Checkpoint(self.run_dir.files.path(self.path(step)))
-        self.manager.register_checkpoint(_TrainingReport(checkpoint=checkpoint, metrics={"loss": 1.0}, validation=False))
+        self.manager.register_checkpoint(
+            _TrainingReport(checkpoint=checkpoint, metrics={"loss": 1.0}, validation=False)
+        )
         self.short.shorten()
 
     def path(self, step: int) -> str:
@@ -102,12 +119,16 @@ class Reported:
 
     @staticmethod
     def steps(manager: CheckpointManager) -> list[int]:
-        names = [CheckpointName.parse(Path(result.checkpoint.path).name) for result in manager.best_checkpoint_results]
+        names = [
+            CheckpointName.parse(Path(result.checkpoint.path).name)
+            for result in manager.best_checkpoint_results
+        ]
         return [name.step for name in names if name is not None]
 
 
 def test_ray_s_list_stays_as_short_as_what_retention_keeps(tmp_path: Path) -> None:
-    """Ray writes all of it with every report: of ten thousand checkpoints that is half a second each time."""
+    """Ray writes all of it with every report: of ten thousand checkpoints that is half a second
+    each time."""
     reported = Reported(tmp_path, kept={7, 20}, keep_latest=3)
     reported.save(range(1, 501))
     listed = reported.steps(reported.manager)
@@ -119,17 +140,25 @@ def test_ray_s_list_stays_as_short_as_what_retention_keeps(tmp_path: Path) -> No
     assert reported.steps(again) == [7, 20, 498, 499, 500]
 
 
-def test_a_list_whose_checkpoints_are_all_kept_is_looked_through_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_whose_checkpoints_are_all_kept_is_looked_through_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported = Reported(tmp_path, kept=(), keep_latest=1000)
     looks: list[int] = []
     missing = type(reported.run_dir.checkpoints).missing
-    monkeypatch.setattr(type(reported.run_dir.checkpoints), "missing", lambda *args: (looks.append(1), missing(*args))[1])
+    monkeypatch.setattr(
+        type(reported.run_dir.checkpoints),
+        "missing",
+        lambda *args: (looks.append(1), missing(*args))[1],
+    )
     reported.save(range(1, 201))
     assert len(reported.steps(reported.manager)) == 200
     assert len(looks) == 4, "at 16, 32, 64 and 128"
 
 
-def test_a_storage_that_cannot_be_listed_leaves_the_list_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_cannot_be_listed_leaves_the_list_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*_: object) -> list[str]:
         raise StorageUnavailable("the storage is away")
 
@@ -143,7 +172,8 @@ def test_a_storage_that_cannot_be_listed_leaves_the_list_as_it_is(tmp_path: Path
 
 
 def test_the_newest_report_stays_listed(tmp_path: Path) -> None:
-    """Ray could not load a list without it. It may be below an older one: after a fall back past a corrupt checkpoint."""
+    """Ray could not load a list without it. It may be below an older one: after a fall back past a
+    corrupt checkpoint."""
     reported = Reported(tmp_path, kept={600}, keep_latest=3)
     reported.run_dir.files.write(f"{reported.path(600)}/manifest.json", b"{}")
     reported.save(range(1, 16))

@@ -1,4 +1,5 @@
-"""What the controller's policy makes of nodes that are cordoned or draining under a group that trains."""
+"""What the controller's policy makes of nodes that are cordoned or draining under a group that
+trains."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ class Cluster:
     @classmethod
     def of(cls, names: str, ranks: str) -> Cluster:
         taken = set(ranks)
-        views = {name: NodeView(name, "127.0.0.1", 1, {"CPU": 1.0}, {"CPU": 0.0 if name in taken else 1.0}) for name in names}
+        views = {
+            name: NodeView(
+                name, "127.0.0.1", 1, {"CPU": 1.0}, {"CPU": 0.0 if name in taken else 1.0}
+            )
+            for name in names
+        }
         return cls(views, tuple(ranks))
 
     def mark(self, name: str, **facts: bool | float) -> None:
@@ -59,7 +65,10 @@ class Cluster:
 
 
 def policy_on(
-    cluster: Cluster, workers: tuple[int, int], told: Told, limit: Callable[[], int | None] = lambda: None
+    cluster: Cluster,
+    workers: tuple[int, int],
+    told: Told,
+    limit: Callable[[], int | None] = lambda: None,
 ) -> LiveScalingPolicy:
     config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
     return LiveScalingPolicy(config, SETTINGS, told, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
@@ -75,7 +84,9 @@ def test_a_cordon_moves_and_shrinks_nothing(told: Told) -> None:
     policy = policy_on(cluster, (1, 2), told)
     cluster.mark("a", cordoned=True)
     for _ in range(3):
-        assert isinstance(policy.make_decision_for_running_worker_group(cluster.group, TRAINING), NoopDecision)
+        assert isinstance(
+            policy.make_decision_for_running_worker_group(cluster.group, TRAINING), NoopDecision
+        )
     assert policy.wanted is None and policy.draining == frozenset()
 
 
@@ -112,7 +123,9 @@ def test_a_drain_asks_the_ranks_to_leave_at_once(told: Told) -> None:
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert (policy.wanted, policy.draining) == (2, frozenset("a"))
     decision = policy.make_decision_for_running_worker_group(cluster.group, LEFT)
-    assert isinstance(decision, ResizeDecision) and decision.num_workers == 2 and policy.wanted is None
+    assert (
+        isinstance(decision, ResizeDecision) and decision.num_workers == 2 and policy.wanted is None
+    )
 
 
 def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> None:
@@ -122,13 +135,24 @@ def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> Non
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted == 1
     decision = policy.make_decision_for_running_worker_group(cluster.group, LEFT)
-    assert isinstance(decision, ResizeDecision), "the group must end, or its processes would stay on the node"
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision) and policy.waiting
+    assert isinstance(decision, ResizeDecision), (
+        "the group must end, or its processes would stay on the node"
+    )
+    assert (
+        isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+        and policy.waiting
+    )
     [(kind, data)] = told.events
-    assert (kind, data["code"], data["missing"]) == (EventKind.WAITING, "waiting_for_capacity", {"CPU": 1.0})
+    assert (kind, data["code"], data["missing"]) == (
+        EventKind.WAITING,
+        "waiting_for_capacity",
+        {"CPU": 1.0},
+    )
 
 
-def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_once_it_may(told: Told) -> None:
+def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_once_it_may(
+    told: Told,
+) -> None:
     cluster, limit = Cluster.of("abcd", ranks="abc"), 1
     policy = policy_on(cluster, (2, 3), told, lambda: limit or None)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)

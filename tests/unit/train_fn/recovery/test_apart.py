@@ -1,4 +1,5 @@
-"""Which nodes are left out where not all reach each other, and for how long; and what a node's answer is."""
+"""Which nodes are left out where not all reach each other, and for how long; and what a node's
+answer is."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def test_a_node_that_nobody_reaches_goes_alone() -> None:
 
 
 def test_of_two_that_do_not_reach_each_other_one_goes_always_the_same() -> None:
-    assert nodes_apart({"a": ["b"], "b": [], "c": []}) == nodes_apart({"a": [], "b": ["a"], "c": []}) == ["b"]
+    assert (
+        nodes_apart({"a": ["b"], "b": [], "c": []})
+        == nodes_apart({"a": [], "b": ["a"], "c": []})
+        == ["b"]
+    )
 
 
 def test_a_node_takes_no_rank_while_it_is_apart_and_longer_each_time() -> None:
@@ -62,4 +67,8 @@ def test_a_host_that_refuses_is_there_and_one_that_says_nothing_may_not_be() -> 
             waiting = sockets.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        assert ask([listener.getsockname() for listener in (open_, closed, full)], 0.3) == [True, False, None]
+        assert ask([listener.getsockname() for listener in (open_, closed, full)], 0.3) == [
+            True,
+            False,
+            None,
+        ]

@@ -19,7 +19,11 @@ from train_fn.recovery.outcome import Stopping, ending
 def test_a_run_without_deadline_stops_when_its_user_asks() -> None:
     stopping = Stopping(None)
     assert stopping.decide(None, 1e12) is None
-    assert [stopping.decide(asked, 1.0) for asked in ("pause", "cancel", None)] == ["pause", "cancel", "cancel"]
+    assert [stopping.decide(asked, 1.0) for asked in ("pause", "cancel", None)] == [
+        "pause",
+        "cancel",
+        "cancel",
+    ]
     assert not stopping.overdue
 
 
@@ -33,7 +37,9 @@ def test_at_the_deadline_the_ranks_are_told_to_stop_whatever_is_asked_later() ->
 def test_a_stop_of_the_user_s_comes_first_when_it_came_first() -> None:
     stopping = Stopping(100.0)
     assert stopping.decide("pause", 99.0) == "pause"
-    assert stopping.decide(None, 101.0) == "pause" and not stopping.overdue, "storage may be away meanwhile"
+    assert stopping.decide(None, 101.0) == "pause" and not stopping.overdue, (
+        "storage may be away meanwhile"
+    )
 
 
 def test_what_the_last_event_says() -> None:
@@ -41,18 +47,38 @@ def test_what_the_last_event_says() -> None:
     name, reason = ending(stopped, overdue=True)
     assert name == "failed" and reason is not None
     assert reason["code"] == ReasonCode.DEADLINE_EXCEEDED and "step 7" in reason["message"]
-    assert ending(stopped, overdue=False) == ("stopped", {"code": "cancelled_by_user", "message": "stopped as asked: cancel"})
-    assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), "all steps were done in time"
+    assert ending(stopped, overdue=False) == (
+        "stopped",
+        {"code": "cancelled_by_user", "message": "stopped as asked: cancel"},
+    )
+    assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), (
+        "all steps were done in time"
+    )
     paused = Outcome(finished=True, stopped="pause", last_step=7)
     assert ending(paused, overdue=False)[1]["code"] == ReasonCode.PAUSED_BY_USER  # type: ignore[index]
     name, reason = ending(paused, overdue=False, by_itself=True)
-    assert name == "stopped" and reason is not None and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
-    waits = Outcome(finished=False, stopped="pause", message="paused after 5 failures of the storage", last_step=7)
+    assert (
+        name == "stopped"
+        and reason is not None
+        and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
+    )
+    waits = Outcome(
+        finished=False,
+        stopped="pause",
+        message="paused after 5 failures of the storage",
+        last_step=7,
+    )
     assert waits.decided and not Outcome(finished=False).decided
     name, reason = ending(waits, overdue=False, by_itself=True)
-    assert (name, reason) == ("stopped", {"code": "storage_unavailable", "message": "paused after 5 failures of the storage"})
+    assert (name, reason) == (
+        "stopped",
+        {"code": "storage_unavailable", "message": "paused after 5 failures of the storage"},
+    )
     given_up = Outcome(finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice")
-    assert ending(given_up, overdue=True) == ("failed", {"code": "user_error", "message": "it raised twice"})
+    assert ending(given_up, overdue=True) == (
+        "failed",
+        {"code": "user_error", "message": "it raised twice"},
+    )
 
 
 def test_a_deadline_travels_in_the_run_directory(tmp_path: Path) -> None:
@@ -72,7 +98,15 @@ def test_the_past_tells_whether_every_step_was_done(tmp_path: Path) -> None:
         with JournalWriter(run_dir, submission) as journal:
             journal.append(
                 [
-                    JournalEvent(kind=kind, at=1.0, submission=submission, attempt=1, data=data, source="driver", source_n=n)
+                    JournalEvent(
+                        kind=kind,
+                        at=1.0,
+                        submission=submission,
+                        attempt=1,
+                        data=data,
+                        source="driver",
+                        source_n=n,
+                    )
                     for n, (kind, data) in enumerate(entries, start=journal.last_n + 1)
                 ]
             )
@@ -84,4 +118,6 @@ def test_the_past_tells_whether_every_step_was_done(tmp_path: Path) -> None:
     assert not read_history(run_dir).steps_done
     tell(1, metrics(10))
     tell(2, (EventKind.TRAINING_STARTED, {"total_steps": 10}), metrics(8))
-    assert read_history(run_dir).steps_done, "they were, before the driver was lost; a deadline no longer fails the run"
+    assert read_history(run_dir).steps_done, (
+        "they were, before the driver was lost; a deadline no longer fails the run"
+    )

@@ -1,4 +1,5 @@
-"""What users are told of an exception: its own first line, its place in their files, and advice that applies here."""
+"""What users are told of an exception: its own first line, its place in their files, and advice
+that applies here."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def load(path: Path) -> ModuleType:
 
 
 def described(raises: Any, *, after_the_loop: bool = True) -> RankError:
-    """The rank's account of what ``raises`` raised, as the loop hands it on or as an import does."""
+    """The rank's account of what ``raises`` raised, as the loop hands it on or as an import
+    does."""
     try:
         raises()
     except BaseException as exc:
@@ -82,7 +84,9 @@ def described(raises: Any, *, after_the_loop: bool = True) -> RankError:
         text = "".join(traceback.format_exception(exc))
         if not after_the_loop:
             return describe_error(exc, 1)
-        failed = StepFailed(exc, traceback_text=text, step=3, phase="step", snapshot_step=3, snapshot_problem=None)
+        failed = StepFailed(
+            exc, traceback_text=text, step=3, phase="step", snapshot_step=3, snapshot_problem=None
+        )
         return describe_error(failed, 1)
     raise AssertionError("it raised nothing")
 
@@ -91,7 +95,9 @@ def why(error: RankError) -> list[str]:
     """The lines that ``everstep why`` prints of a rank's error."""
     evidence = Evidence(1, 1.0, (RankReport(1, "node", 7, error=error),), 3)
     judgement = judge(evidence)
-    data = failure_data(evidence, judgement, Decision(False, "user_errors", "stop"), detect_s=None, world_size=2)
+    data = failure_data(
+        evidence, judgement, Decision(False, "user_errors", "stop"), detect_s=None, world_size=2
+    )
     fault = Failure.model_validate({**data, "at": datetime.now(UTC), "attempt": 1})
     assert fault.verdict is Verdict.USER_ERROR
     return [line.strip() for line in cli_words.failure(fault).splitlines()]
@@ -101,8 +107,16 @@ def why(error: RankError) -> list[str]:
 @pytest.mark.parametrize(
     ("function", "cause", "place"),
     [
-        ("loss", "ValueError: größe 7 passt nicht: (mein_täsk.py, line 3)", "mein_täsk.py, line 3, in deep"),
-        ("chained", "RuntimeError: the batch is broken (mein_täsk.py, line 12)", "mein_täsk.py, line 12, in chained"),
+        (
+            "loss",
+            "ValueError: größe 7 passt nicht: (mein_täsk.py, line 3)",
+            "mein_täsk.py, line 3, in deep",
+        ),
+        (
+            "chained",
+            "RuntimeError: the batch is broken (mein_täsk.py, line 12)",
+            "mein_täsk.py, line 12, in chained",
+        ),
         (
             "outside_of_the_task",
             "ValueError: invalid literal for int() with base 10: 'x' (mein_täsk.py, line 18)",
@@ -110,12 +124,20 @@ def why(error: RankError) -> list[str]:
         ),
         (
             "group",
-            "ExceptionGroup: two things (2 sub-exceptions); the first: LookupError: no sample 3 (mein_täsk.py, line 21)",
+            (
+                "ExceptionGroup: two things (2 sub-exceptions); the first: LookupError: no sample "
+                "3 "
+                "(mein_täsk.py, line 21)"
+            ),
             "mein_täsk.py, line 21, in group",
         ),
         (
             "inner_group",
-            "ExceptionGroup: all (1 sub-exception); the first: OSError: gone (mein_täsk.py, line 24)",
+            (
+                "ExceptionGroup: all (1 sub-exception); the first: OSError: gone (mein_täsk.py, "
+                "line "
+                "24)"
+            ),
             "mein_täsk.py, line 24, in inner_group",
         ),
     ],
@@ -132,7 +154,11 @@ def test_a_line_that_python_cannot_parse_is_named(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("x = 1\ny = (1,\nz = 2 3\n")
     error = described(lambda: load(path), after_the_loop=False)
-    assert error.type == "SyntaxError" and error.place is not None and error.place.startswith("task.py, line ")
+    assert (
+        error.type == "SyntaxError"
+        and error.place is not None
+        and error.place.startswith("task.py, line ")
+    )
     assert why(error)[2] == f"your code: {error.place}"
 
 
@@ -151,9 +177,14 @@ class BrokenInWords(Broken):
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [(BrokenInWords(), "sample 0 is broken:\n  bytes 0 to 7"), (Broken(), "'sample 0\\nis broken'")],
+    [
+        (BrokenInWords(), "sample 0 is broken:\n  bytes 0 to 7"),
+        (Broken(), "'sample 0\\nis broken'"),
+    ],
 )
-def test_what_a_loader_process_raised_is_told_as_it_was_raised(dataset: Dataset[int], message: str) -> None:
+def test_what_a_loader_process_raised_is_told_as_it_was_raised(
+    dataset: Dataset[int], message: str
+) -> None:
     error = described(lambda: next(iter(DataLoader(dataset, num_workers=1))))
     assert (error.kind, error.message) == (ErrorKind.USER, message)
     assert why(error)[1] == f"cause: {error.type}: {message.splitlines()[0]}"
@@ -180,13 +211,20 @@ class TwoHeads(nn.Module):
 class Twice(TwoHeads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.unused(x)
-        return checkpoint(self.used, x, use_reentrant=True) + checkpoint(self.used, x, use_reentrant=True)  # type: ignore[no-any-return]
+        return checkpoint(self.used, x, use_reentrant=True) + checkpoint(
+            self.used, x, use_reentrant=True
+        )  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("model", "advice", "kept", "foreign"),
     [
-        (TwoHeads(), "set requires_grad=False on them", "did not receive grad for rank 0: 2 3", "TORCH_DISTRIBUTED_DEBUG"),
+        (
+            TwoHeads(),
+            "set requires_grad=False on them",
+            "did not receive grad for rank 0: 2 3",
+            "TORCH_DISTRIBUTED_DEBUG",
+        ),
         (Twice(), "use_reentrant=False", "Parameter at index", "static_graph"),
     ],
 )
@@ -203,7 +241,9 @@ def test_advice_of_ddp_that_does_not_apply_gives_way_to_ours(
     error = described(two_steps)
     assert error.kind is ErrorKind.USER and advice in error.message and kept in error.message
     assert foreign in error.traceback, "else this test shows nothing"
-    assert not re.search("find_unused_parameters|static_graph|TORCH_DISTRIBUTED_DEBUG", error.message)
+    assert not re.search(
+        "find_unused_parameters|static_graph|TORCH_DISTRIBUTED_DEBUG", error.message
+    )
     assert advice in why(error)[1]
 
 
@@ -220,10 +260,17 @@ def test_other_messages_stay_but_for_sentences_about_ddp() -> None:
         ("my.pkg.Größenfehler: zu groß", "my.pkg.Größenfehler: zu groß"),
         ("AssertionError", "AssertionError"),
         ("RuntimeError:\n  what it is\nmore", "RuntimeError: what it is"),
-        ('Traceback (most recent call last):\n  File "a", line 1\nValueError: last', "ValueError: last"),
-        ('RayTaskError(ValueError): ray::f()\n  File "a", line 1\nValueError: last\n', "ValueError: last"),
         (
-            "LookupError: Caught LookupError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            'Traceback (most recent call last):\n  File "a", line 1\nValueError: last',
+            "ValueError: last",
+        ),
+        (
+            'RayTaskError(ValueError): ray::f()\n  File "a", line 1\nValueError: last\n',
+            "ValueError: last",
+        ),
+        (
+            "LookupError: Caught LookupError in DataLoader worker process 0.\nOriginal Traceback "
+            "(most recent call last):\n"
             '  File "a", line 1\nLookupError: no sample',
             "LookupError: no sample",
         ),

@@ -22,13 +22,15 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
     story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
         (EventKind.ATTEMPT_STARTED, 1, {}, Phase.START),
         (EventKind.RESTORED, 1, {"step": 4}, Phase.START),
-        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 0}, Phase.START),  # reported again, before anything is trained
+        # reported again, before anything is trained
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 0}, Phase.START),
         (EventKind.TRAINING_STARTED, 1, {"total_steps": 7}, Phase.FIRST_STEP),
         (EventKind.METRICS, 1, points(5), Phase.STEP),
         (EventKind.EPOCH_COMPLETED, 1, {"epoch": 1}, Phase.EVALUATION),
         (EventKind.EVALUATED, 1, {"step": 5, "metrics": {}}, Phase.STEP),
         (EventKind.METRICS, 1, points(6), Phase.STEP),
-        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 2, "rests": False}, Phase.STEP),  # the next step follows at once
+        # the next step follows at once
+        (EventKind.EPOCH_COMPLETED, 1, {"epoch": 2, "rests": False}, Phase.STEP),
         (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
         (EventKind.METRICS, 1, points(6), Phase.START),  # late, of the attempt before
         (EventKind.TRAINING_STARTED, 2, {"total_steps": 7}, Phase.FIRST_STEP),
@@ -40,7 +42,9 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
     assert tracker.progress().last_step == 7
 
 
-def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_the_next_step_when_a_step_would_be() -> None:
+def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_the_next_step_when_a_step_would_be() -> (
+    None
+):
     tracker, watch = ProgressTracker(), HangWatch(RecoverySettings(), None)
     tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
     tracker.note(EventKind.TRAINING_STARTED, 1, {"total_steps": 7})
@@ -51,7 +55,10 @@ def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_th
     def overdue_after(seconds: int) -> bool:
         """Whether ranks that do nothing for so long are taken for hung, looked at once a second."""
         began = watch._looked_at + 100
-        return any(watch.overdue_s(tracker.progress(), began + second) is not None for second in range(seconds + 1))
+        return any(
+            watch.overdue_s(tracker.progress(), began + second) is not None
+            for second in range(seconds + 1)
+        )
 
     watch.overdue_s(tracker.progress(), 0.0)
     assert not overdue_after(3599)
@@ -62,7 +69,8 @@ def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_th
 
 
 def test_an_attempt_may_begin_with_what_takes_long() -> None:
-    """With the evaluation that broke the one before it, or with the last save; its first step then still comes."""
+    """With the evaluation that broke the one before it, or with the last save; its first step then
+    still comes."""
     tracker = ProgressTracker()
     story: list[tuple[EventKind, int, dict[str, Any], Phase]] = [
         (EventKind.ATTEMPT_STARTED, 2, {}, Phase.START),
@@ -74,7 +82,8 @@ def test_an_attempt_may_begin_with_what_takes_long() -> None:
         (EventKind.RESTORED, 3, {"step": 7}, Phase.START),
         (EventKind.TRAINING_STARTED, 3, {"total_steps": 7}, Phase.FINISH),
         (EventKind.ATTEMPT_STARTED, 4, {}, Phase.START),
-        (EventKind.RESTORED, 4, {"step": 2}, Phase.START),  # back to a checkpoint: it is not as far as the ones before it
+        # back to a checkpoint: it is not as far as the ones before it
+        (EventKind.RESTORED, 4, {"step": 2}, Phase.START),
         (EventKind.TRAINING_STARTED, 4, {"total_steps": 7}, Phase.FIRST_STEP),
         (EventKind.METRICS, 4, points(3), Phase.STEP),
     ]
@@ -98,10 +107,15 @@ def test_the_limit_learns_from_steps() -> None:
 def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
     watch = HangWatch(RecoverySettings(), 10.0)
     still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
-    assert [watch.overdue_s(still, now) for now in (100.0, 101.5, 103.0, 104.5, 106.0, 107.5, 109.0, 110.0)] == [None] * 8
+    assert [
+        watch.overdue_s(still, now)
+        for now in (100.0, 101.5, 103.0, 104.5, 106.0, 107.5, 109.0, 110.0)
+    ] == [None] * 8
     assert watch.overdue_s(still, 110.5) == 10.5
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
-    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, "no reply for 29 s: nothing was seen"
+    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, (
+        "no reply for 29 s: nothing was seen"
+    )
 
 
 def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
@@ -111,7 +125,9 @@ def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
     last = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=0.8)
     assert watch.overdue_s(last, 100.0) is None
     assert watch.due_at == 109.2
-    assert [watch.overdue_s(last, now) is None for now in (102.0, 104.0, 106.0, 108.0, 109.1, 109.3)] == [True] * 5 + [False]
+    assert [
+        watch.overdue_s(last, now) is None for now in (102.0, 104.0, 106.0, 108.0, 109.1, 109.3)
+    ] == [True] * 5 + [False]
 
 
 def test_the_tracker_tells_for_how_long_nothing_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +147,8 @@ def test_the_tracker_tells_for_how_long_nothing_moved(monkeypatch: pytest.Monkey
 def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> None:
     watch = HangWatch(RecoverySettings(quiet_poll_s=quiet_poll_s), 10.0)
     still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
-    looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]  # a poll itself takes some time
+    # a poll itself takes some time
+    looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]
     overdue = [watch.overdue_s(still, now) is not None for now in looks]
     assert overdue == [now > 110.0 for now in looks]
 
@@ -157,7 +174,9 @@ def test_where_all_wait_for_each_other_the_last_is_given_up() -> None:
     assert find_stuck({0: REDUCE, 1: BACKWARD, 2: REDUCE}) == [2]
 
 
-IN_A_COLLECTIVE = 'File "/x/train_fn/loop.py", line 9\nFile "/x/torch/distributed/distributed_c10d.py", line 3025'
+IN_A_COLLECTIVE = (
+    'File "/x/train_fn/loop.py", line 9\nFile "/x/torch/distributed/distributed_c10d.py", line 3025'
+)
 WRITING = 'File "/x/train_fn/loop.py", line 9\nFile "/x/train_fn/snapshot.py", line 77'
 
 
@@ -165,12 +184,18 @@ def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() ->
     asked_at = {0: 10.0, 1: 11.5, 2: 11.5}
     stacks: dict[int, str | None] = {1: IN_A_COLLECTIVE, 2: WRITING}
     assert find_silent(asked_at, stacks, [0, 1, 2], 12.0) == [0]
-    assert find_silent(asked_at, stacks, [0, 2], 12.0) == [], "rank 2 is on its way out, and waits for nobody"
+    assert find_silent(asked_at, stacks, [0, 2], 12.0) == [], (
+        "rank 2 is on its way out, and waits for nobody"
+    )
     assert find_silent(asked_at, stacks, [0], 12.0) == [], "nobody would be freed"
     assert find_silent(asked_at, stacks, [0, 1, 2], 11.4) == [], "it may yet answer"
-    closing: dict[int, str | None] = {1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'}
+    closing: dict[int, str | None] = {
+        1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'
+    }
     assert find_silent(asked_at, closing, [0, 1], 12.0) == [0]
-    assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], "no rank that answers is held up"
+    assert find_silent(asked_at | {1: 10.0}, stacks, [0, 1, 2], 12.0) == [], (
+        "no rank that answers is held up"
+    )
 
 
 def test_an_attempt_moves_when_its_steps_were_done_not_when_they_are_told() -> None:

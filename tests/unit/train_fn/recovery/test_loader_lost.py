@@ -1,4 +1,5 @@
-"""A loader process that is killed is a lost process, and no error of the data set, whatever torch happens to see of it first."""
+"""A loader process that is killed is a lost process, and no error of the data set, whatever torch
+happens to see of it first."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def in_a_thread(function: Any, *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def test_a_loader_process_that_dies_while_it_hands_over_a_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_process_that_dies_while_it_hands_over_a_batch_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     error = in_a_thread(kill_while_it_hands_over, monkeypatch)
     assert isinstance(error, OSError | EOFError), repr(error)
     assert describe_error(error, 0).kind is ErrorKind.LOADER_LOST

@@ -27,7 +27,12 @@ def count(nodes: list[NodeView], held: dict[str, int] | None = None, **changes: 
 
 
 def test_dead_draining_and_cordoned_nodes_do_not_count() -> None:
-    nodes = [node("a"), node("b", reachable=False), node("c", draining=True), node("d", cordoned=True)]
+    nodes = [
+        node("a"),
+        node("b", reachable=False),
+        node("c", draining=True),
+        node("d", cordoned=True),
+    ]
     assert count(nodes) == 1
     assert choose_nodes(nodes, {}, {"CPU": 1.0}, num_workers=1, strategy="PACK") == {"a": 1}
     assert choose_nodes(nodes, {}, {"CPU": 1.0}, num_workers=2, strategy="PACK") is None
@@ -36,7 +41,9 @@ def test_dead_draining_and_cordoned_nodes_do_not_count() -> None:
 def test_what_the_run_holds_counts_as_free_and_what_others_hold_does_not() -> None:
     assert count([node("a", 1.0, 0.0), node("b", 1.0, 0.0)], {"a": 1}) == 1
     assert count([node("a", 4.0, 1.0)], {"a": 2}) == 3
-    assert count([node("a", 1.0, 1.0)], {"a": 1}) == 1, "a released bundle that the cluster shows as free is not counted twice"
+    assert count([node("a", 1.0, 1.0)], {"a": 1}) == 1, (
+        "a released bundle that the cluster shows as free is not counted twice"
+    )
 
 
 def test_strict_strategies() -> None:
@@ -47,27 +54,43 @@ def test_strict_strategies() -> None:
 
 
 def test_what_is_missing_for_the_smallest_group_is_named() -> None:
-    fit = fit_workers([node("a")], {}, {"CPU": 1.0, "GPU": 0.0}, min_workers=3, max_workers=4, strategy="PACK")
+    fit = fit_workers(
+        [node("a")], {}, {"CPU": 1.0, "GPU": 0.0}, min_workers=3, max_workers=4, strategy="PACK"
+    )
     assert (fit.num_workers, fit.missing) == (1, {"CPU": 2.0})
-    assert fit_workers([], {}, {"CPU": 1.0}, min_workers=1, max_workers=4, strategy="PACK").num_workers == 0
+    assert (
+        fit_workers([], {}, {"CPU": 1.0}, min_workers=1, max_workers=4, strategy="PACK").num_workers
+        == 0
+    )
 
 
 def test_fractions_add_up() -> None:
     view = NodeView("a", "127.0.0.1", 1, {"CPU": 1.0}, {"CPU": 1.0})
-    assert fit_workers([view], {}, {"CPU": 0.1}, min_workers=1, max_workers=99, strategy="PACK").num_workers == 10
+    assert (
+        fit_workers(
+            [view], {}, {"CPU": 0.1}, min_workers=1, max_workers=99, strategy="PACK"
+        ).num_workers
+        == 10
+    )
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans()), max_size=8),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans()), max_size=8
+    ),
     st.integers(1, 3),
     st.integers(1, 10),
 )
-def test_never_more_than_live_nodes_hold(raw: list[tuple[int, int, bool, bool]], min_workers: int, max_workers: int) -> None:
+def test_never_more_than_live_nodes_hold(
+    raw: list[tuple[int, int, bool, bool]], min_workers: int, max_workers: int
+) -> None:
     nodes = [
         node(str(i), float(total), float(min(total, free)), reachable=up, draining=drain)
         for i, (total, free, up, drain) in enumerate(raw)
     ]
-    fit = fit_workers(nodes, {}, {"CPU": 1.0}, min_workers=min_workers, max_workers=max_workers, strategy="SPREAD")
+    fit = fit_workers(
+        nodes, {}, {"CPU": 1.0}, min_workers=min_workers, max_workers=max_workers, strategy="SPREAD"
+    )
     room = sum(int(view.available["CPU"]) for view in nodes if view.usable)
     assert fit.num_workers == min(room, max_workers)
     assert bool(fit.missing) == (fit.num_workers < min_workers)
@@ -91,12 +114,20 @@ def test_ranks_are_placed_by_strategy_and_what_is_held_is_used_first() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.booleans()), max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.booleans()),
+        max_size=6,
+    ),
     st.integers(1, 8),
     st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
 )
-def test_what_fits_can_be_placed(raw: list[tuple[int, int, int, bool]], most: int, strategy: str) -> None:
-    nodes = [node(str(i), float(total), float(min(total, free)), reachable=up) for i, (total, free, _, up) in enumerate(raw)]
+def test_what_fits_can_be_placed(
+    raw: list[tuple[int, int, int, bool]], most: int, strategy: str
+) -> None:
+    nodes = [
+        node(str(i), float(total), float(min(total, free)), reachable=up)
+        for i, (total, free, _, up) in enumerate(raw)
+    ]
     held = {str(i): own for i, (_, _, own, _) in enumerate(raw)}
     fit = fit_workers(nodes, held, {"CPU": 1.0}, min_workers=1, max_workers=most, strategy=strategy)
     chosen = choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=fit.num_workers, strategy=strategy)
@@ -104,26 +135,35 @@ def test_what_fits_can_be_placed(raw: list[tuple[int, int, int, bool]], most: in
     assert chosen.total() == fit.num_workers
     usable = {view.node_id: view for view in nodes if view.usable}
     assert all(
-        number <= min(usable[name].total["CPU"], usable[name].available["CPU"] + held[name]) for name, number in chosen.items()
+        number <= min(usable[name].total["CPU"], usable[name].available["CPU"] + held[name])
+        for name, number in chosen.items()
     )
     assert (
-        choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=fit.num_workers + 1, strategy=strategy) is None
+        choose_nodes(nodes, held, {"CPU": 1.0}, num_workers=fit.num_workers + 1, strategy=strategy)
+        is None
         or fit.num_workers == most
     )
 
 
 def test_the_probe_tells_listening_from_refusing_and_from_silent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as unused, silent_host() as silent:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as unused,
+        silent_host() as silent,
+    ):
         unused.bind(("127.0.0.1", 0))
         began = time.monotonic()
         found = accepts_connection([server.getsockname(), unused.getsockname(), silent], 0.3)
-        assert time.monotonic() - began < 20, "the silent host is given up, not the kernel's two minutes later"
+        assert time.monotonic() - began < 20, (
+            "the silent host is given up, not the kernel's two minutes later"
+        )
     assert found == [True, False, False]
 
 
 @contextmanager
 def silent_host() -> Iterator[tuple[str, int]]:
-    """An address where connecting hangs, as with a host that is cut off: a listener whose queue is full."""
+    """An address where connecting hangs, as with a host that is cut off: a listener whose queue is
+    full."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
@@ -136,14 +176,20 @@ def silent_host() -> Iterator[tuple[str, int]]:
 
 
 def test_settings_come_from_the_environment() -> None:
-    settings = RecoverySettings.from_env({"EVERSTEP_RECOVERY_POLL_S": "0.5", "EVERSTEP_RECOVERY_WARM_POOL": "0", "PATH": "/bin"})
+    settings = RecoverySettings.from_env(
+        {"EVERSTEP_RECOVERY_POLL_S": "0.5", "EVERSTEP_RECOVERY_WARM_POOL": "0", "PATH": "/bin"}
+    )
     assert (settings.poll_s, settings.warm_pool) == (0.5, False)
     assert settings.hold_s == RecoverySettings().hold_s
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("POLL", "1", "not a recovery setting"), ("POLL_S", "fast", "must be a number"), ("WARM_POOL", "maybe", "must be 0 or 1")],
+    [
+        ("POLL", "1", "not a recovery setting"),
+        ("POLL_S", "fast", "must be a number"),
+        ("WARM_POOL", "maybe", "must be 0 or 1"),
+    ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as raised:
@@ -160,6 +206,14 @@ def test_another_ray_is_refused_by_name() -> None:
 
     def make_decision(self: object, error: Exception, attempt: int) -> None: ...
 
-    changed = {**seam.EXPECTED, "FailurePolicy.make_decision": (make_decision, seam.EXPECTED["FailurePolicy.make_decision"][1])}
-    with pytest.raises(ImportError, match=r"FailurePolicy\.make_decision takes \(self, error, attempt\)"):
+    changed = {
+        **seam.EXPECTED,
+        "FailurePolicy.make_decision": (
+            make_decision,
+            seam.EXPECTED["FailurePolicy.make_decision"][1],
+        ),
+    }
+    with pytest.raises(
+        ImportError, match=r"FailurePolicy\.make_decision takes \(self, error, attempt\)"
+    ):
         seam.check_ray("2.60.0", changed)

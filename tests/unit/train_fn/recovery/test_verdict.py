@@ -13,12 +13,25 @@ from everstep.spec.run_spec import CheckpointSpec, RecoverySpec
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageFull
 from train_fn.recovery.rank_error import ErrorKind, RankError, RankFailure, classify, describe_error
-from train_fn.recovery.verdict import Decision, Evidence, Judgement, PastFailure, RankReport, decide, judge
+from train_fn.recovery.verdict import (
+    Decision,
+    Evidence,
+    Judgement,
+    PastFailure,
+    RankReport,
+    decide,
+    judge,
+)
 
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+    "[127.0.0.1]:4242"
+)
 
 
-def error(rank: int, kind: ErrorKind, at: float, step: int = 10, message: str = "it broke") -> RankError:
+def error(
+    rank: int, kind: ErrorKind, at: float, step: int = 10, message: str = "it broke"
+) -> RankError:
     return RankError(rank, kind, "ValueError", message, 'File "task.py", line 3', step, "step", at)
 
 
@@ -27,7 +40,9 @@ def report(rank: int, **facts: object) -> RankReport:
 
 
 def judged(*ranks: RankReport, control_error: str | None = None) -> Judgement:
-    return judge(Evidence(attempt=1, noticed_at=50.0, ranks=ranks, last_step=12, control_error=control_error))
+    return judge(
+        Evidence(attempt=1, noticed_at=50.0, ranks=ranks, last_step=12, control_error=control_error)
+    )
 
 
 def weighed(judgement: Judgement, past: list[PastFailure], **spec: int) -> Decision:
@@ -35,7 +50,9 @@ def weighed(judgement: Judgement, past: list[PastFailure], **spec: int) -> Decis
 
 
 def test_survivors_collective_errors_are_never_blamed() -> None:
-    result = judged(report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, died=True, death="killed"))
+    result = judged(
+        report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, died=True, death="killed")
+    )
     assert (result.verdict, result.first_rank, result.node_id) == (Verdict.WORKER_LOST, 1, "n1")
     assert result.exception is None
     assert result.step == 12
@@ -43,7 +60,9 @@ def test_survivors_collective_errors_are_never_blamed() -> None:
 
 def test_a_dead_rank_on_an_unreachable_node_is_a_lost_node() -> None:
     result = judged(
-        report(0, died=True), report(2, died=True, node_alive=False), report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0))
+        report(0, died=True),
+        report(2, died=True, node_alive=False),
+        report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0)),
     )
     assert (result.verdict, result.first_rank) == (Verdict.NODE_LOST, 2)
 
@@ -54,11 +73,18 @@ def test_the_earliest_rank_that_raised_by_itself_is_first() -> None:
         report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0)),
         report(2, error=error(2, ErrorKind.USER, 6.0)),
     )
-    assert (result.verdict, result.first_rank, result.exception) == (Verdict.USER_ERROR, 2, "ValueError: it broke")
+    assert (result.verdict, result.first_rank, result.exception) == (
+        Verdict.USER_ERROR,
+        2,
+        "ValueError: it broke",
+    )
 
 
 def test_what_a_survivor_raises_does_not_hide_a_death() -> None:
-    result = judged(report(0, error=error(0, ErrorKind.USER, 1.0, message="iterator ended")), report(1, died=True))
+    result = judged(
+        report(0, error=error(0, ErrorKind.USER, 1.0, message="iterator ended")),
+        report(1, died=True),
+    )
     assert (result.verdict, result.first_rank) == (Verdict.WORKER_LOST, 1)
 
 
@@ -79,13 +105,19 @@ def test_each_evidence_has_its_verdict(facts: dict[str, object], verdict: Verdic
 
 
 def test_who_stays_behind_when_all_others_left_is_what_they_waited_for() -> None:
-    result = judged(report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, still_running=True))
+    result = judged(
+        report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, still_running=True)
+    )
     assert (result.verdict, result.first_rank) == (Verdict.HANG, 1)
 
 
 def test_who_stays_behind_inside_a_collective_waits_as_the_others_did() -> None:
-    """A line between two hosts is cut: each rank hears of it in its own time, and nobody is stuck."""
-    result = judged(report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, still_running=True, held_up=True))
+    """A line between two hosts is cut: each rank hears of it in its own time, and nobody is
+    stuck."""
+    result = judged(
+        report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)),
+        report(1, still_running=True, held_up=True),
+    )
     assert (result.verdict, result.first_rank) == (Verdict.UNKNOWN, None)
     assert [line["state"] for line in result.detail["ranks"]] == ["collateral", "held up"]
 
@@ -94,11 +126,16 @@ def test_an_error_of_the_controller_alone_is_the_control_planes() -> None:
     assert judged(control_error="RuntimeError: snapshot").verdict is Verdict.CONTROL_PLANE
 
 
-@given(st.lists(st.sampled_from(["died", "user", "collective", "left"]), min_size=1, max_size=6), st.randoms())
+@given(
+    st.lists(st.sampled_from(["died", "user", "collective", "left"]), min_size=1, max_size=6),
+    st.randoms(),
+)
 def test_a_rank_is_blamed_only_on_evidence_of_its_own(kinds: list[str], rng: object) -> None:
     facts: dict[str, dict[str, object]] = {"died": {"died": True}, "left": {}}
     ranks = [
-        report(rank, **facts[kind]) if kind in facts else report(rank, error=error(rank, ErrorKind(kind), float(-rank)))
+        report(rank, **facts[kind])
+        if kind in facts
+        else report(rank, error=error(rank, ErrorKind(kind), float(-rank)))
         for rank, kind in enumerate(kinds)
     ]
     first = judged(*ranks).first_rank
@@ -155,7 +192,9 @@ def test_failures_without_progress_back_off_and_then_stop() -> None:
 
 def test_preemptions_are_never_refused() -> None:
     judgement = Judgement(Verdict.PREEMPTION, 1, "n1", 5, None, None)
-    assert weighed(judgement, [PastFailure(Verdict.PREEMPTION, 5)] * 200, max_system_failures=0).restart
+    assert weighed(
+        judgement, [PastFailure(Verdict.PREEMPTION, 5)] * 200, max_system_failures=0
+    ).restart
 
 
 def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() -> None:
@@ -167,8 +206,12 @@ def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() ->
     assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
 
 
-def storage_judgement(step: int | None = 5, signature: str = "CorruptFile|line # is not an event|") -> Judgement:
-    return Judgement(Verdict.STORAGE, 0, "n0", step, "CorruptFile: line 3 is not an event", signature)
+def storage_judgement(
+    step: int | None = 5, signature: str = "CorruptFile|line # is not an event|"
+) -> Judgement:
+    return Judgement(
+        Verdict.STORAGE, 0, "n0", step, "CorruptFile: line 3 is not an event", signature
+    )
 
 
 def test_trouble_of_the_storage_waits_longer_each_time_and_fails_no_run() -> None:
@@ -189,12 +232,27 @@ def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
 
     def after(num_failures: int) -> Decision:
         past = [PastFailure(Verdict.STORAGE, 5)] * num_failures
-        return decide(storage_judgement(), past, RecoverySpec(), no_progress_limit=20, backoff_max_s=30.0, checkpoint=spec)
+        return decide(
+            storage_judgement(),
+            past,
+            RecoverySpec(),
+            no_progress_limit=20,
+            backoff_max_s=30.0,
+            checkpoint=spec,
+        )
 
     assert after(1).restart
     paused = after(2)
-    assert (paused.restart, paused.pause, paused.reason) == (False, True, ReasonCode.STORAGE_UNAVAILABLE)
-    assert paused.message is not None and "resume" in paused.message and "line 3 is not an event" in paused.message
+    assert (paused.restart, paused.pause, paused.reason) == (
+        False,
+        True,
+        ReasonCode.STORAGE_UNAVAILABLE,
+    )
+    assert (
+        paused.message is not None
+        and "resume" in paused.message
+        and "line 3 is not an event" in paused.message
+    )
 
 
 def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
@@ -210,8 +268,14 @@ def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
         (RuntimeError("Application timeout caused pair closure"), ErrorKind.COLLECTIVE),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.USER),
         (ConnectionResetError("Connection reset by peer"), ErrorKind.USER),
-        (RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. "), ErrorKind.LOADER_LOST),
-        (RuntimeError("DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"), ErrorKind.LOADER_LOST),
+        (
+            RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. "),
+            ErrorKind.LOADER_LOST,
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"),
+            ErrorKind.LOADER_LOST,
+        ),
         (MemoryError(), ErrorKind.OUT_OF_MEMORY),
         (StorageFull("no space"), ErrorKind.STORAGE),
         (FloatingPointError("nan"), ErrorKind.USER),
@@ -226,7 +290,12 @@ def test_what_the_loop_raises_anew_stands_for_its_cause() -> None:
     from train_fn.errors import StepFailed
 
     raised = StepFailed(
-        RuntimeError(GLOO), traceback_text="frames", step=41, phase="backward", snapshot_step=41, snapshot_problem=None
+        RuntimeError(GLOO),
+        traceback_text="frames",
+        step=41,
+        phase="backward",
+        snapshot_step=41,
+        snapshot_problem=None,
     )
     described = describe_error(raised, 3)
     assert (described.kind, described.type, described.step, described.phase) == (
@@ -237,13 +306,23 @@ def test_what_the_loop_raises_anew_stands_for_its_cause() -> None:
     )
     assert described.collateral
     assert describe_error(
-        StepFailed(StorageFull("x"), traceback_text="", step=1, phase="", snapshot_step=None, snapshot_problem=None), 0
+        StepFailed(
+            StorageFull("x"),
+            traceback_text="",
+            step=1,
+            phase="",
+            snapshot_step=None,
+            snapshot_problem=None,
+        ),
+        0,
     ).kind is (ErrorKind.STORAGE)
 
 
 def test_a_signature_survives_addresses_and_numbers_but_not_another_place() -> None:
     def at(message: str, line: int) -> str:
-        return RankError(0, ErrorKind.USER, "E", message, f'File "t.py", line {line}', 1, None, 0.0).signature
+        return RankError(
+            0, ErrorKind.USER, "E", message, f'File "t.py", line {line}', 1, None, 0.0
+        ).signature
 
     assert at("<obj at 0x7f1> is 3 long", 5) == at("<obj at 0x9ab2> is 41 long", 5)
     assert at("bad", 5) != at("bad", 6)
@@ -256,10 +335,22 @@ def test_a_rank_failure_survives_pickling() -> None:
     assert str(again) == str(failure)
 
 
-def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> None:
+def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> (
+    None
+):
     def too_small(step: int, amount: str) -> Judgement:
         message = f"CUDA out of memory. Tried to allocate {amount}"
-        found = RankError(0, ErrorKind.OUT_OF_MEMORY, "OutOfMemoryError", message, "", step, "step", 1.0, memory="cuda:0: 79.2 GiB")
+        found = RankError(
+            0,
+            ErrorKind.OUT_OF_MEMORY,
+            "OutOfMemoryError",
+            message,
+            "",
+            step,
+            "step",
+            1.0,
+            memory="cuda:0: 79.2 GiB",
+        )
         return judged(report(0, error=found))
 
     first = too_small(10, "2.00 GiB")
@@ -280,6 +371,8 @@ def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() 
     assert weighed(early, past).restart and weighed(early, past).backoff_s == 0
     again = [*past, *[PastFailure(Verdict.NODE_LOST, None)] * 18]
     stopped = weighed(early, again)
-    assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, "but the same again and again is no progress"
+    assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, (
+        "but the same again and again is no progress"
+    )
     before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)
     assert judged(report(0, error=before_restore)).step == 12, "what the journal knows"

@@ -1,4 +1,5 @@
-"""A DataLoader, a sampler and what is built around them are no data sets; what only looks like one of them is taken."""
+"""A DataLoader, a sampler and what is built around them are no data sets; what only looks like one
+of them is taken."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 from train_fn.errors import BadTask
 from train_fn.tasks.checks import checked_datasets
@@ -85,18 +93,42 @@ def taken(task: Task) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (LOADER, r"train is a DataLoader, which yields batches: return loader\.dataset\. Everstep batches, shuffles"),
+        (
+            LOADER,
+            (
+                r"train is a DataLoader, which yields batches: return loader\.dataset\. Everstep "
+                r"batches, shuffles"
+            ),
+        ),
         (Shard(POINTS), "train is a Shard, which yields batches"),
         (DataLoader2(), "train is a DataLoader2, which yields batches"),
-        (iter(LOADER), "train is a _SingleProcessDataLoaderIter, which yields batches: return loader"),
-        ([LOADER, LOADER], r"train is a list of DataLoader: return torch\.utils\.data\.ConcatDataset"),
+        (
+            iter(LOADER),
+            "train is a _SingleProcessDataLoaderIter, which yields batches: return loader",
+        ),
+        (
+            [LOADER, LOADER],
+            r"train is a list of DataLoader: return torch\.utils\.data\.ConcatDataset",
+        ),
         (RandomSampler(POINTS), "train is a RandomSampler, which gives indices and no samples"),
-        (BatchSampler(RandomSampler(POINTS), 4, False), "train is a BatchSampler, which gives indices and no samples"),
-        (Around(), "train is a Around around a DataLoader, and its first item is a batch of 16: return the loader's data set"),
+        (
+            BatchSampler(RandomSampler(POINTS), 4, False),
+            "train is a BatchSampler, which gives indices and no samples",
+        ),
+        (
+            Around(),
+            (
+                "train is a Around around a DataLoader, and its first item is a batch of 16: "
+                "return "
+                "the loader's data set"
+            ),
+        ),
     ],
 )
 def test_what_yields_batches_is_refused_with_the_way_out(dataset: Any, words: str) -> None:
-    with pytest.raises(BadTask, match=rf"Task\.build_datasets \(.*test_batch_objects\.py, line \d+\): {words}"):
+    with pytest.raises(
+        BadTask, match=rf"Task\.build_datasets \(.*test_batch_objects\.py, line \d+\): {words}"
+    ):
         taken(Task(dataset))
     with pytest.raises(BadTask, match=r"build_datasets .*: val is a"):
         taken(Task(POINTS, dataset))

@@ -1,4 +1,5 @@
-"""Sketches of samples: the same for the same thing read on another machine, another for another thing."""
+"""Sketches of samples: the same for the same thing read on another machine, another for another
+thing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def picture(change: int = 0) -> Image.Image:
         (PIXELS, PIXELS + 1e-6),
         (PIXELS.half(), PIXELS.half()),
         (picture(), picture()),
-        ((PIXELS * 255).to(torch.uint8), ((PIXELS * 255).to(torch.uint8).int() + (torch.rand(3, 64, 64) > 0.99)).to(torch.uint8)),
+        (
+            (PIXELS * 255).to(torch.uint8),
+            ((PIXELS * 255).to(torch.uint8).int() + (torch.rand(3, 64, 64) > 0.99)).to(torch.uint8),
+        ),
         ({"x": 1, "y": "a"}, {"y": "a", "x": 1}),
         ("/mnt/node1/data/7.png", "/mnt/node2/data/7.png"),
         ({"b", "a"}, {"a", "b"}),
@@ -83,7 +87,12 @@ def test_what_differs_is_not_alike(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 10, 50, 1_000_003])
 def test_samples_are_spread_over_all_of_a_set(length: int) -> None:
     indices = spread(length)
-    assert indices == sorted(set(indices)) and indices[0] == 0 and indices[-1] == length - 1 and len(indices) <= 8
+    assert (
+        indices == sorted(set(indices))
+        and indices[0] == 0
+        and indices[-1] == length - 1
+        and len(indices) <= 8
+    )
     assert len(indices) == min(length, 8) or length in (9, 10)
     assert max(np.diff(indices), default=0) <= max(1, 2 * length / 6)
 
@@ -107,7 +116,9 @@ def test_few_samples_are_read_once_and_one_that_breaks_is_left_out() -> None:
     contents = Contents({"train": train, "val": val})
     assert (train.reads, val.reads) == (8, 8)
     assert "validation sample 3" not in contents.sketches and "train sample 3" in contents.sketches
-    assert not Contents({"train": Counting(), "val": None}).differing(contents.sketches), "draws are seeded before each"
+    assert not Contents({"train": Counting(), "val": None}).differing(contents.sketches), (
+        "draws are seeded before each"
+    )
     assert contents.unstable(contents.sketches) == []
 
 
@@ -138,15 +149,31 @@ def test_weights_by_name_and_those_that_no_state_holds() -> None:
     assert [name for name in every if not alike(every[name], after[name])] == ["0.weight"]
 
 
-ORDER = "from everstep.spec.hash_seed import fix_hash_seed; fix_hash_seed(); print(list({f'class{n}' for n in range(50)}))"
+ORDER = (
+    "from everstep.spec.hash_seed import fix_hash_seed; fix_hash_seed(); print(list({f'class{n}' "
+    "for n in range(50)}))"
+)
 
 
 def test_programs_that_begin_again_list_sets_in_one_order(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
 
     def listed(script: str, **more: str) -> str:
-        return subprocess.run([sys.executable, "-c", script], env=env | more, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env=env | more,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
-    assert listed(ORDER) == listed(ORDER) == listed(ORDER, PYTHONHASHSEED="random") == listed(ORDER, PYTHONHASHSEED="0")
+    assert (
+        listed(ORDER)
+        == listed(ORDER)
+        == listed(ORDER, PYTHONHASHSEED="random")
+        == listed(ORDER, PYTHONHASHSEED="0")
+    )
     assert listed(ORDER, PYTHONHASHSEED="7") != listed(ORDER), "the operator's own seed stays"
-    assert listed(ORDER.partition("; fix")[0] + "; print" + ORDER.partition("; print")[2]) != listed(ORDER)
+    assert listed(
+        ORDER.partition("; fix")[0] + "; print" + ORDER.partition("; print")[2]
+    ) != listed(ORDER)

@@ -1,4 +1,5 @@
-"""The ledger tells what the loaders yielded: exactly, in any order of ranks, and not what they should have."""
+"""The ledger tells what the loaders yielded: exactly, in any order of ranks, and not what they
+should have."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def test_a_sample_that_is_not_the_expected_one_is_told() -> None:
 
 def test_the_hash_depends_on_sample_epoch_and_step() -> None:
     hashes = {
-        count(epoch, step, indices(index), indices(index)).sample_hash for epoch in (0, 1) for step in (0, 1) for index in (0, 1)
+        count(epoch, step, indices(index), indices(index)).sample_hash
+        for epoch in (0, 1)
+        for step in (0, 1)
+        for index in (0, 1)
     }
     assert len(hashes) == 8
 
@@ -93,9 +97,12 @@ def test_the_chain_depends_on_order_and_resumes() -> None:
     assert resumed.state_dict() == first.state_dict()
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2), st.booleans()), max_size=200))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2), st.booleans()), max_size=200)
+)
 def test_steps_that_wait_to_be_entered_come_to_the_same(steps: list[tuple[int, int, bool]]) -> None:
-    """Whoever asks in between, or resumes from what was told, hears and goes on with every step that was committed."""
+    """Whoever asks in between, or resumes from what was told, hears and goes on with every step
+    that was committed."""
     waiting, asked = Ledger(), Ledger()
     for step, (sample_hash, num_missing, ends_epoch) in enumerate(steps):
         total = Count(5 - num_missing, 0, num_missing, sample_hash)
@@ -126,7 +133,9 @@ def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> Non
     }
 
 
-def carried(carrier: Carrier, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False) -> StepTotals:
+def carried(
+    carrier: Carrier, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False
+) -> StepTotals:
     """What a rank that is alone hears of its own numbers."""
     weight = torch.nn.Parameter(torch.tensor(2.0))
     carrier.backward(3 * weight, stop, checkpoint_step, save=save)
@@ -141,33 +150,50 @@ def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> No
     found = carried(carrier, "pause", 40, save=True)
     facts = found.facts
     assert found.counted() == Count(5, 1, 2, sample_hash)
-    assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (np.float32(loss), 5, "pause", 40)
+    assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (
+        np.float32(loss),
+        5,
+        "pause",
+        40,
+    )
     assert facts.num_nonfinite == 0 and facts.save
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)), min_size=1, max_size=4))
 def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
-    """Also where its sums lie elsewhere in memory than those before: those are still there, and say what they said."""
+    """Also where its sums lie elsewhere in memory than those before: those are still there, and say
+    what they said."""
     carrier = Carrier(ALONE)
     for number, (num_missing, sample_hash) in enumerate(steps):
         counted = Count(50 - num_missing, 0, num_missing, sample_hash)
         carrier.begin(number)
         carrier.add(torch.tensor(float(number)), 50, counted)
         found = carried(carrier, checkpoint_step=number)
-        assert (found.counted(), found.loss_sum, found.weight, found.facts.checkpoint_step) == (counted, number, 50, number)
+        assert (found.counted(), found.loss_sum, found.weight, found.facts.checkpoint_step) == (
+            counted,
+            number,
+            50,
+            number,
+        )
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6))
-def test_what_is_told_is_what_was_yielded_not_what_was_expected(planned: list[int], yielded: list[int]) -> None:
+def test_what_is_told_is_what_was_yielded_not_what_was_expected(
+    planned: list[int], yielded: list[int]
+) -> None:
     (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
     (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
     carrier = Carrier(ALONE)
     carrier.begin(3, expected(Count(len(planned), 0, 0, planned_hash), 1))
-    carrier.add(torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash))
+    carrier.add(
+        torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash)
+    )
     counted = carried(carrier).counted()
     assert (counted.num_samples, counted.sample_hash) == (len(yielded), yielded_hash)
     assert counted.num_samples - counted.num_unexpected == len(planned) - counted.num_missing
-    assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(yielded)
+    assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(
+        yielded
+    )
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
@@ -177,15 +203,27 @@ def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
     assert (found.facts.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
 
 
-@given(st.integers(1, 5000), st.integers(0, 2**32), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4))
-def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, hashes: list[int]) -> None:
-    """Added up as DDP does it: float32, each rank's numbers divided by the number of ranks first."""
-    counts = [Count(3 + rank, rank, 2 * rank, sample_hash) for rank, sample_hash in enumerate(hashes[:world_size])]
+@given(
+    st.integers(1, 5000),
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4),
+)
+def test_totals_of_any_number_of_ranks_are_exact(
+    world_size: int, weight: int, hashes: list[int]
+) -> None:
+    """Added up as DDP does it: float32, each rank's numbers divided by the number of ranks
+    first."""
+    counts = [
+        Count(3 + rank, rank, 2 * rank, sample_hash)
+        for rank, sample_hash in enumerate(hashes[:world_size])
+    ]
     told = []
     for rank, counted in enumerate(counts):
         carrier = Carrier(Peers(rank, world_size, torch.device("cpu")))
         carrier.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
-        told.append(carrier.gradient("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size))
+        told.append(
+            carrier.gradient("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size)
+        )
     sums = np.zeros_like(told[0])
     for rank in range(world_size):
         sums += told[rank % len(told)]
@@ -195,7 +233,10 @@ def test_totals_of_any_number_of_ranks_are_exact(world_size: int, weight: int, h
     assert found.weight == world_size * weight
     assert found.counted() == sum(
         (
-            Count(*(share * number for number in (c.num_samples, c.num_unexpected, c.num_missing)), c.sample_hash * share % 2**64)
+            Count(
+                *(share * number for number in (c.num_samples, c.num_unexpected, c.num_missing)),
+                c.sample_hash * share % 2**64,
+            )
             for share, c in zip(shares, counts, strict=True)
         ),
         Count(),
@@ -213,8 +254,13 @@ def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
         assert carried(carrier).weight == float(sum(weights))
 
 
-@given(st.lists(st.one_of(st.integers(0, 2**40), st.floats(-1e6, 1e6)), min_size=1, max_size=3), st.booleans())
-def test_a_device_adds_losses_and_weights_up_as_the_host_does(weights: list[float], as_tensors: bool) -> None:
+@given(
+    st.lists(st.one_of(st.integers(0, 2**40), st.floats(-1e6, 1e6)), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_a_device_adds_losses_and_weights_up_as_the_host_does(
+    weights: list[float], as_tensors: bool
+) -> None:
     host, device = Carrier(ALONE), Carrier(ALONE)
     for weight in weights:
         of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight

@@ -25,7 +25,9 @@ def test_scalar_and_array_mixing_agree(value: int, keyed: int) -> None:
 
 
 def test_keys_depend_on_every_part_and_its_place() -> None:
-    keys = {key(*parts) for parts in [(), (0,), (0, 0), (1, 0), (0, 1), (2**64,), (1, 2, 3), (3, 2, 1)]}
+    keys = {
+        key(*parts) for parts in [(), (0,), (0, 0), (1, 0), (0, 1), (2**64,), (1, 2, 3), (3, 2, 1)]
+    }
     assert len(keys) == 7  # 2**64 is 0
 
 

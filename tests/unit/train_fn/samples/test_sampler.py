@@ -1,4 +1,5 @@
-"""The data order: a permutation of every epoch, cut the same way whatever the world size and wherever it is resumed."""
+"""The data order: a permutation of every epoch, cut the same way whatever the world size and
+wherever it is resumed."""
 
 from __future__ import annotations
 
@@ -34,13 +35,18 @@ def test_an_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -> N
 
 
 @given(sampler=SAMPLERS, epoch=st.integers(0, 50), world_size=st.integers(1, 9))
-def test_every_sample_of_an_epoch_is_used_once_at_any_world_size(sampler: Sampler, epoch: int, world_size: int) -> None:
+def test_every_sample_of_an_epoch_is_used_once_at_any_world_size(
+    sampler: Sampler, epoch: int, world_size: int
+) -> None:
     used = []
     for k in range(sampler.steps_per_epoch):
         shares = [sampler.share(epoch, k, rank, world_size) for rank in range(world_size)]
         batch = [index for share in shares for index in flat(share)]
-        assert batch == sampler.global_batch(epoch, k).tolist()  # contiguous runs, in canonical order
-        assert [micro.number for share in shares for micro in share] == list(range(sum(map(len, shares))))
+        # contiguous runs, in canonical order
+        assert batch == sampler.global_batch(epoch, k).tolist()
+        assert [micro.number for share in shares for micro in share] == list(
+            range(sum(map(len, shares)))
+        )
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         sizes = {len(micro.indices) for share in shares for micro in share[:-1]}
         assert sizes <= {sampler.micro_batch_size}
@@ -49,22 +55,37 @@ def test_every_sample_of_an_epoch_is_used_once_at_any_world_size(sampler: Sample
 
 
 @given(sampler=SAMPLERS, data=st.data(), world_size=st.integers(1, 5))
-def test_a_resumed_stream_goes_on_where_the_whole_one_was(sampler: Sampler, data: st.DataObject, world_size: int) -> None:
+def test_a_resumed_stream_goes_on_where_the_whole_one_was(
+    sampler: Sampler, data: st.DataObject, world_size: int
+) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
     step = data.draw(st.integers(0, 2 * sampler.steps_per_epoch))
     before = [
-        micro for earlier in range(step) for micro in sampler.share(*divmod(earlier, sampler.steps_per_epoch), rank, world_size)
+        micro
+        for earlier in range(step)
+        for micro in sampler.share(*divmod(earlier, sampler.steps_per_epoch), rank, world_size)
     ]
-    num_more = 5 if any(sampler.share(0, k, rank, world_size) for k in range(sampler.steps_per_epoch)) else 0
+    num_more = (
+        5
+        if any(sampler.share(0, k, rank, world_size) for k in range(sampler.steps_per_epoch))
+        else 0
+    )
     whole = list(islice(sampler.stream(0, 0, rank, world_size), len(before) + num_more))
-    resumed = list(islice(sampler.stream(*divmod(step, sampler.steps_per_epoch), rank, world_size), num_more))
+    resumed = list(
+        islice(sampler.stream(*divmod(step, sampler.steps_per_epoch), rank, world_size), num_more)
+    )
     assert flat(before) + flat(resumed) == flat(whole)
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
-    orders = {tuple(Sampler(1000, 1000, 100, seed).global_batch(epoch, 0).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(Sampler(1000, 1000, 100, seed).global_batch(epoch, 0).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+    }
     assert len(orders) == 9
-    # A shuffle sends neighbours apart: of a random permutation of n, about 2 neighbours stay neighbours.
+    # A shuffle sends neighbours apart: of a random permutation of n, about 2 neighbours stay
+    # neighbours.
     order = np.array(next(iter(orders)))
     assert (np.abs(np.diff(order)) == 1).sum() < 12
     assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.12
@@ -82,8 +103,20 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_order_never_changes_between_versions() -> None:
     """A run that is resumed by a later version must meet the same order."""
-    assert Sampler(1437, 128, 32, 0).global_batch(0, 0)[:6].tolist() == [76, 1319, 379, 217, 999, 601]
-    assert Sampler(10**12, 4, 1, 7).global_batch(3, 10**11).tolist() == [335593528760, 770191972706, 901297041918, 358527634353]
+    assert Sampler(1437, 128, 32, 0).global_batch(0, 0)[:6].tolist() == [
+        76,
+        1319,
+        379,
+        217,
+        999,
+        601,
+    ]
+    assert Sampler(10**12, 4, 1, 7).global_batch(3, 10**11).tolist() == [
+        335593528760,
+        770191972706,
+        901297041918,
+        358527634353,
+    ]
 
 
 def test_an_empty_set_is_refused() -> None:
@@ -93,4 +126,6 @@ def test_an_empty_set_is_refused() -> None:
 
 @given(count=st.integers(0, 100), world_size=st.integers(1, 20))
 def test_shares_cover_everything_once(count: int, world_size: int) -> None:
-    assert [thing for rank in range(world_size) for thing in share_of(count, rank, world_size)] == list(range(count))
+    assert [
+        thing for rank in range(world_size) for thing in share_of(count, rank, world_size)
+    ] == list(range(count))

@@ -1,4 +1,5 @@
-"""A micro-batch of a single sample, and one of which nothing is left: said at the start, the same in training and evaluation."""
+"""A micro-batch of a single sample, and one of which nothing is left: said at the start, the same
+in training and evaluation."""
 
 from __future__ import annotations
 
@@ -48,12 +49,25 @@ class Normed:
         return F.mse_loss(model(x)[:, 0], y, reduction="sum"), len(y)
 
 
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, **train_spec: Any) -> WorkerContext:
+def context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, **train_spec: Any
+) -> WorkerContext:
     monkeypatch.setattr(replica, "build_task", lambda spec: task)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    named = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
-    settings = {"global_batch_size": 8, "micro_batch_size": 4, "loader": {"num_workers": 0}, **train_spec}
-    spec = RunSpec.model_validate({"name": "small", "task": named, "train": settings, "scaling": {"use_gpu": False}})
+    named = {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    }
+    settings = {
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "loader": {"num_workers": 0},
+        **train_spec,
+    }
+    spec = RunSpec.model_validate(
+        {"name": "small", "task": named, "train": settings, "scaling": {"use_gpu": False}}
+    )
     return one_rank(spec, open_storage(str(tmp_path / "storage")).run_dir("run_small"))
 
 
@@ -70,14 +84,25 @@ def refusal(ctx: WorkerContext) -> str:
         (
             Normed(25),
             {},
-            r"global batch 4 of an epoch has one: 25 samples in global batches of 8 .* of 4\. Set train\.global_batch_size to 11,",
+            (
+                r"global batch 4 of an epoch has one: 25 samples in global batches of 8 .* of 4\. "
+                r"Set "
+                r"train\.global_batch_size to 11,"
+            ),
         ),
         (
             Normed(24),
             {"global_batch_size": 9},
-            r"global batch 1 of an epoch has one: .*Set train\.micro_batch_size to 3, or use GroupNorm",
+            (
+                r"global batch 1 of an epoch has one: .*Set train\.micro_batch_size to 3, or use "
+                r"GroupNorm"
+            ),
         ),
-        (Normed(24), {"micro_batch_size": 1}, r"and a micro-batch has one: .*Set train\.micro_batch_size to 2, or"),
+        (
+            Normed(24),
+            {"micro_batch_size": 1},
+            r"and a micro-batch has one: .*Set train\.micro_batch_size to 2, or",
+        ),
         (Normed(25, "pooled"), {}, r"BatchNorm cannot train on a single sample"),
         (Normed(25), {"micro_batch_size": 1}, r"has one: .* Leave 1 of the samples out"),
     ],
@@ -90,10 +115,23 @@ def test_batch_norm_and_a_single_sample_are_refused_before_the_first_step(
 
 def test_the_remedy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for length, size, micro in ((25, 8, 4), (24, 9, 4), (24, 8, 1), (321, 32, 8), (10, 3, 2)):
-        said = refusal(context(tmp_path, monkeypatch, Normed(length), global_batch_size=size, micro_batch_size=micro))
+        said = refusal(
+            context(
+                tmp_path,
+                monkeypatch,
+                Normed(length),
+                global_batch_size=size,
+                micro_batch_size=micro,
+            )
+        )
         [(name, value)] = re.findall(r"Set train\.(\w+) to (\d+)", said)
         sizes = {"global_batch_size": size, "micro_batch_size": micro, name: int(value)}
-        assert train(context(tmp_path / f"{length}-{size}-{micro}", monkeypatch, Normed(length), **sizes)) is None
+        assert (
+            train(
+                context(tmp_path / f"{length}-{size}-{micro}", monkeypatch, Normed(length), **sizes)
+            )
+            is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -105,14 +143,17 @@ def test_the_remedy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (Normed(25), {"max_steps": 3}),  # the short batch is never reached
     ],
 )
-def test_what_can_train_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Normed, sizes: dict[str, int]) -> None:
+def test_what_can_train_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Normed, sizes: dict[str, int]
+) -> None:
     ctx = context(tmp_path, monkeypatch, task, **sizes)
     assert train(ctx) is None
     assert all(map(math.isfinite, (point["values"]["loss"] for point in journal_of(ctx).points)))
 
 
 class Spoilt:
-    """A mean of numbers, of which those below 0 are bad; ``collate`` leaves them out, and gives None where nothing is left."""
+    """A mean of numbers, of which those below 0 are bad; ``collate`` leaves them out, and gives
+    None where nothing is left."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = values
@@ -139,7 +180,8 @@ class Spoilt:
 def test_a_collate_that_gives_none_is_left_out_of_training_and_evaluation_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """128 bad samples and more are whole batches of evaluation, too. Losses are those of the good ones alone."""
+    """128 bad samples and more are whole batches of evaluation, too. Losses are those of the good
+    ones alone."""
     values = [-1.0] * 128 + [float(number) for number in range(1, 33)] + [-1.0] * 96
     ctx = context(tmp_path, monkeypatch, Spoilt(values), global_batch_size=256, micro_batch_size=4)
     with caplog.at_level("WARNING"):
@@ -149,5 +191,10 @@ def test_a_collate_that_gives_none_is_left_out_of_training_and_evaluation_alike(
     assert point["values"]["loss"] == pytest.approx(float(good.square().mean()), rel=1e-6)
     [evaluated] = journal_of(ctx).of_kind(EventKind.EVALUATED)
     assert evaluated["metrics"]["val_mean"] == pytest.approx(float(good.mean()), rel=1e-6)
-    said = [record.message for record in caplog.records if "collate returned None" in record.message]
-    assert "collate returned None for 1 batches of the validation set; they are left out" in said and len(said) > 2
+    said = [
+        record.message for record in caplog.records if "collate returned None" in record.message
+    ]
+    assert (
+        "collate returned None for 1 batches of the validation set; they are left out" in said
+        and len(said) > 2
+    )

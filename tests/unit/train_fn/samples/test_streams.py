@@ -1,4 +1,5 @@
-"""Iterable data sets: streams that make the same global batches at any world size, and go on at the very sample after a restart."""
+"""Iterable data sets: streams that make the same global batches at any world size, and go on at the
+very sample after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class _Shared(list[int]):
 
 
 class Numbers(IterableDataset[torch.Tensor]):
-    """Numbers below ``count`` that are this stream's, with noise; keeps its place as torchdata's data sets do."""
+    """Numbers below ``count`` that are this stream's, with noise; keeps its place as torchdata's
+    data sets do."""
 
     def __init__(self, count: int) -> None:
         self.count, self.position = count, 0
@@ -43,7 +45,9 @@ class Numbers(IterableDataset[torch.Tensor]):
         while self.position * worker.num_workers + worker.id < self.count:
             self.position += 1
             self.reads.append(self.position)
-            yield torch.tensor((self.position - 1) * worker.num_workers + worker.id + float(torch.rand(())) / 2)
+            yield torch.tensor(
+                (self.position - 1) * worker.num_workers + worker.id + float(torch.rand(())) / 2
+            )
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,22 +97,45 @@ def make_spec(num_workers: int = 0, max_workers: int = 2, **train: Any) -> RunSp
         {
             "name": "streams",
             "code": {"archive": "sha256:" + "0" * 64, "task": "task:Task"},
-            "train": {"global_batch_size": 16, "micro_batch_size": 4, "loader": {"num_workers": num_workers}, **train},
+            "train": {
+                "global_batch_size": 16,
+                "micro_batch_size": 4,
+                "loader": {"num_workers": num_workers},
+                **train,
+            },
             "scaling": {"max_workers": max_workers},
         }
     )
 
 
-def stream_set(dataset: Any, num_samples: int = 90, num_workers: int = 0, num_streams: int = 2) -> StreamSet:
+def stream_set(
+    dataset: Any, num_samples: int = 90, num_workers: int = 0, num_streams: int = 2
+) -> StreamSet:
     sampler = StreamSampler(num_samples, 16, 4, 3, num_streams)
-    return StreamSet(dataset, sampler, make_spec(num_workers), 1, default_collate, "Task.build_datasets (task.py, line 3)")
+    return StreamSet(
+        dataset,
+        sampler,
+        make_spec(num_workers),
+        1,
+        default_collate,
+        "Task.build_datasets (task.py, line 3)",
+    )
 
 
-def read(data: StreamSet, steps: range, rank: int = 0, world_size: int = 1, exchange: bool = True) -> dict[tuple[int, int], Loaded]:
-    """What one rank reads in these steps, by (step, number of the micro-batch), with its bookmarks kept as a lone rank would."""
+def read(
+    data: StreamSet, steps: range, rank: int = 0, world_size: int = 1, exchange: bool = True
+) -> dict[tuple[int, int], Loaded]:
+    """What one rank reads in these steps, by (step, number of the micro-batch), with its bookmarks
+    kept as a lone rank would."""
     sampler, spe = data.sampler, data.sampler.steps_per_epoch
-    shares = [(step, micro) for step in steps for micro in sampler.share(step // spe, step % spe, rank, world_size)]
-    batches = data.batches(sampler.stream(steps.start // spe, steps.start % spe, rank, world_size), make_spec(), 1, CPU)
+    shares = [
+        (step, micro)
+        for step in steps
+        for micro in sampler.share(step // spe, step % spe, rank, world_size)
+    ]
+    batches = data.batches(
+        sampler.stream(steps.start // spe, steps.start % spe, rank, world_size), make_spec(), 1, CPU
+    )
     found = {}
     for position, (step, micro) in enumerate(shares):
         loaded = next(batches)
@@ -131,12 +158,16 @@ def values(found: dict[tuple[int, int], Loaded]) -> dict[tuple[int, int], list[f
 def test_streams_are_as_many_as_loader_processes_at_full_size() -> None:
     assert num_streams_of(make_spec(num_workers=0, max_workers=2)) == 2
     assert num_streams_of(make_spec(num_workers=2, max_workers=2)) == 4
-    assert num_streams_of(make_spec(num_workers=3, max_workers=2)) == 4, "no more than micro-batches"
+    assert num_streams_of(make_spec(num_workers=3, max_workers=2)) == 4, (
+        "no more than micro-batches"
+    )
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 3, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_every_place_of_every_stream_is_run_once_by_one_rank(num_streams: int, world_size: int) -> None:
+def test_every_place_of_every_stream_is_run_once_by_one_rank(
+    num_streams: int, world_size: int
+) -> None:
     sampler = StreamSampler(90, 16, 4, 0, num_streams)
     owner: dict[int, int] = {}
     next_ordinal = dict.fromkeys(range(num_streams), 0)
@@ -146,7 +177,9 @@ def test_every_place_of_every_stream_is_run_once_by_one_rank(num_streams: int, w
         run = [index for share in shares for micro in share for index in micro.indices.tolist()]
         assert sorted(run) == sorted(sampler.global_batch(epoch, k).tolist())
         assert len(run) == min(16, 90 - 16 * k)
-        assert [micro.number for share in shares for micro in share] == list(range(-(-len(run) // 4)))
+        assert [micro.number for share in shares for micro in share] == list(
+            range(-(-len(run) // 4))
+        )
         for rank, share in enumerate(shares):
             for micro in share:
                 stream = sampler.stream_of(micro)
@@ -175,12 +208,17 @@ def test_a_stream_goes_on_at_the_very_sample_at_any_world_size(num_workers: int)
 
 
 def test_a_bookmark_spares_the_reading() -> None:
-    before, after = stream_set(Numbers(10_000), num_streams=1), stream_set(Numbers(10_000), num_streams=1)
+    before, after = (
+        stream_set(Numbers(10_000), num_streams=1),
+        stream_set(Numbers(10_000), num_streams=1),
+    )
     read(before, range(2 * BOOKMARK_STEPS + 3))
     after.bookmarks.load_state_dict(before.bookmarks.state_dict())
     reads = after.dataset.reads
     read(after, range(2 * BOOKMARK_STEPS + 3, 2 * BOOKMARK_STEPS + 5), exchange=False)
-    assert len(reads) == 4 * 16 + 10, "three steps again, of which one ends an epoch, and two new ones"
+    assert len(reads) == 4 * 16 + 10, (
+        "three steps again, of which one ends an epoch, and two new ones"
+    )
 
 
 @pytest.mark.parametrize("dataset", [Forgetful(), PlaceInIterator()])
@@ -225,8 +263,13 @@ def test_the_guarantee_says_what_depends_on_the_data_set() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(100))
 
-    assert "WARNING" not in stream_set(Undivided(), num_samples=3).guarantee(), "the second stream has nothing to read"
-    assert "WARNING: streams 0 and 1 begin with the same samples" in stream_set(Undivided()).guarantee()
+    assert "WARNING" not in stream_set(Undivided(), num_samples=3).guarantee(), (
+        "the second stream has nothing to read"
+    )
+    assert (
+        "WARNING: streams 0 and 1 begin with the same samples"
+        in stream_set(Undivided()).guarantee()
+    )
 
 
 class Keeping(Numbers):
@@ -241,7 +284,13 @@ class Keeping(Numbers):
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (Keeping(np.arange(3)), r"build_datasets \(task\.py, line 3\): the state_dict of train cannot be kept, .*\.tolist\(\)"),
+        (
+            Keeping(np.arange(3)),
+            (
+                r"build_datasets \(task\.py, line 3\): the state_dict of train cannot be kept, "
+                r".*\.tolist\(\)"
+            ),
+        ),
         (Numbers(1), r"train gives no sample to stream 1 of 2 after 0 samples"),
     ],
 )
@@ -274,7 +323,9 @@ class Asking(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_validation_stream_is_told_what_to_read_with_and_without_a_loader_process(num_workers: int) -> None:
+def test_a_validation_stream_is_told_what_to_read_with_and_without_a_loader_process(
+    num_workers: int,
+) -> None:
     whole = WholePass(Asking(), 5, 0, 1, 0, list)
     batches = DataLoader(whole, batch_size=None, num_workers=num_workers, collate_fn=_as_is)
     assert [loaded.batch for loaded in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]

@@ -1,4 +1,5 @@
-"""Which state an attempt goes on from: the newest that can be trusted, and the same choice on every rank."""
+"""Which state an attempt goes on from: the newest that can be trusted, and the same choice on every
+rank."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ SUBMISSION = 3
 
 
 def offer(
-    rank: int, step: int, digest: str = "a", attempt: int = 1, submission: int = SUBMISSION, problem: str | None = None
+    rank: int,
+    step: int,
+    digest: str = "a",
+    attempt: int = 1,
+    submission: int = SUBMISSION,
+    problem: str | None = None,
 ) -> Offer:
     return Offer(rank, Label(submission, attempt, step, rank, None if problem else digest, problem))
 
@@ -44,7 +50,9 @@ def test_a_later_attempt_that_reached_the_same_step_is_believed() -> None:
 def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
     older = offer(0, 99, submission=2)
     assert elect([older, offer(1, 120, submission=4)], SUBMISSION).offer == older
-    assert elect([older, offer(1, 99, "b")], SUBMISSION).offer == offer(1, 99, "b"), "at the same step this one's own is believed"
+    assert elect([older, offer(1, 99, "b")], SUBMISSION).offer == offer(1, 99, "b"), (
+        "at the same step this one's own is believed"
+    )
 
 
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
@@ -58,7 +66,10 @@ def test_a_rank_that_could_leave_nothing_is_reported() -> None:
 
 def went_on(**starts: int) -> dict[Origin, RestorePoint]:
     """Of this submission: where each attempt began, ``a2=57``."""
-    return {(SUBMISSION, int(name[1:])): RestorePoint(step, fresh=False) for name, step in starts.items()}
+    return {
+        (SUBMISSION, int(name[1:])): RestorePoint(step, fresh=False)
+        for name, step in starts.items()
+    }
 
 
 def test_an_attempt_that_died_before_it_published_leaves_the_snapshot_that_it_began_from() -> None:
@@ -111,8 +122,11 @@ class World:
     lives: list[Life] = field(default_factory=list)
 
     def begin(self, origin: Origin) -> None:
-        """Restore as ranks do, by what can be seen; ``starts`` holds it before the first step, as ``claim`` makes sure."""
-        standing, _ = in_lineage([Offer(0, label) for label, _, there in self.snapshots if there], self.starts)
+        """Restore as ranks do, by what can be seen; ``starts`` holds it before the first step, as
+        ``claim`` makes sure."""
+        standing, _ = in_lineage(
+            [Offer(0, label) for label, _, there in self.snapshots if there], self.starts
+        )
         elected = elect(standing, origin[0]).offer
         durable = self.lineage()
         chain: dict[int, Origin] = self.checkpoints[durable[-1]] if durable else {}
@@ -135,18 +149,23 @@ class World:
 
 
 ACTS = st.tuples(
-    st.sampled_from(["same", "newer"]),  # the next attempt is of the same submission or of a newer one
+    # the next attempt is of the same submission or of a newer one
+    st.sampled_from(["same", "newer"]),
     st.integers(0, 5),  # steps that it takes
     st.sampled_from(["snapshot", "lost snapshot", "checkpoint", "both", "nothing"]),
-    st.sampled_from([None, "snapshot", "checkpoint", "both"]),  # what a rank of an older attempt, not dead, does meanwhile
+    # what a rank of an older attempt, not dead, does meanwhile
+    st.sampled_from([None, "snapshot", "checkpoint", "both"]),
     st.integers(0, 4),  # which one
     st.booleans(),  # nodes that were away come back
 )
 
 
 @given(st.lists(ACTS, min_size=1, max_size=10))
-def test_whatever_dies_or_wakes_the_run_has_one_lineage(history: list[tuple[str, int, str, str | None, int, bool]]) -> None:
-    """Attempts and submissions follow each other; ranks of older ones may go on for a while, and leave what they like."""
+def test_whatever_dies_or_wakes_the_run_has_one_lineage(
+    history: list[tuple[str, int, str, str | None, int, bool]],
+) -> None:
+    """Attempts and submissions follow each other; ranks of older ones may go on for a while, and
+    leave what they like."""
     world, origin = World(), (1, 0)
     for follows, num_steps, leaves, zombie_leaves, which, comes_back in history:
         origin = (origin[0] + (follows == "newer"), origin[1] + 1)
@@ -170,11 +189,15 @@ def test_whatever_dies_or_wakes_the_run_has_one_lineage(history: list[tuple[str,
             world.snapshots = [(label, chain, True) for label, chain, _ in world.snapshots]
         for name in world.lineage():
             taken = world.checkpoints[name]
-            assert taken == {step: by for step, by in life.chain.items() if step <= name.step}, "a checkpoint of another history"
+            assert taken == {step: by for step, by in life.chain.items() if step <= name.step}, (
+                "a checkpoint of another history"
+            )
         standing, _ = in_lineage([Offer(0, label) for label, _, _ in world.snapshots], world.starts)
         for label, chain, _ in world.snapshots:
             if Offer(0, label) in standing and label.origin < origin:
-                assert chain == {step: by for step, by in began.items() if step <= label.step}, "a snapshot of another history"
+                assert chain == {step: by for step, by in began.items() if step <= label.step}, (
+                    "a snapshot of another history"
+                )
 
 
 OFFERS = st.lists(
@@ -192,16 +215,24 @@ OFFERS = st.lists(
 
 
 @given(OFFERS, st.randoms())
-def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(offers: list[Offer], order: object) -> None:
+def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(
+    offers: list[Offer], order: object
+) -> None:
     elected = elect(offers, SUBMISSION)
     shuffled = list(offers)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     assert elect(shuffled, SUBMISSION).offer == elected.offer  # ranks may hear in any order
-    usable = [found.label for found in offers if found.label.submission <= SUBMISSION and not found.label.problem]
+    usable = [
+        found.label
+        for found in offers
+        if found.label.submission <= SUBMISSION and not found.label.problem
+    ]
     if elected.offer is None:
         for label in usable:
             assert any(
-                other.digest != label.digest and (other.step, other.origin) == (label.step, label.origin) for other in usable
+                other.digest != label.digest
+                and (other.step, other.origin) == (label.step, label.origin)
+                for other in usable
             )
         return
     chosen = elected.offer.label
@@ -211,5 +242,7 @@ def test_any_history_elects_a_state_that_nothing_newer_or_equal_contradicts(offe
             assert label.digest == chosen.digest
         elif (label.step, label.origin) > (chosen.step, chosen.origin):
             assert any(
-                other.digest != label.digest and (other.step, other.origin) == (label.step, label.origin) for other in usable
+                other.digest != label.digest
+                and (other.step, other.origin) == (label.step, label.origin)
+                for other in usable
             )

@@ -1,4 +1,5 @@
-"""The publisher: as often as it may, never a torn state, never more than two of them, and a word when they do not fit."""
+"""The publisher: as often as it may, never a torn state, never more than two of them, and a word
+when they do not fit."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def publish(publisher: Publisher, state: TrainState, step: int) -> None:
     advance(state, step)
     publisher.offer()
     with publisher._lock:
-        assert publisher._lock.wait_for(lambda: publisher._waiting is None and not publisher._writing, DEADLINE_S)
+        assert publisher._lock.wait_for(
+            lambda: publisher._waiting is None and not publisher._writing, DEADLINE_S
+        )
 
 
 def steps(ctx: WorkerContext) -> list[int]:
@@ -80,8 +83,11 @@ def told(ctx: WorkerContext) -> list[dict[str, Any]]:
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 3.0), st.floats(1e-6, 2.0)), min_size=1, max_size=200))
-def test_publishing_takes_one_percent_of_any_stretch_at_most_and_is_not_put_off(steps: list[tuple[float, float]]) -> None:
-    """``steps``: how long each one takes, and what a publication after it would; a publication delays the next step."""
+def test_publishing_takes_one_percent_of_any_stretch_at_most_and_is_not_put_off(
+    steps: list[tuple[float, float]],
+) -> None:
+    """``steps``: how long each one takes, and what a publication after it would; a publication
+    delays the next step."""
     cadence, now = Cadence(), 0.0
     published: list[tuple[float, float]] = []
     for step_s, cost_s in steps:
@@ -98,13 +104,17 @@ def test_publishing_takes_one_percent_of_any_stretch_at_most_and_is_not_put_off(
             assert spent <= 0.01 * (published[last][0] - published[first][0]) * (1 + 1e-9)
 
 
-def test_the_price_of_a_publication_counts_its_copy_and_its_writing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_price_of_a_publication_counts_its_copy_and_its_writing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now[0])
     ctx, state = make_context(tmp_path), make_state()
     publisher, copies = make_publisher(ctx, state), BoundaryCopies(state)
     publisher.close()
-    monkeypatch.setattr(publisher_module, "publish_snapshot", lambda *_: now.__setitem__(0, now[0] + 0.5))
+    monkeypatch.setattr(
+        publisher_module, "publish_snapshot", lambda *_: now.__setitem__(0, now[0] + 0.5)
+    )
     publisher._publish(dataclasses.replace(copies.take(), stall_s=0.25))
     assert not publisher._cadence.is_due(1000.0 - 0.25 + 74.9)
     assert publisher._cadence.is_due(1000.0 - 0.25 + 75.0)
@@ -122,7 +132,9 @@ def assert_whole(store: SnapshotStore) -> list[int]:
         except FileNotFoundError:
             continue  # replaced by a newer one while we looked
         weights = torch.cat([tensor.reshape(-1) for tensor in state["model"].values()])
-        assert torch.equal(weights, torch.full_like(weights, float(state["step"]))), f"the state of step {state['step']} is torn"
+        assert torch.equal(weights, torch.full_like(weights, float(state["step"]))), (
+            f"the state of step {state['step']} is torn"
+        )
         found.append(label.step)
     return found
 
@@ -131,7 +143,14 @@ def assert_whole(store: SnapshotStore) -> list[int]:
 def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: Path) -> None:
     ctx, model = make_context(tmp_path), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, torch.optim.SGD(model.parameters()), scaler, None, steps_per_epoch=100, fingerprint="data")
+    state = TrainState(
+        model,
+        torch.optim.SGD(model.parameters()),
+        scaler,
+        None,
+        steps_per_epoch=100,
+        fingerprint="data",
+    )
     publisher, store = make_publisher(ctx, state), snapshot_store(ctx)
     met: set[int] = set()
     deadline, step = time.monotonic() + DEADLINE_S, 0
@@ -151,13 +170,19 @@ def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: P
 
 
 @pytest.mark.usefixtures("at_every_step")
-def test_two_snapshots_are_kept_and_no_more_is_ever_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_snapshots_are_kept_and_no_more_is_ever_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state, held = make_context(tmp_path), make_state(), []
     save = torch.save
 
     def count_and_save(*args: Any) -> None:
         save(*args)
-        held.append(len([path for path in snapshot_store(ctx).directory.iterdir() if path.suffix != ".json"]))
+        held.append(
+            len(
+                [path for path in snapshot_store(ctx).directory.iterdir() if path.suffix != ".json"]
+            )
+        )
 
     monkeypatch.setattr(snapshot_module.torch, "save", count_and_save)
     publisher = make_publisher(ctx, state)
@@ -181,7 +206,9 @@ def test_a_save_and_a_publication_at_one_boundary_share_a_copy(tmp_path: Path) -
     memory = saved.state["model"]["weight"].data_ptr()
     copies.release(saved)
     advance(state, 3)
-    assert copies.take().state["model"]["weight"].data_ptr() != memory, "the other holder still reads it"
+    assert copies.take().state["model"]["weight"].data_ptr() != memory, (
+        "the other holder still reads it"
+    )
     copies.release(published)
     advance(state, 4)
     assert copies.take().state["model"]["weight"].data_ptr() == memory
@@ -201,10 +228,14 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
     saver.close()
     store = snapshot_store(ctx)
     for label in store.labels():
-        assert torch.equal(store.read(label)["model"]["weight"], torch.full((2, 2), float(label.step)))
+        assert torch.equal(
+            store.read(label)["model"]["weight"], torch.full((2, 2), float(label.step))
+        )
     newest = ctx.run_dir.checkpoints.list()[-1]
     assert newest.step == 29
-    saved = torch.load(Path(ctx.run_dir.checkpoints.path(newest.name)) / "model.pt", weights_only=True)
+    saved = torch.load(
+        Path(ctx.run_dir.checkpoints.path(newest.name)) / "model.pt", weights_only=True
+    )
     assert torch.equal(saved["weight"], torch.full((2, 2), 29.0))
 
 
@@ -215,7 +246,9 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
 def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
     rank: int, world_size: int, num_nodes: int, tmp_path: Path
 ) -> None:
-    ctx = dataclasses.replace(make_context(tmp_path, rank), world_size=world_size, num_nodes=num_nodes)
+    ctx = dataclasses.replace(
+        make_context(tmp_path, rank), world_size=world_size, num_nodes=num_nodes
+    )
     publisher = make_publisher(ctx, make_state())
     publisher.offer()
     publisher.close()
@@ -235,7 +268,9 @@ def test_rank_0_publishes_for_a_group_that_one_node_holds(world_size: int, tmp_p
 
 
 @pytest.mark.usefixtures("at_every_step")
-def test_what_does_not_fit_is_told_once_and_again_when_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_told_once_and_again_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state = make_context(tmp_path), make_state()
     publisher, free = make_publisher(ctx, state), [1000]
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: free[0])
@@ -251,7 +286,9 @@ def test_what_does_not_fit_is_told_once_and_again_when_it_does(tmp_path: Path, m
     assert told(ctx)[1:] == [{"step": 4, "snapshots": "published", "problem": None}]
 
 
-def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx = dataclasses.replace(make_context(tmp_path), world_size=2, num_nodes=2)
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda _: 1000)
     publisher = make_publisher(ctx, make_state())
@@ -260,7 +297,9 @@ def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(tmp_pat
     assert [data["snapshots"] for data in told(ctx)] == ["none"]
 
 
-def test_room_for_two_states_is_enough_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_two_states_is_enough_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state = make_context(tmp_path), make_state()
     needed = size_bytes(state.state_dict()) + snapshot_module.OVERHEAD_BYTES
 
@@ -275,7 +314,9 @@ def test_room_for_two_states_is_enough_for_ever(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("at_every_step")
-def test_closing_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go = threading.Event(), threading.Event()
     save = torch.save
 
@@ -303,7 +344,9 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: py
     assert steps(ctx) == [1]
 
 
-def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_path: Path, shared_memory: Path) -> None:
+def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
+    tmp_path: Path, shared_memory: Path
+) -> None:
     ctx, state = make_context(tmp_path), make_state()
     for run_id in ("run_dead", "run_alive"):
         other = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir(run_id))
@@ -318,22 +361,32 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(tmp_p
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]
 
 
-def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(tmp_path: Path) -> None:
+def test_survivors_and_publications_of_one_node_do_not_contradict_each_other(
+    tmp_path: Path,
+) -> None:
     """Rank 0 publishes step 3; then both ranks leave what they have when the third dies."""
-    ctx, state = dataclasses.replace(make_context(tmp_path), world_size=3, num_nodes=1), make_state()
+    ctx, state = (
+        dataclasses.replace(make_context(tmp_path), world_size=3, num_nodes=1),
+        make_state(),
+    )
     for step in (1, 3):
         advance(state, step)
         assert publish_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
     assert leave_snapshot(ctx, copy_to_cpu(state.state_dict())) is None
     advance(state, 4)
-    assert leave_snapshot(dataclasses.replace(ctx, world_rank=1), copy_to_cpu(state.state_dict())) is None
+    assert (
+        leave_snapshot(dataclasses.replace(ctx, world_rank=1), copy_to_cpu(state.state_dict()))
+        is None
+    )
     elected = elect([Offer(0, label) for label in snapshot_store(ctx).labels()], 1)
     assert elected.offer is not None
     assert (elected.offer.label.step, elected.offer.label.rank, elected.rejected) == (4, 1, ())
     assert steps(ctx) == [4]
 
 
-def test_a_state_that_was_published_is_not_left_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_was_published_is_not_left_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx, state = make_context(tmp_path), make_state()
     for step in (1, 2):
         advance(state, step)
@@ -353,13 +406,21 @@ def test_a_state_that_was_published_is_not_left_a_second_time(tmp_path: Path, mo
 
 @pytest.fixture(scope="module")
 def wreckage() -> Iterator[Path]:
-    """A directory for each moment of a publication at which the process that published was killed."""
+    """A directory for each moment of a publication at which the process that published was
+    killed."""
     with quick_directory() as directory:
-        subprocess.run([sys.executable, "-m", "tests.support.snapshot_crash", directory], cwd=ROOT, check=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.snapshot_crash", directory],
+            cwd=ROOT,
+            check=True,
+            timeout=120,
+        )
         yield Path(directory)
 
 
-def test_killed_at_any_moment_of_a_publication_leaves_the_last_whole_one_to_be_elected(wreckage: Path) -> None:
+def test_killed_at_any_moment_of_a_publication_leaves_the_last_whole_one_to_be_elected(
+    wreckage: Path,
+) -> None:
     places = sorted(path for path in wreckage.iterdir() if path.suffix == ".said")
     assert len(places) > 20
     restored = set()
@@ -374,7 +435,9 @@ def test_killed_at_any_moment_of_a_publication_leaves_the_last_whole_one_to_be_e
         restored.add((claimed, elected))
         store.remove_after(elected)  # the next attempt clears what was never finished
         names = {path.name.partition(".")[0] for path in said.with_suffix("").glob("*.pt")}
-        assert {path.name.partition(".")[0] for path in said.with_suffix("").glob("*.*")} == names, said.name
+        assert {
+            path.name.partition(".")[0] for path in said.with_suffix("").glob("*.*")
+        } == names, said.name
         assert not list(said.with_suffix("").glob("*.tmp")), said.name
     assert {(0, 0), (1, 1), (2, 2)} <= restored
 
@@ -384,14 +447,18 @@ def test_killed_in_the_middle_of_writing_a_state(wreckage: Path) -> None:
     cut = sorted(wreckage.glob("*-bytes"))
     assert len(cut) >= 5
     for place in cut:
-        assert [path.stat().st_size for path in place.glob("*.tmp")] == [int(place.name.partition("-")[0])]
+        assert [path.stat().st_size for path in place.glob("*.tmp")] == [
+            int(place.name.partition("-")[0])
+        ]
         store = SnapshotStore(place, 1)
         offer = elect([Offer(0, label) for label in store.labels()], 1).offer
         assert offer is not None and offer.label.step == 2
         assert torch.equal(store.read(offer.label)["model"]["weight"], torch.full((64, 64), 2.0))
 
 
-def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(tmp_path: Path) -> None:
+def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(
+    tmp_path: Path,
+) -> None:
     ctx = make_context(tmp_path)
     assert leave_snapshot(ctx, copy_to_cpu(make_state().state_dict())) is None
     assert len(snapshot_store(ctx).labels()) == 1

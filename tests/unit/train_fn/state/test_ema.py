@@ -1,4 +1,5 @@
-"""The average of weights: by the formula, put in place for evaluation alone, whole where weights are tied."""
+"""The average of weights: by the formula, put in place for evaluation alone, whole where weights
+are tied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Learning rates are functions of the step; optimizers decay matrices only; what was packed comes back bit for bit."""
+"""Learning rates are functions of the step; optimizers decay matrices only; what was packed comes
+back bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_cosine_and_linear_end_on_their_final_fraction() -> None:
         assert factors[9:] == sorted(factors[9:], reverse=True)
         assert factors[59] == pytest.approx(0.55)  # halfway
         assert factors[-1] == pytest.approx(0.1)
-    assert lr_factor(cosine, 34, 110, 11) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert lr_factor(cosine, 34, 110, 11) == pytest.approx(
+        0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
+    )
 
 
 def test_step_schedule_counts_epochs() -> None:
@@ -56,7 +59,12 @@ def test_a_run_shorter_than_its_warm_up_never_leaves_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [AdamWSpec(weight_decay=0.1), AdamSpec(name="adam", weight_decay=0.1), SgdSpec(name="sgd", weight_decay=0.1)]
+    "spec",
+    [
+        AdamWSpec(weight_decay=0.1),
+        AdamSpec(name="adam", weight_decay=0.1),
+        SgdSpec(name="sgd", weight_decay=0.1),
+    ],
 )
 def test_biases_and_scales_are_not_decayed(spec: OptimizerSpec) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 4), nn.Linear(4, 2))
@@ -66,7 +74,9 @@ def test_biases_and_scales_are_not_decayed(spec: OptimizerSpec) -> None:
 
 
 def test_set_lr_scales_each_groups_own_peak() -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 1.0)])
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 1.0)]
+    )
     rates = LearningRates(optimizer, "the test")
     for factor in (0.5, 0.25):
         assert rates.set(factor) == 0.1 * factor
@@ -75,7 +85,11 @@ def test_set_lr_scales_each_groups_own_peak() -> None:
 
 def make_layers() -> nn.Module:
     return nn.ModuleDict(
-        {"stem": nn.Linear(2, 2), "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), "head": nn.Linear(2, 2)}
+        {
+            "stem": nn.Linear(2, 2),
+            "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)),
+            "head": nn.Linear(2, 2),
+        }
     )
 
 
@@ -89,7 +103,10 @@ def test_layers_have_learning_rates_of_their_own() -> None:
     model = make_layers()
     optimizer = build_optimizer(spec, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = [(sorted(names[p] for p in group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    found = [
+        (sorted(names[p] for p in group["params"]), group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+    ]
     assert found == [
         (["blocks.1.weight", "head.weight"], 0.1, 0.2),
         (["blocks.0.weight"], 0.05, 0.2),
@@ -104,8 +121,12 @@ def test_layers_have_learning_rates_of_their_own() -> None:
 
 
 def test_a_pattern_without_parameters_is_named() -> None:
-    spec = SgdSpec.model_validate({"name": "sgd", "groups": [{"parameters": "*"}, {"parameters": "layer1.*"}]})
-    with pytest.raises(BadTask, match=r"optimizer\.groups\.1\.parameters 'layer1\.\*' .*stem\.weight"):
+    spec = SgdSpec.model_validate(
+        {"name": "sgd", "groups": [{"parameters": "*"}, {"parameters": "layer1.*"}]}
+    )
+    with pytest.raises(
+        BadTask, match=r"optimizer\.groups\.1\.parameters 'layer1\.\*' .*stem\.weight"
+    ):
         build_optimizer(spec, make_layers())
 
 
@@ -127,13 +148,18 @@ def test_gradients_are_dropped_as_the_optimizer_would() -> None:
     assert isinstance(optimizer, Own) and optimizer.num_drops == 1
 
 
-def trained(optimizer_of: Any, *, dtype: torch.dtype = torch.float32, idle: bool = False) -> torch.optim.Optimizer:
-    """An optimizer after two steps over parameters of many shapes; the last one has no gradient where it is to be idle."""
+def trained(
+    optimizer_of: Any, *, dtype: torch.dtype = torch.float32, idle: bool = False
+) -> torch.optim.Optimizer:
+    """An optimizer after two steps over parameters of many shapes; the last one has no gradient
+    where it is to be idle."""
     torch.manual_seed(3)
     shapes = [(), (1,), (5,), (3, 4), (0, 7), (2, 3, 3, 5)]
     parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
     parameters[-1].data = parameters[-1].data.to(memory_format=torch.channels_last)
-    made: torch.optim.Optimizer = optimizer_of([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}])
+    made: torch.optim.Optimizer = optimizer_of(
+        [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+    )
     for _ in range(2):
         for parameter in parameters[: -1 if idle else None]:
             parameter.grad = torch.randn_like(parameter)
@@ -160,7 +186,11 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert list(found["state"][number]) == list(values)
         for name, value in values.items():
             other = found["state"][number][name]
-            assert other.dtype == value.dtype and other.shape == value.shape and torch.equal(other, value), (number, name)
+            assert (
+                other.dtype == value.dtype
+                and other.shape == value.shape
+                and torch.equal(other, value)
+            ), (number, name)
 
 
 KINDS = {
@@ -175,11 +205,15 @@ KINDS = {
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_moments_are_few_tensors_and_come_back_bit_for_bit(kind: str, dtype: torch.dtype, idle: bool) -> None:
+def test_moments_are_few_tensors_and_come_back_bit_for_bit(
+    kind: str, dtype: torch.dtype, idle: bool
+) -> None:
     optimizer = trained(KINDS[kind], dtype=dtype, idle=idle)
     wanted = optimizer.state_dict()
     made = packed(wanted)
-    assert "state" not in made and len(made["flat"]["values"]) == len(next(iter(wanted["state"].values())))
+    assert "state" not in made and len(made["flat"]["values"]) == len(
+        next(iter(wanted["state"].values()))
+    )
     before = copy.deepcopy(wanted)
     loaded = unpacked(through_a_file(made))
     assert_same(loaded, before)
@@ -196,7 +230,10 @@ def test_what_was_packed_is_a_copy() -> None:
     made = packed(optimizer.state_dict())
     before = copy.deepcopy(made)
     optimizer.step()
-    assert all(torch.equal(value, before["flat"]["values"][name]) for name, value in made["flat"]["values"].items())
+    assert all(
+        torch.equal(value, before["flat"]["values"][name])
+        for name, value in made["flat"]["values"].items()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +245,9 @@ def test_values_are_packed_as_they_are_now_also_by_who_knows_the_optimizer(kind:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         made = packer.packed(optimizer.state_dict())
-        assert all(made["flat"]["values"][name] is value for name, value in first["flat"]["values"].items()), "in the same memory"
+        assert all(
+            made["flat"]["values"][name] is value for name, value in first["flat"]["values"].items()
+        ), "in the same memory"
         assert_same(unpacked(made), optimizer.state_dict())
 
 
@@ -227,7 +266,9 @@ def retyped(state: dict[str, Any]) -> None:
 
 def renamed(state: dict[str, Any]) -> None:
     for number, values in state["state"].items():
-        state["state"][number] = {("other" if name == "exp_avg" else name): value for name, value in values.items()}
+        state["state"][number] = {
+            ("other" if name == "exp_avg" else name): value for name, value in values.items()
+        }
 
 
 def swapped(state: dict[str, Any]) -> None:
@@ -276,7 +317,9 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_does_not_fit_one_flat_tensor_is_left_as_it_is(name: str, everywhere: bool) -> None:
-    values: dict[int, dict[str, Any]] = {number: {"a": torch.ones(2), "b": torch.ones(3)} for number in range(3)}
+    values: dict[int, dict[str, Any]] = {
+        number: {"a": torch.ones(2), "b": torch.ones(3)} for number in range(3)
+    }
     for number in range(3) if everywhere else [1]:
         values[number]["b"] = OTHERS[name]
     state = {"state": values, "param_groups": []}
@@ -288,7 +331,10 @@ def test_what_does_not_fit_one_flat_tensor_is_left_as_it_is(name: str, everywher
 
 
 def test_parameters_whose_values_have_other_names_are_left_as_they_are() -> None:
-    state = {"state": {0: {"a": torch.ones(2)}, 1: {"a": torch.ones(2), "b": torch.ones(3)}}, "param_groups": []}
+    state = {
+        "state": {0: {"a": torch.ones(2)}, 1: {"a": torch.ones(2), "b": torch.ones(3)}},
+        "param_groups": [],
+    }
     assert packed(state) is state
     empty: dict[str, Any] = {"state": {}, "param_groups": []}
     assert packed(empty) is empty and packed({"state": {0: {}}}) == {"state": {0: {}}}

@@ -35,22 +35,43 @@ from train_fn.state.sound_state import ledger_fault, not_finite
 pytestmark = pytest.mark.own_process
 
 NUM_SAMPLES = 90
-SAMPLERS = [Sampler(37, 8, 4, 0), Sampler(32, 8, 4, 0), Sampler(5, 8, 8, 0), StreamSampler(37, 8, 4, 0, num_streams=3)]
+SAMPLERS = [
+    Sampler(37, 8, 4, 0),
+    Sampler(32, 8, 4, 0),
+    Sampler(5, 8, 8, 0),
+    StreamSampler(37, 8, 4, 0, num_streams=3),
+]
 
 
-def states(sampler: Sampler, num_epochs: int = 3, skipped: int = -1, doubled: int = -1) -> Iterator[dict[str, Any]]:
-    """Every state of a run, before and after an epoch is closed; the ledger lacks one step, or has it twice."""
+def states(
+    sampler: Sampler, num_epochs: int = 3, skipped: int = -1, doubled: int = -1
+) -> Iterator[dict[str, Any]]:
+    """Every state of a run, before and after an epoch is closed; the ledger lacks one step, or has
+    it twice."""
     ledger, closed = Ledger(), 0
     for step in range(num_epochs * sampler.steps_per_epoch + 1):
         epoch, k = divmod(step, sampler.steps_per_epoch)
-        yield {"step": step, "epoch": epoch, "k": k, "closed_epochs": closed, "ledger": ledger.state_dict()}
+        yield {
+            "step": step,
+            "epoch": epoch,
+            "k": k,
+            "closed_epochs": closed,
+            "ledger": ledger.state_dict(),
+        }
         if closed < epoch:
             ledger.close_epoch()
             closed += 1
-            yield {"step": step, "epoch": epoch, "k": k, "closed_epochs": closed, "ledger": ledger.state_dict()}
+            yield {
+                "step": step,
+                "epoch": epoch,
+                "k": k,
+                "closed_epochs": closed,
+                "ledger": ledger.state_dict(),
+            }
         size = len(sampler.global_batch(epoch, k))
         for _ in range(0 if step == skipped else 2 if step == doubled else 1):
-            ledger.commit(step, lambda size=size: Count(size + 1, 2, 1))  # the loader gave others, and one too many
+            # the loader gave others, and one too many
+            ledger.commit(step, lambda size=size: Count(size + 1, 2, 1))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -66,14 +87,20 @@ def test_a_step_that_the_ledger_lacks_or_has_twice_shows_until_its_epoch_is_clos
     found = list(states(sampler, **{"doubled" if twice else "skipped": step}))
     epoch = step // sampler.steps_per_epoch
     faulty = [state for state in found if ledger_fault(state, sampler) is not None]
-    assert faulty == [state for state in found if state["step"] > step and state["closed_epochs"] == epoch]
+    assert faulty == [
+        state for state in found if state["step"] > step and state["closed_epochs"] == epoch
+    ]
 
 
 def test_what_is_not_finite_is_named() -> None:
     large = torch.full((4,), 3e38)  # whose sum is not a float32
     assert not_finite({"a": large, "b": torch.ones(2), "n": torch.tensor([1])}) == []
-    assert not_finite({"a": large, "b": torch.tensor([1.0, float("nan")]), "c": torch.tensor([float("-inf")])}) == ["b", "c"]
-    assert not_finite({"up": torch.tensor([float("inf")]), "down": torch.tensor([float("-inf")])}) == ["up", "down"]
+    assert not_finite(
+        {"a": large, "b": torch.tensor([1.0, float("nan")]), "c": torch.tensor([float("-inf")])}
+    ) == ["b", "c"]
+    assert not_finite(
+        {"up": torch.tensor([float("inf")]), "down": torch.tensor([float("-inf")])}
+    ) == ["up", "down"]
 
 
 class RootOfZero(Regression):
@@ -81,7 +108,9 @@ class RootOfZero(Regression):
 
     steps = 0
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         loss_sum, weight = super().loss(model, batch)
         self.steps += model.training
         if self.steps > 3:
@@ -100,9 +129,24 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def make_spec(max_steps: int, every_steps: int | None) -> RunSpec:
-    raw = {"name": "sound", "task": {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}}
-    train = {"max_steps": max_steps, "global_batch_size": 8, "micro_batch_size": 8, "epochs": 1, "loader": {"num_workers": 0}}
-    return RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": every_steps}})
+    raw = {
+        "name": "sound",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+    }
+    train = {
+        "max_steps": max_steps,
+        "global_batch_size": 8,
+        "micro_batch_size": 8,
+        "epochs": 1,
+        "loader": {"num_workers": 0},
+    }
+    return RunSpec.model_validate(
+        {**raw, "train": train, "checkpoint": {"every_steps": every_steps}}
+    )
 
 
 @pytest.mark.parametrize(("max_steps", "every_steps"), [(4, None), (9, 1), (9, None)])
@@ -116,16 +160,26 @@ def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
     with pytest.raises(StepFailed) as raised:
         train(ctx)
     failed = raised.value
-    assert failed.type_name in ("NonFiniteWeights", "NonFiniteLoss") and failed.kind is ErrorKind.USER
-    assert max_steps > 4 or failed.type_name == "NonFiniteWeights", "the last step has no step after it"
+    assert (
+        failed.type_name in ("NonFiniteWeights", "NonFiniteLoss") and failed.kind is ErrorKind.USER
+    )
+    assert max_steps > 4 or failed.type_name == "NonFiniteWeights", (
+        "the last step has no step after it"
+    )
     assert "3.weight, 3.bias" in failed.message and "grad_clip_norm" in failed.message
-    assert failed.step == 4 and failed.snapshot_step is None and "not finite" in str(failed.snapshot_problem)
+    assert (
+        failed.step == 4
+        and failed.snapshot_step is None
+        and "not finite" in str(failed.snapshot_problem)
+    )
     for manifest in run_dir.checkpoints.list():
         assert manifest.step < 4
         assert not_finite(load_checkpoint(run_dir, manifest)["model"]) == []
     labels = snapshot.snapshot_store(ctx).labels()
     for label in labels:
-        assert label.problem or (label.step < 4 and not_finite(snapshot.snapshot_store(ctx).read(label)["model"]) == [])
+        assert label.problem or (
+            label.step < 4 and not_finite(snapshot.snapshot_store(ctx).read(label)["model"]) == []
+        )
 
 
 @pytest.mark.parametrize("fault", ["ledger", "weights"])
@@ -150,6 +204,9 @@ def test_a_checkpoint_that_is_not_sound_is_rejected_and_the_one_before_is_taken(
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     assert (restored["step"], restored["checkpoint"]) == (4, whole.name)
     [rejected] = restored["rejected"]
-    problems = {"ledger": "accounts for 32 samples of this epoch, where 5 steps have 40", "weights": "0.bias"}
+    problems = {
+        "ledger": "accounts for 32 samples of this epoch, where 5 steps have 40",
+        "weights": "0.bias",
+    }
     assert problems[fault] in rejected["problem"]
     assert journal_of(ctx).points[-1]["step"] == 6

@@ -1,4 +1,5 @@
-"""TrainState holds everything, copies what it loads, and its digest tells any difference; snapshots keep it whole."""
+"""TrainState holds everything, copies what it loads, and its digest tells any difference; snapshots
+keep it whole."""
 
 from __future__ import annotations
 
@@ -30,10 +31,14 @@ pytestmark = pytest.mark.own_process
 
 def make_state(seed: int = 0, *, fingerprint: str = "data", num_steps: int = 0) -> TrainState:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last
+    )  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu")
-    state = TrainState(model, optimizer, scaler, Ema(model, 0.9), steps_per_epoch=4, fingerprint=fingerprint)
+    state = TrainState(
+        model, optimizer, scaler, Ema(model, 0.9), steps_per_epoch=4, fingerprint=fingerprint
+    )
     for _ in range(num_steps):
         take_step(state)
     state.complete = True
@@ -129,13 +134,20 @@ def test_a_state_with_every_moment_by_itself_is_read() -> None:
 def test_events_travel_with_the_state(older: bool) -> None:
     state, resumed = make_state(num_steps=1), make_state()
     entries = [
-        {"kind": "metrics", "at": 0.1 + step, "data": {"step": step, "values": {"loss": None, "lr": 1e-30}}} for step in range(70)
+        {
+            "kind": "metrics",
+            "at": 0.1 + step,
+            "data": {"step": step, "values": {"loss": None, "lr": 1e-30}},
+        }
+        for step in range(70)
     ]
     other = {"kind": "epoch_completed", "at": 1.15, "data": {"epoch": 0}}
     state.tail.others.append(other)
     state.tail.points.extend(entries)
     told = through_a_file(copy_to_cpu(state.state_dict()))
-    resumed.load_state_dict(told | {"version": 1, "tail": [other, *entries[-64:]]} if older else told)
+    resumed.load_state_dict(
+        told | {"version": 1, "tail": [other, *entries[-64:]]} if older else told
+    )
     assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
     assert resumed.tail.points.maxlen == state.tail.points.maxlen
 
@@ -172,11 +184,30 @@ class Colour(enum.IntEnum):
 
 
 def test_what_is_copied_loads_again_and_is_shared_with_nobody() -> None:
-    """Of numbers only their value is kept, whoever's they were: a file with numpy's could not be loaded with weights_only."""
+    """Of numbers only their value is kept, whoever's they were: a file with numpy's could not be
+    loaded with weights_only."""
     pair = namedtuple("pair", "first second")(1, torch.ones(2))
     tree = {
-        "numpy": [np.float64(0.5), np.float32(0.5), np.int64(7), np.bool_(True), np.array(2.5), Colour.RED],
-        "plain": [None, True, 7, 0.5, 1j, "s", b"b", torch.float32, torch.device("cpu"), torch.Size([2, 3])],
+        "numpy": [
+            np.float64(0.5),
+            np.float32(0.5),
+            np.int64(7),
+            np.bool_(True),
+            np.array(2.5),
+            Colour.RED,
+        ],
+        "plain": [
+            None,
+            True,
+            7,
+            0.5,
+            1j,
+            "s",
+            b"b",
+            torch.float32,
+            torch.device("cpu"),
+            torch.Size([2, 3]),
+        ],
         "changed in place": [{1, 2}, bytearray(b"xy")],
         "nested": OrderedDict(pair=pair, empty=torch.zeros(0), scalar=torch.tensor(3)),
         np.int64(4): "key",
@@ -185,9 +216,18 @@ def test_what_is_copied_loads_again_and_is_shared_with_nobody() -> None:
     tree["changed in place"][0].add(3)
     tree["changed in place"][1].extend(b"z")
     loaded = through_a_file(copied)
-    assert loaded["numpy"] == [0.5, 0.5, 7, True, 2.5, 3] and {type(value) for value in loaded["numpy"]} == {float, int, bool}
-    assert loaded["plain"] == tree["plain"] and loaded["changed in place"] == [{1, 2}, bytearray(b"xy")]
-    assert loaded["nested"]["pair"][0] == 1 and torch.equal(loaded["nested"]["pair"][1], torch.ones(2)) and loaded[4] == "key"
+    assert loaded["numpy"] == [0.5, 0.5, 7, True, 2.5, 3] and {
+        type(value) for value in loaded["numpy"]
+    } == {float, int, bool}
+    assert loaded["plain"] == tree["plain"] and loaded["changed in place"] == [
+        {1, 2},
+        bytearray(b"xy"),
+    ]
+    assert (
+        loaded["nested"]["pair"][0] == 1
+        and torch.equal(loaded["nested"]["pair"][1], torch.ones(2))
+        and loaded[4] == "key"
+    )
 
 
 @pytest.mark.parametrize("value", [deque([1]), np.zeros(3), io.BytesIO(b"x"), len, frozenset({1})])
@@ -214,12 +254,22 @@ def test_averages_follow_the_weights_and_stand_in_for_them() -> None:
 
 
 def make_label(state: dict[str, Any], **changes: Any) -> Label:
-    fields = {"submission": 1, "attempt": 1, "step": state["step"], "rank": 0, "digest": digest(state), "problem": None}
+    fields = {
+        "submission": 1,
+        "attempt": 1,
+        "step": state["step"],
+        "rank": 0,
+        "digest": digest(state),
+        "problem": None,
+    }
     return Label(**{**fields, **changes})
 
 
 def test_a_snapshot_is_read_back_whole(tmp_path: Path) -> None:
-    store, state = SnapshotStore(tmp_path / "run" / "node", 1), copy_to_cpu(make_state(num_steps=2).state_dict())
+    store, state = (
+        SnapshotStore(tmp_path / "run" / "node", 1),
+        copy_to_cpu(make_state(num_steps=2).state_dict()),
+    )
     store.write(make_label(state), state)
     [label] = store.labels()
     assert digest(store.read(label)) == digest(state)
@@ -248,12 +298,18 @@ def test_newer_snapshots_replace_older_ones_also_of_older_submissions(tmp_path: 
     later.write(make_label(first, submission=2), first)
     assert [label.submission for label in later.labels()] == [1, 2]
     later.remove_older(make_label(first, submission=2), keep=1)
-    assert [label.submission for label in later.labels()] == [1, 2], "one is whole while another is written"
+    assert [label.submission for label in later.labels()] == [1, 2], (
+        "one is whole while another is written"
+    )
     later.remove_older(make_label(first, submission=2), keep=0)
-    assert [label.submission for label in later.labels()] == [2], "though the older one had done more"
+    assert [label.submission for label in later.labels()] == [2], (
+        "though the older one had done more"
+    )
 
 
-def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps(tmp_path: Path) -> None:
+def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps(
+    tmp_path: Path,
+) -> None:
     node = tmp_path / "run" / "node"
     old, successor = SnapshotStore(node, 1), SnapshotStore(node, 2)
     state = copy_to_cpu(make_state(num_steps=1).state_dict())
@@ -267,7 +323,9 @@ def test_a_replaced_submission_neither_sees_nor_removes_what_its_successor_keeps
     assert successor.read(kept)["step"] == 1
 
 
-def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_cut_off_in_the_middle_never_has_a_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, state = SnapshotStore(tmp_path, 1), copy_to_cpu(make_state(num_steps=1).state_dict())
 
     def full(*_: Any) -> None:
@@ -281,7 +339,9 @@ def test_a_file_cut_off_in_the_middle_never_has_a_label(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("torch_threads", [1, 4])
-def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(torch_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(
+    torch_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_tree.torch, "get_num_threads", lambda: torch_threads)
     monkeypatch.setattr(tensor_tree, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(tensor_tree.os, "sched_getaffinity", lambda _: range(3))
@@ -302,4 +362,6 @@ def test_a_large_state_is_copied_by_several_threads_to_the_same_bits(torch_threa
     pairs = [(tree[name], second[name]) for name in ("odd", "half", "turned", "images")] + list(
         zip(tree["counts"], second["counts"], strict=True)
     )
-    assert all(torch.equal(source, target) and source.dtype == target.dtype for source, target in pairs)
+    assert all(
+        torch.equal(source, target) and source.dtype == target.dtype for source, target in pairs
+    )

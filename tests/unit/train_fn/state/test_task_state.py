@@ -36,7 +36,9 @@ class Counting(Regression):
     break_at: int | None = None
     passes = 0
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().loss(model, batch)
         if model.training:
             self.passes += 1
@@ -56,7 +58,9 @@ class Keeping(Counting):
 
 @pytest.mark.own_process
 @pytest.mark.parametrize("break_at", [None, 2, 10])
-def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(break_at: int | None, tmp_path: Path) -> None:
+def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(
+    break_at: int | None, tmp_path: Path
+) -> None:
     run_dir, task = open_storage(str(tmp_path)).run_dir("run_task"), Keeping()
     task.break_at = break_at
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
@@ -70,7 +74,9 @@ def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(break_at
 
 
 @pytest.mark.own_process
-def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(tmp_path: Path) -> None:
+def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(
+    tmp_path: Path,
+) -> None:
     class Stepping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,7 +105,13 @@ def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(tm
 def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     module = nn.Linear(2, 2)
     owner = type("Own", (nn.Linear,), {"__module__": "own"})(2, 2)
-    owner.number, owner.tensor, owner.values, owner.last, owner.opaque = 1, torch.zeros(2), {"a": [1]}, deque([1], 2), object()
+    owner.number, owner.tensor, owner.values, owner.last, owner.opaque = (
+        1,
+        torch.zeros(2),
+        {"a": [1]},
+        deque([1], 2),
+        object(),
+    )
     tensor, values, last = owner.tensor, owner.values, owner.last
     attributes = PlainAttributes({"": module, "own": owner})
     assert attributes.changed() == []
@@ -110,8 +122,18 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     owner.eval()
     assert attributes.changed() == ["own.number", "own.tensor", "own.values", "own.last", "own.new"]
     attributes.put_back()
-    assert (owner.number, owner.tensor.tolist(), owner.values, list(owner.last)) == (1, [0.0, 0.0], {"a": [1]}, [1])
-    assert owner.tensor is tensor and owner.values is values and owner.last is last and not hasattr(owner, "new")
+    assert (owner.number, owner.tensor.tolist(), owner.values, list(owner.last)) == (
+        1,
+        [0.0, 0.0],
+        {"a": [1]},
+        [1],
+    )
+    assert (
+        owner.tensor is tensor
+        and owner.values is values
+        and owner.last is last
+        and not hasattr(owner, "new")
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +145,9 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
         (np.random.RandomState(1), lambda own: own.random()),
     ],
 )
-def test_a_generator_of_a_modules_own_is_named_and_begins_as_it_was(generator: Any, draw: Callable[[Any], float]) -> None:
+def test_a_generator_of_a_modules_own_is_named_and_begins_as_it_was(
+    generator: Any, draw: Callable[[Any], float]
+) -> None:
     owner = type("Own", (nn.Module,), {"__module__": "own"})()
     owner.rng = generator
     attributes = PlainAttributes({"own": owner})
@@ -159,9 +183,20 @@ def test_what_is_captured_is_shared_with_nothing_and_the_digest_knows_it() -> No
     captured = TaskState(task).capture()
     tensor += 1
     assert captured["tensor"].tolist() == [1.0, 1.0]
-    old = {"step": 1, "ledger": {}, "fingerprint": "", **dict.fromkeys(("model", "optimizer", "scaler", "ema"))}
+    old = {
+        "step": 1,
+        "ledger": {},
+        "fingerprint": "",
+        **dict.fromkeys(("model", "optimizer", "scaler", "ema")),
+    }
     digests = [
-        digest({**old, **more}) for more in ({}, {"task": None, "unsaved": {}}, {"task": captured}, {"task": {"a": {"x", "y"}}})
+        digest({**old, **more})
+        for more in (
+            {},
+            {"task": None, "unsaved": {}},
+            {"task": captured},
+            {"task": {"a": {"x", "y"}}},
+        )
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3

@@ -1,4 +1,5 @@
-"""How a rank leaves the others: whatever it is still in must neither hold it up nor leave them waiting."""
+"""How a rank leaves the others: whatever it is still in must neither hold it up nor leave them
+waiting."""
 
 from __future__ import annotations
 
@@ -30,9 +31,14 @@ def wait_for_a_message(rendezvous: str) -> None:
     end_process_group()
 
 
-def test_a_rank_leaves_in_the_middle_of_a_sum_that_its_peer_does_not_come_to(tmp_path: Path) -> None:
+def test_a_rank_leaves_in_the_middle_of_a_sum_that_its_peer_does_not_come_to(
+    tmp_path: Path,
+) -> None:
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank, args=(str(tmp_path / "rendezvous"),)) for rank in (leave_a_sum, wait_for_a_message)]
+    ranks = [
+        context.Process(target=rank, args=(str(tmp_path / "rendezvous"),))
+        for rank in (leave_a_sum, wait_for_a_message)
+    ]
     for process in ranks:
         process.start()
     try:

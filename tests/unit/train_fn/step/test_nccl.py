@@ -1,4 +1,5 @@
-"""What keeps a rank alive whose peers are gone: for gloo nothing, for NCCL torch's own settings, which a spec may change."""
+"""What keeps a rank alive whose peers are gone: for gloo nothing, for NCCL torch's own settings,
+which a spec may change."""
 
 from __future__ import annotations
 
@@ -36,9 +37,17 @@ def test_without_a_process_group_there_is_nothing_to_abort() -> None:
     Peers(0, 2, torch.device("cpu")).require_whole()
 
 
-@pytest.mark.parametrize(("env", "expected"), [({}, "2"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")])
-def test_torch_leaves_the_process_alive_unless_the_spec_says_otherwise(env: dict[str, str], expected: str) -> None:
-    task = {"name": "image_classification", "model": {"name": "mini_resnet"}, "data": {"name": "digits"}}
+@pytest.mark.parametrize(
+    ("env", "expected"), [({}, "2"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")]
+)
+def test_torch_leaves_the_process_alive_unless_the_spec_says_otherwise(
+    env: dict[str, str], expected: str
+) -> None:
+    task = {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    }
     spec = RunSpec.model_validate({"name": "a", "task": task, "env": env})
     assert rank_env(spec, RecoverySettings())["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == expected
 

@@ -14,7 +14,9 @@ from train_fn.step.step_plans import _MOST_STEPS, StepPlans
 from train_fn.step.step_totals import expected
 
 STREAM_SAMPLERS = st.builds(
-    lambda num_samples, size, streams: StreamSampler(num_samples, size, max(1, size // 4), 7, streams),
+    lambda num_samples, size, streams: StreamSampler(
+        num_samples, size, max(1, size // 4), 7, streams
+    ),
     num_samples=st.integers(1, 300),
     size=st.integers(1, 60),
     streams=st.integers(1, 4),
@@ -25,8 +27,14 @@ def place_of(micro: MicroBatch) -> tuple[int, int, int, list[int]]:
     return micro.epoch, micro.k, micro.number, micro.indices.tolist()
 
 
-@given(st.one_of(SAMPLERS, STREAM_SAMPLERS), st.integers(1, 6), st.lists(st.integers(0, 300), min_size=1, max_size=4))
-def test_a_plan_is_the_sampler_s_share_with_its_hashes(sampler: Sampler, world_size: int, steps: list[int]) -> None:
+@given(
+    st.one_of(SAMPLERS, STREAM_SAMPLERS),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 300), min_size=1, max_size=4),
+)
+def test_a_plan_is_the_sampler_s_share_with_its_hashes(
+    sampler: Sampler, world_size: int, steps: list[int]
+) -> None:
     for rank in range(world_size):
         plans = StepPlans(sampler, rank, world_size)
         for first in steps:
@@ -34,13 +42,24 @@ def test_a_plan_is_the_sampler_s_share_with_its_hashes(sampler: Sampler, world_s
                 epoch, k = divmod(step, sampler.steps_per_epoch)
                 plan, share = plans.of(step), sampler.share(epoch, k, rank, world_size)
                 assert plan.num_samples == len(sampler.global_batch(epoch, k))
-                assert [place_of(micro) for micro in plan.share] == [place_of(micro) for micro in share]
-                assert plan.hashes == [sample_hashes([(epoch, step)], [micro.indices])[0] for micro in share]
+                assert [place_of(micro) for micro in plan.share] == [
+                    place_of(micro) for micro in share
+                ]
+                assert plan.hashes == [
+                    sample_hashes([(epoch, step)], [micro.indices])[0] for micro in share
+                ]
                 num_samples = sum(len(micro.indices) for micro in share)
-                assert plan.expected == expected(Count(num_samples, 0, 0, sum(plan.hashes) % 2**64), world_size)
+                assert plan.expected == expected(
+                    Count(num_samples, 0, 0, sum(plan.hashes) % 2**64), world_size
+                )
 
 
-@given(st.integers(0, 9), st.integers(0, 99), st.lists(st.integers(0, 2**40), min_size=1, max_size=40), st.integers(0, 2**64 - 1))
+@given(
+    st.integers(0, 9),
+    st.integers(0, 99),
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=40),
+    st.integers(0, 2**64 - 1),
+)
 def test_only_a_batch_that_is_the_expected_one_is_counted_as_such(
     epoch: int, step: int, samples: list[int], wrong_hash: int
 ) -> None:
@@ -59,4 +78,6 @@ def test_few_samples_are_planned_at_once_where_batches_are_large() -> None:
     plans = StepPlans(Sampler(1_000_000, 40_000, 20_000, 0), 0, 2)
     plans.of(3)
     assert len(plans._plans) == 1
-    assert StepPlans(Sampler(100, 10, 5, 0), 2, 3).of(0).share == [], "more ranks than micro-batches"
+    assert StepPlans(Sampler(100, 10, 5, 0), 2, 3).of(0).share == [], (
+        "more ranks than micro-batches"
+    )

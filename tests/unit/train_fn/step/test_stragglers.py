@@ -1,4 +1,5 @@
-"""Who holds the others up: the clock of a rank, the comparison of ranks, and what the API tells of them."""
+"""Who holds the others up: the clock of a rank, the comparison of ranks, and what the API tells of
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Watched:
         self.now, self.step = 0.0, 0
         self.told: list[tuple[EventKind, dict[str, Any]]] = []
         nodes = [f"node-{rank}" for rank in range(len(shares))]
-        self.watch = StragglerWatch(lambda kind, data: self.told.append((kind, data)), nodes, shares, lambda: self.now)
+        self.watch = StragglerWatch(
+            lambda kind, data: self.told.append((kind, data)), nodes, shares, lambda: self.now
+        )
 
     def train(self, seconds: float, *own_s: float) -> None:
         end = self.now + seconds
@@ -41,7 +44,11 @@ class Watched:
 
     @property
     def stragglers(self) -> list[tuple[int, str, bool]]:
-        return [(data["rank"], data["node_id"], data["slow"]) for kind, data in self.told if kind is EventKind.STRAGGLER]
+        return [
+            (data["rank"], data["node_id"], data["slow"])
+            for kind, data in self.told
+            if kind is EventKind.STRAGGLER
+        ]
 
     @property
     def times(self) -> list[dict[str, Any]]:
@@ -149,23 +156,44 @@ async def test_the_api_tells_times_by_rank_and_node_and_who_was_slow(api: ApiSer
     )
     told = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
     assert (told.step, told.attempt, [each.rank for each in told.ranks]) == (9, 1, [0, 1, 2])
-    assert [(node.node_id, node.ranks, node.own_s) for node in told.nodes] == [("a", (0, 1), 0.01), ("b", (2,), 0.06)]
+    assert [(node.node_id, node.ranks, node.own_s) for node in told.nodes] == [
+        ("a", (0, 1), 0.01),
+        ("b", (2,), 0.06),
+    ]
     first, second = told.stragglers
     assert first.ended_at is not None and (first.ended_at - first.at).total_seconds() == 19
     assert second.ended_at is None
-    api.apply(run_id, [journal.event(EventKind.ATTEMPT_ENDED, at=at + 40, cause="resized", last_step=9)])
+    api.apply(
+        run_id, [journal.event(EventKind.ATTEMPT_ENDED, at=at + 40, cause="resized", last_step=9)]
+    )
     told = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
     assert all(each.ended_at is not None for each in told.stragglers), "it ends with its attempt"
 
 
 async def test_what_each_rank_s_gpu_told_last_is_shown(api: ApiService) -> None:
     run_id, journal = await api.running()
-    use = {"node_id": "a", "name": "H200", "busy": 0.9, "used_bytes": 7, "total_bytes": 10, "allocated_bytes": 5, "seconds": 60.0}
-    told = [journal.event(EventKind.GPU_USE, rank=rank, **{**use, "busy": busy}) for rank, busy in ((1, 0.1), (0, 0.9), (1, None))]
+    use = {
+        "node_id": "a",
+        "name": "H200",
+        "busy": 0.9,
+        "used_bytes": 7,
+        "total_bytes": 10,
+        "allocated_bytes": 5,
+        "seconds": 60.0,
+    }
+    told = [
+        journal.event(EventKind.GPU_USE, rank=rank, **{**use, "busy": busy})
+        for rank, busy in ((1, 0.1), (0, 0.9), (1, None))
+    ]
     api.apply(run_id, told)
     report = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
-    assert [(gpu.rank, gpu.busy, gpu.used_bytes) for gpu in report.gpus] == [(0, 0.9, 7), (1, None, 7)]
+    assert [(gpu.rank, gpu.busy, gpu.used_bytes) for gpu in report.gpus] == [
+        (0, 0.9, 7),
+        (1, None, 7),
+    ]
     journal.attempt += 1
-    api.apply(run_id, [*journal.start(world_size=1), journal.event(EventKind.GPU_USE, rank=0, **use)])
+    api.apply(
+        run_id, [*journal.start(world_size=1), journal.event(EventKind.GPU_USE, rank=0, **use)]
+    )
     report = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
     assert [gpu.rank for gpu in report.gpus] == [0], "of the newest attempt only"

@@ -15,7 +15,8 @@ from train_fn.user_code.torchvision_ops import declare_missing_ops
 
 pytestmark = pytest.mark.own_process
 
-declare_missing_ops()  # as before any code of a user's is imported: torchmetrics imports torchvision
+# as before any code of a user's is imported: torchmetrics imports torchvision
+declare_missing_ops()
 torchmetrics = importlib.import_module("torchmetrics")
 classification = importlib.import_module("torchmetrics.classification")
 
@@ -29,7 +30,10 @@ class Task:
         self.built = metrics
 
     def build_metrics(self) -> Any:
-        return {name: metric.clone() if isinstance(metric, torchmetrics.Metric) else metric for name, metric in self.built.items()}
+        return {
+            name: metric.clone() if isinstance(metric, torchmetrics.Metric) else metric
+            for name, metric in self.built.items()
+        }
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         return {}
@@ -39,8 +43,13 @@ def measured(task: Any, *shares: range) -> dict[str, float]:
     ranks = [build_own_metrics(task) for _ in shares]
     for own, share in zip(ranks, shares, strict=True):
         for first in share:
-            scores, targets = SCORES[first * 10 : first * 10 + 10], TARGETS[first * 10 : first * 10 + 10]
-            rest = own.update({"auroc": (scores, targets), "f1": (scores, targets), "accuracy": (3, 10)})
+            scores, targets = (
+                SCORES[first * 10 : first * 10 + 10],
+                TARGETS[first * 10 : first * 10 + 10],
+            )
+            rest = own.update(
+                {"auroc": (scores, targets), "f1": (scores, targets), "accuracy": (3, 10)}
+            )
             assert rest == {"accuracy": (3, 10)}
     return ranks[0].computed([pickle.loads(pickle.dumps(own.states())) for own in ranks])
 
@@ -61,9 +70,13 @@ def test_without_such_metrics_nothing_is_asked() -> None:
 
 
 def test_a_metric_of_several_numbers_is_refused_unless_they_have_names() -> None:
-    own = build_own_metrics(Task(recall=classification.MulticlassRecall(num_classes=3, average=None)))
+    own = build_own_metrics(
+        Task(recall=classification.MulticlassRecall(num_classes=3, average=None))
+    )
     own.update({"recall": (torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))})
-    with pytest.raises(BadTask, match=r"build_metrics .*: recall has 3 values; a metric is one number"):
+    with pytest.raises(
+        BadTask, match=r"build_metrics .*: recall has 3 values; a metric is one number"
+    ):
         own.computed([own.states()])
 
 
@@ -79,17 +92,30 @@ def test_the_parts_of_a_metric_are_named() -> None:
 
 
 def test_what_is_no_metric_or_is_not_fed_is_refused() -> None:
-    with pytest.raises(BadTask, match=r"f1 \(int\) has no update, compute, merge_state, reset; give a torchmetrics\.Metric"):
+    with pytest.raises(
+        BadTask,
+        match=r"f1 \(int\) has no update, compute, merge_state, reset; give a torchmetrics\.Metric",
+    ):
         build_own_metrics(Task(f1=3))
     own: OwnMetrics = build_own_metrics(Task(f1=torchmetrics.F1Score(task="binary")))
-    with pytest.raises(BadTask, match=r"Task\.metrics \(.*line \d+\) must return 'f1' as well, a tuple of what .*F1Score\.update"):
+    with pytest.raises(
+        BadTask,
+        match=(
+            r"Task\.metrics \(.*line \d+\) must return 'f1' as well, a tuple of what "
+            r".*F1Score\.update"
+        ),
+    ):
         own.update({"loss": (1, 2)})
 
 
 def test_a_batch_that_has_nothing_for_a_metric_says_none() -> None:
-    own = build_own_metrics(Task(f1=torchmetrics.F1Score(task="binary"), recall=classification.BinaryRecall()))
+    own = build_own_metrics(
+        Task(f1=torchmetrics.F1Score(task="binary"), recall=classification.BinaryRecall())
+    )
     assert own.update({"f1": None, "recall": (SCORES[:10], TARGETS[:10])}) == {}
     assert own.update({"f1": (SCORES[10:], TARGETS[10:]), "recall": None}) == {}
     expected = {"f1": torchmetrics.F1Score(task="binary")(SCORES[10:], TARGETS[10:])}
     expected |= {"recall": classification.BinaryRecall()(SCORES[:10], TARGETS[:10])}
-    assert own.computed([own.states()]) == pytest.approx({name: float(value) for name, value in expected.items()})
+    assert own.computed([own.states()]) == pytest.approx(
+        {name: float(value) for name, value in expected.items()}
+    )

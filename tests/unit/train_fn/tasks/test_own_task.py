@@ -1,4 +1,5 @@
-"""Uploaded tasks on a rank: kept on the node, trained by the loop, and every fault told with the file and line it lies in."""
+"""Uploaded tasks on a rank: kept on the node, trained by the loop, and every fault told with the
+file and line it lies in."""
 
 from __future__ import annotations
 
@@ -63,13 +64,34 @@ def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "storage"))
 
 
-def context(storage: Storage, source: str | bytes, entry: str = "task:Line", submission: int = 1, **fields: Any) -> WorkerContext:
+def context(
+    storage: Storage,
+    source: str | bytes,
+    entry: str = "task:Line",
+    submission: int = 1,
+    **fields: Any,
+) -> WorkerContext:
     archive = source if isinstance(source, bytes) else tar_gz({"task.py": source})
     stored = CodeStore(storage).put(archive)
-    train_spec = {"global_batch_size": 16, "micro_batch_size": 8, "loader": {"num_workers": 0}, **fields.pop("train", {})}
+    train_spec = {
+        "global_batch_size": 16,
+        "micro_batch_size": 8,
+        "loader": {"num_workers": 0},
+        **fields.pop("train", {}),
+    }
     rest = {name: fields.pop(name) for name in ("checkpoint", "optimizer") if name in fields}
-    spec = {"name": "own", "code": {"archive": stored.digest, "task": entry, **fields}, "train": train_spec, **rest}
-    return one_rank(RunSpec.model_validate(spec), storage.run_dir("run_own"), submission=submission, attempt=submission)
+    spec = {
+        "name": "own",
+        "code": {"archive": stored.digest, "task": entry, **fields},
+        "train": train_spec,
+        **rest,
+    }
+    return one_rank(
+        RunSpec.model_validate(spec),
+        storage.run_dir("run_own"),
+        submission=submission,
+        attempt=submission,
+    )
 
 
 def failure(ctx: WorkerContext) -> RankError:
@@ -83,18 +105,30 @@ def failure(ctx: WorkerContext) -> RankError:
 # ---------------------------------------------------------------- on a node
 
 
-def test_an_archive_is_unpacked_once_a_node_and_made_whole_again(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = CodeStore(storage).put(tar_gz({"mine/task.py": "x = 1", "mine/data.json": "[1]", "src/inner.py": ""})).digest
+def test_an_archive_is_unpacked_once_a_node_and_made_whole_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = (
+        CodeStore(storage)
+        .put(tar_gz({"mine/task.py": "x = 1", "mine/data.json": "[1]", "src/inner.py": ""}))
+        .digest
+    )
     fetched = []
     read = CodeStore.read
-    monkeypatch.setattr(CodeStore, "read", lambda self, name: fetched.append(name) or read(self, name))
+    monkeypatch.setattr(
+        CodeStore, "read", lambda self, name: fetched.append(name) or read(self, name)
+    )
     ranks = [threading.Thread(target=add_to_path, args=(storage, digest)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
     assert fetched == [digest]
-    [directory] = {Path(place) for place in sys.path if re.search(r"/cache/code/[0-9a-f]{64}$", place.rstrip("/"))}
+    [directory] = {
+        Path(place)
+        for place in sys.path
+        if re.search(r"/cache/code/[0-9a-f]{64}$", place.rstrip("/"))
+    }
     assert json.loads((directory / "mine" / "data.json").read_text()) == [1]
     (directory / "mine" / "data.json").unlink()
     add_to_path(storage, digest)
@@ -119,13 +153,25 @@ def test_a_name_that_another_module_has_on_this_node_is_told(storage: Storage) -
 @pytest.mark.parametrize(
     ("source", "entry", "words"),
     [
-        ("import nothing_like_it", "task:Line", r"task cannot be imported: ModuleNotFoundError.*\(task\.py, line 1\)"),
-        ("x = 1\n\ny = 1 / 0\n", "task:Line", r"task cannot be imported: ZeroDivisionError.*\(task\.py, line 3\)"),
+        (
+            "import nothing_like_it",
+            "task:Line",
+            r"task cannot be imported: ModuleNotFoundError.*\(task\.py, line 1\)",
+        ),
+        (
+            "x = 1\n\ny = 1 / 0\n",
+            "task:Line",
+            r"task cannot be imported: ZeroDivisionError.*\(task\.py, line 3\)",
+        ),
         ("def f(:\n", "task:Line", r"task cannot be imported: SyntaxError: .*task\.py, line 1"),
         (
-            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\nparser.parse_args()",
+            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', "
+            "required=True)\nparser.parse_args()",
             "task:Line",
-            r"task cannot be imported: it ended the program by sys\.exit\(2\) \(task\.py, line 4\)\. Code that parses arg",
+            (
+                r"task cannot be imported: it ended the program by sys\.exit\(2\) \(task\.py, line "
+                r"4\)\. Code that parses arg"
+            ),
         ),
         (TASK, "task:Lime", r"^task\.py has no 'Lime'; did you mean 'Line'\?$"),
     ],
@@ -174,9 +220,13 @@ OPTIONAL = """
 def test_passes_are_seeded_where_they_may_draw(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float | None
 ) -> None:
-    """Everstep's own models draw in every pass or in none; of a user's (None) nobody knows what it does at a later step."""
+    """Everstep's own models draw in every pass or in none; of a user's (None) nobody knows what it
+    does at a later step."""
     seeded: list[int] = []
-    monkeypatch.setattr("train_fn.loop.replica.seed_micro_batch", lambda seed, step, *rest, torch_alone: seeded.append(step))
+    monkeypatch.setattr(
+        "train_fn.loop.replica.seed_micro_batch",
+        lambda seed, step, *rest, torch_alone: seeded.append(step),
+    )
     if dropout is None:
         ctx = context(storage, TASK, train={"max_steps": 3})
     else:
@@ -187,7 +237,9 @@ def test_passes_are_seeded_where_they_may_draw(
         ctx = one_rank(spec, storage.run_dir("run_own"))
     with torch.random.fork_rng():
         assert train(ctx) is None
-    assert set(seeded) == ({0} if dropout == 0 else {0, 1, 2}) and (len(seeded) == 1) == (dropout == 0)
+    assert set(seeded) == ({0} if dropout == 0 else {0, 1, 2}) and (len(seeded) == 1) == (
+        dropout == 0
+    )
 
 
 def test_what_a_task_may_have_is_used(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +268,10 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (changed("def loss", "def lose"), r"task:Line \(task\.py, line 18\) has no method loss; a task needs build_model"),
+        (
+            changed("def loss", "def lose"),
+            r"task:Line \(task\.py, line 18\) has no method loss; a task needs build_model",
+        ),
         (
             changed("return nn.Linear(1, 1)", "return 3"),
             r"Line\.build_model \(task\.py, line 22\) must return a torch\.nn\.Module, not a int",
@@ -225,15 +280,29 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
             changed("return nn.Linear(1, 1)", "return nn.Linear(1, 1).requires_grad_(False)"),
             r"line 22\) returned a model of which no parameter requires a gradient",
         ),
-        (changed('{"train": Points(self.length), "val": Points(8)}', "Points(3)"), r'line 25\) must return \{"train"'),
-        (changed('"val": Points(8)', '"test": Points(8)'), r"returned test beside train and val"),
-        (changed("Points(self.length)", "iter([1])"), r"line 25\): train is a list_iterator, which is used up after one pass"),
         (
-            changed("Points(self.length)", 'type("Stream", (), {"__iter__": lambda self: iter([])})()'),
+            changed('{"train": Points(self.length), "val": Points(8)}', "Points(3)"),
+            r'line 25\) must return \{"train"',
+        ),
+        (changed('"val": Points(8)', '"test": Points(8)'), r"returned test beside train and val"),
+        (
+            changed("Points(self.length)", "iter([1])"),
+            r"line 25\): train is a list_iterator, which is used up after one pass",
+        ),
+        (
+            changed(
+                "Points(self.length)", 'type("Stream", (), {"__iter__": lambda self: iter([])})()'
+            ),
             r"line 25\): train \(a Stream\) is iterable and has no __len__; set train\.max_steps",
         ),
         (
-            changed("Points(self.length)", 'type("Stream", (), {"__iter__": lambda s: iter([]), "state_dict": lambda s: {}})()'),
+            changed(
+                "Points(self.length)",
+                (
+                    'type("Stream", (), {"__iter__": lambda s: iter([]), "state_dict": lambda s: '
+                    "{}})()"
+                ),
+            ),
             r"train \(a Stream\) has no load_state_dict",
         ),
         (changed("Points(self.length)", "3"), r"train \(a int\) has no __len__ and no __getitem__"),
@@ -254,40 +323,81 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
             changed(LOSS, "return model(x).sum().detach(), 8"),
             r"the loss moves no parameter: Line\.loss \(task\.py, line 28\).*\.detach\(\)",
         ),
-        (changed(LOSS, "return nn.Linear(1, 1)(x).sum(), 8"), r"the loss moves no parameter: .* does not use the model"),
+        (
+            changed(LOSS, "return nn.Linear(1, 1)(x).sum(), 8"),
+            r"the loss moves no parameter: .* does not use the model",
+        ),
         (
             changed(LOSS, "return model(x).sum() * float('nan'), 8"),
             r"the loss of step 1 is nan on rank 0.* from Line\.loss \(task\.py, line 28\)",
         ),
         (
             changed(LOSS, "return model(x).sum(), torch.tensor(float('nan'))"),
-            r"Line\.loss \(task\.py, line 28\): the weights of step 1 add up to nan; a weight is how many samples",
+            (
+                r"Line\.loss \(task\.py, line 28\): the weights of step 1 add up to nan; a weight "
+                r"is "
+                r"how many samples"
+            ),
         ),
-        (changed(LOSS, "return model(x).sum(), 0"), r"line 28\): the weights of step 1 add up to 0\.0"),
+        (
+            changed(LOSS, "return model(x).sum(), 0"),
+            r"line 28\): the weights of step 1 add up to 0\.0",
+        ),
         (
             changed(LOSS, "return (model(x) * 0).abs().sum().sqrt(), 8"),
-            r"the gradient norm of step 1 is nan on all ranks; the step was not taken.* from Line\.loss \(task\.py, line 28\)",
+            (
+                r"the gradient norm of step 1 is nan on all ranks; the step was not taken.* from "
+                r"Line\.loss \(task\.py, line 28\)"
+            ),
         ),
         (changed(LOSS, "raise KeyError('y')"), r"^'y' \(task\.py, line 30\)$"),
-        (changed("return self.x[index : index + 1], ", "raise LookupError(index); "), r"\(task\.py, line 15\)$"),
         (
-            TASK + "\n    def build_optimizer(self, model):\n        return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)\n",
-            r"Line\.build_optimizer \(task\.py, line 32\) returned an optimizer that holds no parameter",
+            changed("return self.x[index : index + 1], ", "raise LookupError(index); "),
+            r"\(task\.py, line 15\)$",
         ),
         (
-            TASK + "\n    def build_optimizer(self, model):\n        return torch.optim.LBFGS(model.parameters())\n",
-            r"Line\.build_optimizer \(task\.py, line 32\) returned a LBFGS, whose step needs a closure .*: use SGD, Adam",
+            TASK
+            + (
+                "\n    def build_optimizer(self, model):\n        return "
+                "torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)\n"
+            ),
+            (
+                r"Line\.build_optimizer \(task\.py, line 32\) returned an optimizer that holds no "
+                r"parameter"
+            ),
+        ),
+        (
+            TASK
+            + (
+                "\n    def build_optimizer(self, model):\n        return "
+                "torch.optim.LBFGS(model.parameters())\n"
+            ),
+            (
+                r"Line\.build_optimizer \(task\.py, line 32\) returned a LBFGS, whose step needs a "
+                r"closure .*: use SGD, Adam"
+            ),
         ),
         (
             changed("return nn.Linear(1, 1)", "raise SystemExit(3)"),
             r"ended the program by sys\.exit\(3\); .*\(task\.py, line 23\)$",
         ),
-        (changed(LOSS, "import sys; sys.exit('bye')"), r"ended the program by sys\.exit\('bye'\); .*\(task\.py, line 30\)$"),
         (
-            changed("self.length = length", "self.length = ARGUMENTS.parse_args(['--wrong'])").replace(
-                "import torch\n", "import argparse, torch\nARGUMENTS = argparse.ArgumentParser()\n", 1
+            changed(LOSS, "import sys; sys.exit('bye')"),
+            r"ended the program by sys\.exit\('bye'\); .*\(task\.py, line 30\)$",
+        ),
+        (
+            changed(
+                "self.length = length", "self.length = ARGUMENTS.parse_args(['--wrong'])"
+            ).replace(
+                "import torch\n",
+                "import argparse, torch\nARGUMENTS = argparse.ArgumentParser()\n",
+                1,
             ),
-            r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, line 21, in __init__\)",
+            (
+                r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, "
+                r"line "
+                r"21, in __init__\)"
+            ),
         ),
         (
             TASK + "\n    def build_optimizer(self, model):\n        return None\n",
@@ -311,11 +421,15 @@ def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_set_that_ends_its_process_is_no_lost_loader(storage: Storage, num_workers: int) -> None:
+def test_a_data_set_that_ends_its_process_is_no_lost_loader(
+    storage: Storage, num_workers: int
+) -> None:
     source = changed("return self.x[index : index + 1], ", "raise SystemExit(4); ")
     error = failure(context(storage, source, train={"loader": {"num_workers": num_workers}}))
     assert re.search(
-        r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15, in __getitem__\)", error.message
+        r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15, "
+        r"in __getitem__\)",
+        error.message,
     )
 
 
@@ -324,9 +438,13 @@ def test_what_parses_arguments_at_import_reads_none_of_the_rank_s_process(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=10.0.0.1", "--lr=7"])
     parse = (
-        "import argparse, sys\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float, default=0.5)\nA = p.parse_args()\n"
+        "import argparse, sys\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float, "
+        "default=0.5)\nA = p.parse_args()\n"
     )
-    source = parse + changed("return nn.Linear(1, 1)", "print('read', A.lr, p.prog, *sys.argv[1:]); return nn.Linear(1, 1)")
+    source = parse + changed(
+        "return nn.Linear(1, 1)",
+        "print('read', A.lr, p.prog, *sys.argv[1:]); return nn.Linear(1, 1)",
+    )
     assert train(context(storage, source, train={"max_steps": 1})) is None
     assert "read 0.5 task.py\n" in capsys.readouterr().out
 
@@ -334,55 +452,79 @@ def test_what_parses_arguments_at_import_reads_none_of_the_rank_s_process(
 def test_arguments_that_do_not_fit(storage: Storage) -> None:
     error = failure(context(storage, TASK, args={"lenght": 3}))
     assert error.type == "BadTask"
-    assert "task:Line (task.py, line 18) cannot be made with code.args {'lenght': 3}" in error.message
+    assert (
+        "task:Line (task.py, line 18) cannot be made with code.args {'lenght': 3}" in error.message
+    )
 
 
 def test_a_data_set_of_another_length_after_a_restart_is_refused(storage: Storage) -> None:
     assert train(context(storage, TASK, args={"length": 40})) is None
     error = failure(context(storage, TASK, submission=2, args={"length": 41}))
     assert error.type == "DataChanged"
-    assert "training data of Line.build_datasets (task.py, line 25) changed since step" in error.message
+    assert (
+        "training data of Line.build_datasets (task.py, line 25) changed since step"
+        in error.message
+    )
     assert "it was Points/40, now it is Points/41" in error.message
 
 
-FROM_FILE = changed("torch.linspace(-1, 1, length)", "torch.tensor(json.loads(pathlib.Path('POINTS').read_text()))").replace(
-    "import torch\n", "import json, pathlib, torch\n", 1
-)
+FROM_FILE = changed(
+    "torch.linspace(-1, 1, length)", "torch.tensor(json.loads(pathlib.Path('POINTS').read_text()))"
+).replace("import torch\n", "import json, pathlib, torch\n", 1)
 
 
-def test_data_that_changed_under_one_length_is_refused_and_what_changed_is_named(storage: Storage, tmp_path: Path) -> None:
+def test_data_that_changed_under_one_length_is_refused_and_what_changed_is_named(
+    storage: Storage, tmp_path: Path
+) -> None:
     points = [0.1 * number for number in range(40)]
-    file, source = tmp_path / "points.json", FROM_FILE.replace("POINTS", str(tmp_path / "points.json"))
+    file, source = (
+        tmp_path / "points.json",
+        FROM_FILE.replace("POINTS", str(tmp_path / "points.json")),
+    )
     file.write_text(json.dumps(points))
     source = source.replace("Points(8)", "None")
     assert train(context(storage, source, train={"max_steps": 2})) is None
     file.write_text(json.dumps([*points[:39], 7.0]))
     error = failure(context(storage, source, submission=2, train={"max_steps": 3}))
     assert error.type == "DataChanged"
-    assert "(task.py, line 25) changed since step 2: not the same: train sample 39. Put the data back" in error.message
+    assert (
+        "(task.py, line 25) changed since step 2: not the same: train sample 39. Put the data back"
+        in error.message
+    )
     file.write_text(json.dumps(points))
     ctx = context(storage, source, submission=3, train={"max_steps": 3})
-    assert train(ctx) is None and [data["source"] for data in journal_of(ctx).of_kind(EventKind.RESTORED)] == ["checkpoint"]
+    assert train(ctx) is None and [
+        data["source"] for data in journal_of(ctx).of_kind(EventKind.RESTORED)
+    ] == ["checkpoint"]
     assert {point["step"] for point in journal_of(ctx).points} == {1, 2, 3}
 
 
-def test_a_state_of_an_everstep_that_kept_no_samples_resumes(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_an_everstep_that_kept_no_samples_resumes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train_fn.state.contents.Contents.dump", lambda self: None)
         assert train(context(storage, TASK, train={"max_steps": 2})) is None
     ctx = context(storage, TASK, submission=2, train={"max_steps": 3})
-    assert train(ctx) is None and [data["source"] for data in journal_of(ctx).of_kind(EventKind.RESTORED)] == ["checkpoint"]
+    assert train(ctx) is None and [
+        data["source"] for data in journal_of(ctx).of_kind(EventKind.RESTORED)
+    ] == ["checkpoint"]
     assert {point["step"] for point in journal_of(ctx).points} == {1, 2, 3}
 
 
 def test_what_is_built_draws_what_a_plain_seed_gives_every_attempt_alike(storage: Storage) -> None:
-    """The task, its data and its optimizer each draw from seeds of their own: a second attempt in this process draws the same."""
-    source = changed("self.length = length", "self.length = length; self.drawn = random.random()").replace(
-        "import torch\n", "import random\nimport numpy as np\nimport torch\n", 1
-    )
+    """The task, its data and its optimizer each draw from seeds of their own: a second attempt in
+    this process draws the same."""
+    source = changed(
+        "self.length = length", "self.length = length; self.drawn = random.random()"
+    ).replace("import torch\n", "import random\nimport numpy as np\nimport torch\n", 1)
     source = source.replace(
         'return {"train"',
-        "print('drew', self.drawn, np.random.rand(), float(torch.rand(())), random.random())\n        return {\"train\"",
+        (
+            "print('drew', self.drawn, np.random.rand(), float(torch.rand(())), "
+            "random.random())\n    "
+            '    return {"train"'
+        ),
     )
     drawn = []
     for submission in (1, 2):
@@ -391,13 +533,19 @@ def test_what_is_built_draws_what_a_plain_seed_gives_every_attempt_alike(storage
         torch.seed()
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            assert train(context(storage, source, submission=submission, train={"max_steps": submission})) is None
+            assert (
+                train(
+                    context(storage, source, submission=submission, train={"max_steps": submission})
+                )
+                is None
+            )
         drawn.append([line for line in out.getvalue().splitlines() if line.startswith("drew")])
     assert drawn[0] == drawn[1] and len(drawn[0]) == 1
 
 
 def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> None:
-    """The rate is far too large: each epoch ends worse than the one before it, and the first one's checkpoint is kept."""
+    """The rate is far too large: each epoch ends worse than the one before it, and the first one's
+    checkpoint is kept."""
     ctx = context(
         storage,
         TASK,
@@ -406,7 +554,10 @@ def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> 
         checkpoint={"best_metric": "loss", "keep_latest": 1, "every_steps": 1},
     )
     assert train(ctx) is None
-    losses = {data["step"]: data["metrics"]["val_loss"] for data in journal_of(ctx).of_kind(EventKind.EVALUATED)}
+    losses = {
+        data["step"]: data["metrics"]["val_loss"]
+        for data in journal_of(ctx).of_kind(EventKind.EVALUATED)
+    }
     assert losses[3] < losses[6] < losses[9]
     assert {manifest.step for manifest in ctx.run_dir.checkpoints.list()} == {3, 9}
 
@@ -414,14 +565,20 @@ def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> 
 def test_a_length_that_changes_under_one_fingerprint_is_refused(storage: Storage) -> None:
     source = changed("def __len__", 'fingerprint = "points"\n\n    def __len__')
     assert train(context(storage, source, args={"length": 40})) is None
-    error = failure(context(storage, source, submission=2, args={"length": 70}, train={"epochs": 2}))
-    assert "has another length since step 3, though it calls itself points as before" in error.message
+    error = failure(
+        context(storage, source, submission=2, args={"length": 70}, train={"epochs": 2})
+    )
+    assert (
+        "has another length since step 3, though it calls itself points as before" in error.message
+    )
 
 
 def test_the_same_fault_twice_has_one_signature(storage: Storage) -> None:
     source = changed(LOSS, "raise ValueError(f'at {id(batch)}')")
     first, second = (failure(context(storage, source)) for _ in range(2))
-    assert first.signature == second.signature and first.step is second.step is None, "nothing was restored yet"
+    assert first.signature == second.signature and first.step is second.step is None, (
+        "nothing was restored yet"
+    )
 
 
 def test_the_look_at_submission_asks_for_the_same_methods() -> None:
@@ -437,11 +594,16 @@ HEAD_ONLY = """
     def build_optimizer(self, model):
         return torch.optim.AdamW(model[1].parameters(), lr=0.1)
 """
-BACKBONE = changed("return nn.Linear(1, 1)", "return nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))")
+BACKBONE = changed(
+    "return nn.Linear(1, 1)", "return nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))"
+)
 
 
-def test_gradients_of_what_the_optimizer_does_not_hold_neither_add_up_nor_count(storage: Storage, tmp_path: Path) -> None:
-    """Else the norm that gradients are clipped to would grow from step to step, and a restart would change the result."""
+def test_gradients_of_what_the_optimizer_does_not_hold_neither_add_up_nor_count(
+    storage: Storage, tmp_path: Path
+) -> None:
+    """Else the norm that gradients are clipped to would grow from step to step, and a restart would
+    change the result."""
     look = "assert all(p.grad is None for p in model[0].parameters()); " + LOSS
     source = BACKBONE.replace(LOSS, look) + HEAD_ONLY
     clipped = {"max_steps": 4, "grad_clip_norm": 0.5, "micro_batch_size": 16}
@@ -452,7 +614,9 @@ def test_gradients_of_what_the_optimizer_does_not_hold_neither_add_up_nor_count(
     )
     other = context(open_storage(str(tmp_path / "other")), frozen + HEAD_ONLY, train=clipped)
     assert train(other) is None
-    norms, alone = ([point["values"]["grad_norm"] for point in journal_of(each).points] for each in (ctx, other))
+    norms, alone = (
+        [point["values"]["grad_norm"] for point in journal_of(each).points] for each in (ctx, other)
+    )
     assert norms == alone and len(norms) == 3
 
 
@@ -461,4 +625,7 @@ def test_an_optimizer_with_parameters_that_are_not_the_model_s_is_refused(storag
     def build_optimizer(self, model):
         return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
 """
-    assert "holds 1 parameters which are not the model's" in failure(context(storage, TASK + own)).message
+    assert (
+        "holds 1 parameters which are not the model's"
+        in failure(context(storage, TASK + own)).message
+    )
