@@ -55,7 +55,8 @@ _NOTE_STEPS = """() => {
       if (step) window.seen.push([Number(step[1]), Date.now() / 1000]);
     }
   };
-  new MutationObserver(note).observe(document.getElementById("charts"), {subtree: true, childList: true, attributes: true});
+  const options = {subtree: true, childList: true, attributes: true};
+  new MutationObserver(note).observe(document.getElementById("charts"), options);
 }"""
 
 

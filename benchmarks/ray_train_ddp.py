@@ -1,7 +1,8 @@
 """Plain DDP training as Ray Train's guides write it: ``prepare_model``, ``prepare_data_loader``, a
 checkpoint every 50 steps.
 
-    python -m benchmarks.ray_train_ddp --workload digits --steps 500 --out steps.jsonl --checkpoint-dir /tmp/here
+    python -m benchmarks.ray_train_ddp --workload digits --steps 500 \\
+        --out steps.jsonl --checkpoint-dir /tmp/here
 
 Two workers on two local nodes of one CPU each, everything else as Ray ships it. Rank 0 writes one
 JSON line a step: {"step", "at" (unix seconds), "loss" (its own share's mean)}, as

@@ -1,8 +1,8 @@
 """Predicted time of a step and efficiency at any number of GPUs, from measured costs of one:
 docs/performance.md has the formula.
 
-    python -m benchmarks scaling --forward-s 0.033 --backward-s 0.066 --update-s 0.002 --parameters 25.6e6 --gpus-per-node 8 \\
-        --intra-gb-s 450 --inter-gb-s 50
+    python -m benchmarks scaling --forward-s 0.033 --backward-s 0.066 --update-s 0.002 \\
+        --parameters 25.6e6 --gpus-per-node 8 --intra-gb-s 450 --inter-gb-s 50
 
 Nothing is measured here. The costs of one GPU come from `python -m benchmarks gpu`, those of a CPU
 rank from `throughput`.

@@ -1,7 +1,8 @@
 """Plain DDP training as the public tutorials write it, for torchrun: DataLoader,
 DistributedSampler, a checkpoint every 50 steps.
 
-    torchrun --nproc-per-node 2 -m benchmarks.torchrun_ddp --data digits --epochs 5 --out steps.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.torchrun_ddp \\
+        --data digits --epochs 5 --out steps.jsonl
 
 Rank 0 writes one JSON line a step: {"step", "at" (unix seconds), "loss" (its own share's mean)}.
 Only the model, the raw images and their augmentation come from train_fn, so that both sides train

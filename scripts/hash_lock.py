@@ -30,10 +30,12 @@ LEFT_OUT = ("everstep", "torch")
 """This repository; and what has another file for CPUs than for each version of CUDA, from indexes
 of their own."""
 HEADER = """\
-# Packages of a service or a node for CPython {python} on Linux x86-64, each with its file's SHA-256. `make lock` writes this file.
+# Packages of a service or a node for CPython {python} on Linux x86-64, each with the SHA-256
+# of its file. `make lock` writes this file.
 #   pip install --require-hashes --no-deps --requirement {name}
 #   pip install --constraint constraints.txt '.[server]'
-# Left out, and so without a hash: {left_out}, with what torch for CUDA brings (nvidia-*, cuda-*, triton).
+# Left out, and so without a hash: {left_out},
+# with what torch for CUDA brings (nvidia-*, cuda-*, triton).
 """
 
 

@@ -1,7 +1,7 @@
 """Errors of the training function, raised on a rank.
 
 TrainError
-├── NonFiniteLoss      the loss of a global batch, or its gradient, is NaN or infinite; no rank took the step
+├── NonFiniteLoss      a global batch's loss or gradient is NaN or infinite; no rank took the step
 ├── NothingTrained     fp16's loss scaler leaves out every step: gradients are never finite
 ├── NonFiniteWeights   the weights of a state are NaN or infinite; it is neither saved nor left
 ├── DataMissing        a data set is not there; says where it was looked for and how to get it
@@ -9,7 +9,7 @@ TrainError
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── SecretMissing      a secret of the spec is not on this node
-├── StepNotWhole       the totals of a step are not those of all ranks and samples; no rank took the step
+├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
 ├── PeersGone          what all ranks do together did not come about
 ├── Replaced           a newer submission of the run has begun

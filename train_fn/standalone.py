@@ -1,7 +1,8 @@
 """The training loop without Ray and without the service: under torchrun, or as one process that a
 debugger can step through.
 
-    torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --storage /mnt/shared/everstep --run-id digits
+    torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml \\
+        --storage /mnt/shared/everstep --run-id digits
     torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml --code . --task my_pkg.task:MyTask
     everstep run SPEC.yaml --local
 

@@ -15,7 +15,7 @@ _TAKEN = frozenset(
 )
 """Names that would hide, or be hidden by, what runs beside the task."""
 
-_TASK = '''"""What is trained on what. Everstep calls it on every rank; nothing of Everstep is imported here."""
+_TASK = '''"""What is trained on what. Everstep calls it on every rank, and is not imported."""
 
 import math
 
@@ -26,7 +26,10 @@ from torch.utils.data import Dataset
 
 
 class Spirals(Dataset):
-    """Points on two spirals, each labelled with its arm. Your own data: anything with a length and an item for every index."""
+    """Points on two spirals, each labelled with its arm.
+
+    Your own data: anything with a length and an item for every index.
+    """
 
     def __init__(self, num_samples, noise, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -52,22 +55,30 @@ class $class_name:
         self.width, self.noise = width, noise
 
     def build_model(self):
-        """The model, on the CPU: Everstep moves, wraps and restores it. The global generator is seeded."""
+        """The model, on the CPU: Everstep seeds the generator, moves, wraps and restores it."""
         return nn.Sequential(
-            nn.Linear(2, self.width), nn.ReLU(), nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, 2)
+            nn.Linear(2, self.width),
+            nn.ReLU(),
+            nn.Linear(self.width, self.width),
+            nn.ReLU(),
+            nn.Linear(self.width, 2),
         )
 
     def build_datasets(self):
         """Map-style data sets; ``val`` may be None."""
-        return {"train": Spirals(4000, self.noise, seed=0), "val": Spirals(1000, self.noise, seed=1)}
+        train = Spirals(4000, self.noise, seed=0)
+        return {"train": train, "val": Spirals(1000, self.noise, seed=1)}
 
     def loss(self, model, batch):
-        """(loss summed over the micro-batch, what it is a sum over): Everstep takes the mean over the global batch."""
+        """(loss summed over the micro-batch, number of summands).
+
+        Everstep takes the mean over the global batch.
+        """
         points, labels = batch
         return F.cross_entropy(model(points), labels, reduction="sum"), len(labels)
 
     def metrics(self, model, batch):
-        """(sum, weight) by name over a micro-batch of ``val``; reported as val_accuracy, beside val_loss."""
+        """(sum, weight) by name over a micro-batch of ``val``; reported as val_accuracy."""
         points, labels = batch
         return {"accuracy": ((model(points).argmax(dim=1) == labels).sum(), len(labels))}
 '''
@@ -123,7 +134,7 @@ def test_metrics_are_sums_with_weights():
     assert all(0 <= float(total) <= float(weight) for total, weight in measured.values())
 '''
 
-_SPEC = """# The training around the task; docs of every field: the service's /docs, or GET /v1/catalog.
+_SPEC = """# The training around the task. Every field: the service's /docs, or GET /v1/catalog.
 #   everstep submit spec.yaml --code . --task $name.task:$class_name --watch
 name: $run_name
 optimizer: {name: adamw, lr: 3e-3, weight_decay: 0.01}
@@ -140,8 +151,10 @@ _README = """# $name
 
 A task for Everstep: `$name/task.py` says what is trained on what, `spec.yaml` how.
 
-    python -m pytest -q                                                          # the task alone, in seconds
-    everstep submit spec.yaml --code . --task $name.task:$class_name --watch     # on the cluster, with recovery
+    # the task alone, in seconds
+    python -m pytest -q
+    # on the cluster, with recovery
+    everstep submit spec.yaml --code . --task $name.task:$class_name --watch
 
 Change `build_model`, `build_datasets` and `loss` in turn, and run the test after each.
 """

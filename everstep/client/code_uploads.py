@@ -26,7 +26,8 @@ class Code:
         ``code.archive`` of a spec.
 
         >>> archive = client.code.upload("my_project/")               # doctest: +SKIP
-        >>> spec = {"name": "mine", "code": {"archive": archive.digest, "task": "my_package.task:MyTask"}}
+        >>> code = {"archive": archive.digest, "task": "my_package.task:MyTask"}  # doctest: +SKIP
+        >>> spec = {"name": "mine", "code": code}                     # doctest: +SKIP
 
         Of a directory, what its .gitignore and .everstepignore files name is left out. The same
         files give the same digest, and are stored once, however often they are uploaded. Runs of

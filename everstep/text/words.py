@@ -329,6 +329,6 @@ def _failure_line(item: Event) -> str:
     rank = item.data.get("first_rank")
     cause = exception_line(str(item.data.get("exception") or ""))
     return (
-        "failure: "
-        f"{item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}{': ' if cause else ''}{cause[:300]}"
+        f"failure: {item.data.get('verdict')}{'' if rank is None else f' of rank {rank}'}"
+        f"{': ' if cause else ''}{cause[:300]}"
     )

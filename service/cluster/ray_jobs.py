@@ -2,7 +2,7 @@
 bearer token.
 
 RayError
-├── RayUnavailable   not reachable, too slow, or it answered with an error of its own; the same call may succeed later
+├── RayUnavailable   not reachable, too slow, or failed by itself; the same call may succeed later
 │   └── RayRefused   the token is missing or wrong
 ├── JobNotFound      Ray knows no job of that id
 └── JobRejected      Ray will never take this submission as it is

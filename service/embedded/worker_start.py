@@ -1,7 +1,8 @@
 """What a raylet of the embedded cluster runs to start a worker: has the fork server make it, and
 stands for it in the process tree.
 
-    python worker_start.py [--serialized-runtime-env-context=JSON] [--language=PYTHON] WORKER_PATH ARGUMENTS
+    python worker_start.py [--serialized-runtime-env-context=JSON] [--language=PYTHON] \\
+        WORKER_PATH ARGUMENTS
 
 The raylet passes what it would pass to Ray's own ``setup_worker.py``, which takes over where the
 fork server cannot serve: a worker in a container, with another Python, or with no server there.

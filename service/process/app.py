@@ -33,8 +33,10 @@ from service.api.context import ApiContext
 from service.api.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
 from service.web import dashboard
 
-_DESCRIPTION = """Training that never loses a step. Every route but the health checks needs `Authorization: Bearer TOKEN`.
-Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`); errors are `application/problem+json` with a `code`."""
+_DESCRIPTION = """Training that never loses a step.
+Every route but the health checks needs `Authorization: Bearer TOKEN`.
+Times are RFC 3339 in UTC, durations seconds (`_s`), sizes bytes (`_bytes`);
+errors are `application/problem+json` with a `code`."""
 
 
 def create_app(context: ApiContext) -> FastAPI:

@@ -22,7 +22,8 @@ class StorageRoots:
     Paths of data are those of the nodes, and compared as they are written; the storage is on this
     machine too, and compared with its links followed.
 
-    >>> StorageRoots(["/data"]).admits("/data/imagenet"), StorageRoots(["/data"]).admits("/database")
+    >>> roots = StorageRoots(["/data"])
+    >>> roots.admits("/data/imagenet"), roots.admits("/database")
     (True, False)
     """
 

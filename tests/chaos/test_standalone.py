@@ -27,7 +27,9 @@ SPEC = """
 name: standalone
 task:
   name: language_modeling
-  model: {name: gpt, args: {num_layers: 2, num_heads: 2, width: 32, context_length: 32, dropout: 0.1}}
+  model:
+    name: gpt
+    args: {num_layers: 2, num_heads: 2, width: 32, context_length: 32, dropout: 0.1}
   data: {name: text_files, args: {path: TEXT, level: char}}
 train: {epochs: 2, global_batch_size: 16, micro_batch_size: 4, ema_decay: 0.9}
 checkpoint: {every_steps: 1000}

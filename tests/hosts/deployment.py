@@ -223,9 +223,11 @@ def _postgres(part: Part) -> list[str]:
     assert programs is not None
     data = "/var/lib/postgresql/data"
     script = f"""
-        test -s {data}/PG_VERSION || {programs}/initdb -D {data} -U $POSTGRES_USER --auth-local=trust $POSTGRES_INITDB_ARGS \
+        test -s {data}/PG_VERSION || {programs}/initdb -D {data} -U $POSTGRES_USER \
+            --auth-local=trust $POSTGRES_INITDB_ARGS \
             --pwfile=$POSTGRES_PASSWORD_FILE -E UTF8 --locale=C.UTF-8 --no-sync >/dev/null
-        grep -q 172.30 {data}/pg_hba.conf || echo "host all all 172.30.0.0/24 scram-sha-256" >>{data}/pg_hba.conf
+        grep -q 172.30 {data}/pg_hba.conf || \
+            echo "host all all 172.30.0.0/24 scram-sha-256" >>{data}/pg_hba.conf
         {programs}/pg_ctl -D {data} -w -s -o "-c listen_addresses= -k /tmp" start >/dev/null
         {programs}/createdb -h /tmp -U $POSTGRES_USER $POSTGRES_DB 2>/dev/null
         {programs}/pg_ctl -D {data} -w -s stop

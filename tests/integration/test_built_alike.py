@@ -139,7 +139,8 @@ class Words:
         return nn.Linear(1, 1)
 
     def build_datasets(self):
-        return {"train": [(torch.ones(1), int(word)) for word in {str(number) for number in range(40)}], "val": None}
+        words = {str(number) for number in range(40)}
+        return {"train": [(torch.ones(1), int(word)) for word in words], "val": None}
 
     def loss(self, model, batch):
         x, y = batch

@@ -1,7 +1,8 @@
 """A look at nodes before runs are put on them: what each computes, holds and writes, and how fast
 it talks to its neighbours.
 
-    torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m train_fn.node.preflight
+    torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        -m train_fn.node.preflight
 
 One rank a node, a few seconds. Rank 0 prints a line for each rank, and why a node is unfit: it
 fails at something, lacks room, or is far slower than the others. Exit codes: 0 when all are fit, 1

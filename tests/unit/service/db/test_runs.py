@@ -416,7 +416,8 @@ database.migrate()
 runs = RunStore(database)
 wanted = parse_spec(spec())
 for index in range(10**9):
-    print(runs.create(wanted, "tok_a", IdempotencyKey("tok_a", str(index), "body"))[0].id, flush=True)
+    key = IdempotencyKey("tok_a", str(index), "body")
+    print(runs.create(wanted, "tok_a", key)[0].id, flush=True)
 """
 
 

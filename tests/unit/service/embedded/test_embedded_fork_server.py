@@ -27,10 +27,16 @@ import ray
 from ray._raylet import JobID, PlacementGroupID
 out = Path(sys.argv[1])
 out.with_suffix(".part").write_text(json.dumps({
-    "pid": os.getpid(), "argv": sys.argv[2:], "name": __name__, "cwd": os.getcwd(), "a": os.environ.get("A"),
+    "pid": os.getpid(), "argv": sys.argv[2:], "name": __name__,
+    "cwd": os.getcwd(), "a": os.environ.get("A"),
     "group": os.getpgrp(), "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-    "log_handlers": len(logging.root.handlers), "policy": os.sched_getscheduler(0), "imported": "torch" in sys.modules,
-    "ids": [PlacementGroupID.of(JobID.from_int(1)).hex(), ray.ActorClassID.from_random().hex(), ray.WorkerID.from_random().hex()],
+    "log_handlers": len(logging.root.handlers), "policy": os.sched_getscheduler(0),
+    "imported": "torch" in sys.modules,
+    "ids": [
+        PlacementGroupID.of(JobID.from_int(1)).hex(),
+        ray.ActorClassID.from_random().hex(),
+        ray.WorkerID.from_random().hex(),
+    ],
 }))
 out.with_suffix(".part").rename(out)
 print("hello")

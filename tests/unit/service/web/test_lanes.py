@@ -47,9 +47,7 @@ def test_a_failure_stops_every_rank_when_it_happened_and_blames_the_first() -> N
     assert (found.start, found.end, found.position(20)) == (10, 30, 50)
 
 
-def test_a_group_whose_driver_died_ends_where_the_next_begins_and_a_finished_one_does_not_grow() -> (
-    None
-):
+def test_a_group_whose_driver_died_ends_where_the_next_begins_and_finished_ones_stay() -> None:
     told = [
         (10.0, EventKind.ATTEMPT_STARTED, 1, workers(0)),
         (15.0, EventKind.SUBMISSION_STARTED, 0, {}),

@@ -34,9 +34,7 @@ def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[Place]]:
     return VolatileBuffers(places, moving, (), ALONE, lambda moving: None), places
 
 
-def test_all_that_is_not_trained_is_looked_at_once_and_nothing_that_shares_memory_with_what_is() -> (
-    None
-):
+def test_untrained_tensors_are_visited_once_and_none_that_shares_memory_with_trained_ones() -> None:
     model = Bag()
     model.other = nn.Module()
     model.other.register_buffer("one", model.one)

@@ -42,7 +42,8 @@ reported = []
 
 def train_fn(config):
     for n in range(config["n"]):
-        REPORT({"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}, CHECKPOINT if n in config["kept"] else None)
+        metrics = {"loss": 1.0 / (n + 1), "name": "x", "bad": float("nan")}
+        REPORT(metrics, CHECKPOINT if n in config["kept"] else None)
 
 
 def raises(config):
@@ -166,8 +167,8 @@ def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(
 @pytest.mark.parametrize(
     ("name", "config", "words", "step"),
     [
-        ("raises", {"n": 1}, r"sample 3 (mine.py, line 12)", 1),
-        ("two", {"n": 1}, "mine:two (mine.py, line 19) needs 2 arguments", 0),
+        ("raises", {"n": 1}, r"sample 3 (mine.py, line 13)", 1),
+        ("two", {"n": 1}, "mine:two (mine.py, line 20) needs 2 arguments", 0),
         ("nothing", {"n": 1}, "let it take one", 0),
         ("reported", {"n": 1}, "is a list", 0),
         ("absent", {}, "mine.py has no 'absent'", 0),

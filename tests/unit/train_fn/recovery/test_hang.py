@@ -42,9 +42,7 @@ def test_the_phase_follows_the_events_of_the_newest_attempt() -> None:
     assert tracker.progress().last_step == 7
 
 
-def test_a_hook_after_an_evaluation_is_killed_when_an_evaluation_would_be_and_the_next_step_when_a_step_would_be() -> (
-    None
-):
+def test_a_hook_after_an_evaluation_has_its_limit_and_the_next_step_a_steps_limit() -> None:
     tracker, watch = ProgressTracker(), HangWatch(RecoverySettings(), None)
     tracker.note(EventKind.ATTEMPT_STARTED, 1, {})
     tracker.note(EventKind.TRAINING_STARTED, 1, {"total_steps": 7})

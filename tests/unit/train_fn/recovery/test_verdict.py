@@ -335,9 +335,7 @@ def test_a_rank_failure_survives_pickling() -> None:
     assert str(again) == str(failure)
 
 
-def test_a_gpu_that_is_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> (
-    None
-):
+def test_a_gpu_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> None:
     def too_small(step: int, amount: str) -> Judgement:
         message = f"CUDA out of memory. Tried to allocate {amount}"
         found = RankError(
