@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import secrets
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -18,6 +17,7 @@ from service.db.audit import current_entry
 from service.db.engine import DatabaseError
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
 from service.model.rows import Role, RunRow, TokenRow
+from storage.files.draft import draft_beside
 
 LOCAL_TOKEN_ID: Final = "tok_local"
 METRICS_TOKEN_ID: Final = "tok_metrics"
@@ -231,13 +231,13 @@ def ensure_local_token(
         return
     _, secret = tokens.create("local admin", "admin", None, token_id=token_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(secret + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    fresh.replace(path)
+    with draft_beside(path) as draft:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secret + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        pathlib.Path(draft).replace(path)
 
 
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:

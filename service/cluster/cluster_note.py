@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from storage.files.draft import draft_beside
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def read_note(path: Path) -> ClusterNote | None:
 
 def write_note(path: Path, note: ClusterNote) -> None:
     """Replace the note at ``path`` atomically: a reader sees the old one or the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(note), indent=1) + "\n")
-    draft.replace(path)
+    with draft_beside(path) as draft:
+        Path(draft).write_text(json.dumps(asdict(note), indent=1) + "\n")
+        Path(draft).replace(path)
 
 
 def _from_json(raw: Mapping[str, Any]) -> ClusterNote:

@@ -21,6 +21,7 @@ from service.cluster.cluster_note import ClusterNote, read_note
 from service.embedded.environment import cluster_environment
 from service.embedded.processes import end_members, lives
 from service.settings import Settings
+from storage.files.draft import draft_beside
 
 START_TIMEOUT_S = 420.0
 """The keeper gives up earlier: it waits GIVE_UP_S for the head and for the first node, and for each
@@ -86,15 +87,11 @@ class EmbeddedCluster:
     def token(self) -> str:
         """The token of the cluster's own Ray authentication; made at the first call."""
         path = self._settings.ray_token_path
-        with contextlib.suppress(FileExistsError):
-            # Written beside and linked into place: nobody ever reads half a token.
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.touch(mode=0o600)
-            draft.write_text(secrets.token_hex(32))
-            try:
-                os.link(draft, path)
-            finally:
-                draft.unlink()
+        # Written beside and linked into place: nobody ever reads half a token.
+        with contextlib.suppress(FileExistsError), draft_beside(path) as draft:
+            Path(draft).touch(mode=0o600)
+            Path(draft).write_text(secrets.token_hex(32))
+            os.link(draft, path)
         return path.read_text().strip()
 
     def _start(self) -> ClusterNote:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from service.settings import Settings
+from storage.files.draft import draft_beside
 
 
 class HomeError(Exception):
@@ -68,9 +69,9 @@ class HomeLock:
 @contextlib.contextmanager
 def published_url(path: Path, url: str) -> Iterator[None]:
     """Tell clients on this machine where the service is, for as long as it is there."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(f"{url}\n")
-    draft.replace(path)
+    with draft_beside(path) as draft:
+        Path(draft).write_text(f"{url}\n")
+        Path(draft).replace(path)
     try:
         yield
     finally:

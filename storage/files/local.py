@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import errno
 import os
-import secrets
 import shutil
 import stat
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from storage.errors import CorruptFile, StorageError, StorageNotFound, mapped
+from storage.files.draft import draft_beside
 from storage.files.protocol import Entry, ReadStream
 from storage.files.regular_file import READ_LIMIT_BYTES, linked, open_regular, read_whole
 
@@ -191,37 +191,26 @@ class LocalFiles:
     def write(self, relpath: str, data: bytes) -> None:
         path = self.path(relpath)
         self.make_dir(os.path.dirname(relpath))
-        directory, name = os.path.split(path)
-        temporary = f"{directory}/.{name}.{secrets.token_hex(6)}.tmp"
-        with mapped("write", path):
-            try:
-                self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL, relpath)
-                os.replace(temporary, path)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
-                raise
-            sync_path(directory)
+        with mapped("write", path), draft_beside(path) as draft:
+            self._write_synced(draft, data, os.O_CREAT | os.O_EXCL, relpath)
+            os.replace(draft, path)
+            sync_path(os.path.dirname(path))
 
     def create_new(self, relpath: str, data: bytes) -> bool:
         path = self.path(relpath)
         self.make_dir(os.path.dirname(relpath))
-        directory, name = os.path.split(path)
-        temporary = f"{directory}/.{name}.{secrets.token_hex(6)}.tmp"
-        with mapped("create", path):
-            self._write_synced(temporary, data, os.O_CREAT | os.O_EXCL, relpath)
+        with mapped("create", path), draft_beside(path) as draft:
+            self._write_synced(draft, data, os.O_CREAT | os.O_EXCL, relpath)
             try:
                 # unlike a rename it fails where there is a file, and readers never see half of one
-                os.link(temporary, path)
+                os.link(draft, path)
             except FileExistsError:
                 return self.read(relpath) == data
             except OSError as exc:
                 if exc.errno not in _NO_LINKS:
                     raise
                 return self._create_in_place(relpath, data)
-            finally:
-                os.unlink(temporary)
-            sync_path(directory)
+            sync_path(os.path.dirname(path))
         return True
 
     def _create_in_place(self, relpath: str, data: bytes) -> bool:
@@ -229,9 +218,14 @@ class LocalFiles:
         for a moment."""
         path = self.path(relpath)
         try:
-            self._write_synced(path, data, os.O_CREAT | os.O_EXCL, relpath)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
-            return False
+            return self.read(relpath) == data
+        try:
+            self._write_synced(path, data, 0, relpath)
+        except BaseException:
+            os.unlink(path)  # half of a file would be taken for somebody's
+            raise
         sync_path(os.path.dirname(path))
         return True
 

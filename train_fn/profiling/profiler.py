@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from everstep.wire.events import EventKind
+from storage.errors import StorageError
 from storage.run_dir import ProfileOrder
 from train_fn.context import WorkerContext
 from train_fn.profiling import trace_file
@@ -140,11 +142,17 @@ class StepProfiler:
         )
 
     def _upload(self, order: ProfileOrder, ready: Path) -> None:
-        stream = self._ctx.run_dir.files.create(self._ctx.run_dir.trace_path(order.id))
-        with ready.open("rb") as source:
-            while chunk := source.read(_CHUNK_BYTES):
-                stream.write(chunk)
-        stream.close()
+        files, path = self._ctx.run_dir.files, self._ctx.run_dir.trace_path(order.id)
+        stream = files.create(path)
+        try:
+            with ready.open("rb") as source:
+                while chunk := source.read(_CHUNK_BYTES):
+                    stream.write(chunk)
+            stream.close()
+        except BaseException:
+            with suppress(StorageError):
+                files.delete_file(path)
+            raise
 
     def _failed(self, order: ProfileOrder, problem: str) -> None:
         self._order = None

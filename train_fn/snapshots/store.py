@@ -78,23 +78,19 @@ class SnapshotStore:
         """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not
         write it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._state_path(label)
-        temporary = path.with_suffix(".tmp")
+        # the label's digest is what a reader compares
+        with _published(self._state_path(label)) as draft, without_checksums():
+            torch.save(state, draft)
         try:
-            with without_checksums():  # the label's digest is what a reader compares
-                torch.save(state, temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
+            self.write_label(label)
+        except BaseException:  # without its label nobody finds the state, which fills the memory
+            self._state_path(label).unlink(missing_ok=True)
             raise
-        self.write_label(label)
 
     def write_label(self, label: Label) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._label_path(label)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(label)))
-        temporary.replace(path)
+        with _published(self._label_path(label)) as draft:
+            draft.write_text(json.dumps(asdict(label)))
 
     def labels(self) -> list[Label]:
         """Labels of this submission and those before it on this node, whose state is there or says
@@ -187,6 +183,18 @@ class SnapshotStore:
 
     def _state_path(self, label: Label) -> Path:
         return self.directory / _file_name(label)
+
+
+@contextmanager
+def _published(path: Path) -> Iterator[Path]:
+    """Name a draft, to be written, which then becomes ``path``; where the write fails it goes."""
+    draft = path.with_suffix(".tmp")
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def labels_in(directory: Path) -> list[Label]:

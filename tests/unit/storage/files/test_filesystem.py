@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -12,10 +13,18 @@ from typing import Any
 import pytest
 
 from everstep.spec.run_spec import parse_spec
-from storage.errors import CorruptFile, InvalidStorage, StorageDenied, StorageError, StorageNotFound
+from storage.errors import (
+    CorruptFile,
+    InvalidStorage,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageNotFound,
+)
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import CheckpointName, RunDir
+from tests.support.small_disk import mounted_small_disk
 from tests.support.storage_places import event, save
 
 pytest_plugins = ["tests.support.storage_fixtures"]
@@ -191,6 +200,30 @@ def test_a_small_file_is_replaced_at_once_and_leaves_nothing_when_it_fails(
             files.write("deep/file", b"new")
     assert files.read("deep/file") == b"old"
     assert [entry.name for entry in files.list("deep")] == ["file"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_new_file_that_fails_leaves_nothing_and_can_be_tried_again(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted_small_disk(tmp_path / "disk") as disk:
+        files = LocalFiles(disk)
+        files.make_dir("claims")
+        if not has_links:
+            monkeypatch.setattr(os, "link", _refuse_links)
+        with pytest.raises(StorageFull):
+            files.create_new("claims/first", bytes(4 << 20))
+        assert [entry.name for entry in files.list("claims")] == []
+        assert os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > 1 << 20
+        assert files.create_new("claims/first", b"mine")
+        assert files.create_new("claims/first", b"mine")  # as after an answer that was lost
+        assert not files.create_new("claims/first", b"another's")
+        assert [entry.name for entry in files.list("claims")] == ["first"]
+        assert files.read("claims/first") == b"mine"
+
+
+def _refuse_links(*_: Any) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
 
 
 def test_importing_is_quick_and_light() -> None:

@@ -464,3 +464,22 @@ def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(
     assert len(snapshot_store(ctx).labels()) == 1
     elsewhere = open_storage(str(tmp_path / "elsewhere")).run_dir(ctx.run_dir.run_id)
     assert snapshot_store(dataclasses.replace(ctx, run_dir=elsewhere)).labels() == []
+
+
+def test_a_label_that_does_not_fit_leaves_no_state_and_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory that is full would else stay full: nobody finds a state without its label."""
+    ctx, state = make_context(tmp_path), make_state()
+    advance(state, 3)
+    store = snapshot_store(ctx)
+
+    def full(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        problem = publish_snapshot(ctx, copy_to_cpu(state.state_dict()))
+    assert problem is not None and "No space left" in problem
+    assert list(store.directory.iterdir()) == []
