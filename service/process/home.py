@@ -6,13 +6,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from service.settings import Settings
 from storage.files.draft import draft_beside
+
+log = structlog.get_logger(__name__)
 
 
 class HomeError(Exception):
@@ -22,7 +28,8 @@ class HomeError(Exception):
 class HomeLock:
     """Holds a home directory for one service process, to the process's end whatever ends it.
 
-    Raises HomeError on entering where the directory cannot be written, or another service holds it.
+    Raises HomeError on entering where the directory cannot be written, is not this user's alone, or
+    another service holds it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,6 +40,7 @@ class HomeLock:
     def __enter__(self) -> Self:
         try:
             self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_open_home(self._home)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise HomeError(
@@ -64,6 +72,46 @@ class HomeLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def refuse_open_home(home: Path) -> None:
+    """Raise HomeError where other users may change what lies in the home directory, as ssh does for
+    its keys: who can replace a file there can hand the service a token or a cluster of his own.
+
+    A directory of root's that nobody else may write is taken. Where the group may write, which may
+    be this user's alone, a line in the log says so. Raises OSError.
+    """
+    found = home.stat()
+    way_out = (
+        f"make it yours alone with `chown {os.geteuid()} {home}` and `chmod 700 {home}`, or choose "
+        f"another with EVERSTEP_HOME, for example {home / 'own'}, which the service makes"
+    )
+    if found.st_uid not in (0, os.geteuid()):
+        raise HomeError(
+            f"the home directory {home} belongs to another user ({_user(found.st_uid)}), who could "
+            f"replace the administrator's token and the cluster's files in it; {way_out}"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise HomeError(
+            f"every user of this machine may write in the home directory {home} (mode "
+            f"{stat.S_IMODE(found.st_mode):04o}), and so replace the administrator's token and the "
+            f"cluster's files in it; {way_out}"
+        )
+    if found.st_mode & stat.S_IWGRP:
+        log.warning(
+            "group members may replace the tokens in the home directory; chmod g-w takes that away",
+            home=str(home),
+            mode=f"{stat.S_IMODE(found.st_mode):04o}",
+            group=found.st_gid,
+        )
+
+
+def _user(uid: int) -> str:
+    """A user's name and number, or the number where it has no name."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name}, uid {uid}"
+    except KeyError:
+        return f"uid {uid}"
 
 
 @contextlib.contextmanager
