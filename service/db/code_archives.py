@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, func, select
 
+from service.db.conflicts import insert_missing
 from service.db.engine import Database
 from service.db.projects import QuotaExceeded, ensure_project
 from service.db.tables import code_archives, projects
@@ -33,8 +34,7 @@ class CodeArchives:
         the project may have."""
         if not self.holds(project, digest):
             with self._database.write() as connection:
-                if not _holds(connection, project, digest):
-                    self._insert(connection, project, digest, 0, token_id)
+                self._insert(connection, project, digest, 0, token_id)
 
     def record(
         self,
@@ -84,9 +84,8 @@ class CodeArchives:
         self, connection: Connection, project: str, digest: str, size_bytes: int, token_id: str
     ) -> None:
         row = {"project": project, "digest": digest, "size_bytes": size_bytes}
-        connection.execute(
-            insert(code_archives), row | {"created_by": token_id, "created_at": self._clock()}
-        )
+        maker = {"created_by": token_id, "created_at": self._clock()}
+        insert_missing(connection, code_archives, row | maker)
 
 
 def _holds(connection: Connection, project: str, digest: str) -> bool:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from sqlalchemy import delete, insert, select, text, update
+from sqlalchemy import delete, select, text, update
 
+from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.tables import events, node_marks
 from service.model.rows import MarkWord, NodeFailure, NodeMarkRow
@@ -55,8 +56,7 @@ class NodeMarkStore:
         deadline = None if deadline_s is None else now + deadline_s
         row = NodeMarkRow(node_id, state, reason, by, now, deadline, None)
         with self._database.write() as connection:
-            connection.execute(delete(node_marks).where(node_marks.c.node_id == node_id))
-            connection.execute(insert(node_marks), row.columns())
+            replace_row(connection, node_marks, row.columns())
         return row
 
     def say_if_silent(self, node_id: str, known_at: float | None, by: str, reason: str) -> bool:
@@ -64,14 +64,11 @@ class NodeMarkStore:
         was said; None for none."""
         row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
         with self._database.write() as connection:
-            found = connection.execute(
-                select(node_marks.c.at).where(node_marks.c.node_id == node_id)
-            ).scalar_one_or_none()
-            if found != known_at:
-                return False
-            connection.execute(delete(node_marks).where(node_marks.c.node_id == node_id))
-            connection.execute(insert(node_marks), row.columns())
-        return True
+            if known_at is None:
+                return insert_missing(connection, node_marks, row.columns())
+            known = (node_marks.c.node_id == node_id, node_marks.c.at == known_at)
+            changed = connection.execute(update(node_marks).where(*known).values(row.columns()))
+            return changed.rowcount > 0
 
     def note_living(self, living: Collection[str], pardon_s: float) -> tuple[str, ...]:
         """Note which nodes the cluster has, and forget words that no longer matter.

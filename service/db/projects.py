@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
 from service.db.audit import note_target
+from service.db.conflicts import insert_missing
 from service.db.engine import Database, DatabaseError
 from service.db.planner_hints import IS_LIVE
 from service.db.tables import projects, runs, tokens
@@ -118,7 +119,7 @@ def ensure_project(connection: Connection, name: str, now: float, *, create: boo
     """See that there is a project of this name; whether it is new.
 
     The project ``default`` is always made; others where ``create`` asks for it. Raises
-    UnknownProject, and IntegrityError where another replica made it at the same moment: try again.
+    UnknownProject.
     """
     if (
         connection.execute(select(projects.c.name).where(projects.c.name == name)).one_or_none()
@@ -127,15 +128,13 @@ def ensure_project(connection: Connection, name: str, now: float, *, create: boo
         return False
     if not create and name != DEFAULT_PROJECT:
         raise UnknownProject(name, connection.execute(select(projects.c.name)).scalars().all())
-    connection.execute(insert(projects).values(name=name, created_at=now))
-    return True
+    return insert_missing(connection, projects, {"name": name, "created_at": now})
 
 
 def join_queue(connection: Connection, name: str, now: float, *, create: bool) -> None:
     """See that one more run of the project may wait; ``create`` makes a project that is not there.
 
-    Raises QuotaExceeded where as many wait as may, UnknownProject, and IntegrityError where another
-    replica made it at the same moment: try again.
+    Raises QuotaExceeded where as many wait as may, UnknownProject.
     """
     found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
     if found is None:

@@ -1,0 +1,40 @@
+"""Writes of a row that another replica may be writing at the same moment: the database decides,
+and nobody fails for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Table
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
+from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
+
+
+def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any]) -> bool:
+    """Insert a row, unless there is one of its key; whether it was inserted.
+
+    Waits for a transaction that is inserting the same key, and counts what it commits.
+    """
+    statement = _insert(connection, table).values(dict(row)).on_conflict_do_nothing()
+    done = connection.execute(statement, execution_options={"preserve_rowcount": True})
+    return done.rowcount > 0
+
+
+def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert a row in the place of one with its primary key; of two at once the later one stays."""
+    statement = _insert(connection, table).values(dict(row))
+    keys = [column.name for column in table.primary_key]
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=keys,
+            set_={name: statement.excluded[name] for name in row if name not in keys},
+        )
+    )
+
+
+def _insert(connection: Connection, table: Table) -> PostgresInsert | SqliteInsert:
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)

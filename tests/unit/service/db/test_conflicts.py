@@ -1,0 +1,120 @@
+"""Two replicas that write the same row at the same moment: neither fails for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import Table, insert
+
+from everstep.wire.team import Quotas
+from service.db.code_archives import CodeArchives
+from service.db.engine import Database
+from service.db.node_marks import NodeMarkStore
+from service.db.projects import ProjectStore
+from service.db.tables import code_archives, node_marks, projects
+from service.db.tokens import TokenStore
+from service.model.rows import NodeMarkRow
+
+pytest_plugins = ["tests.support.database_fixtures"]
+
+HELD_OPEN_S = 0.3
+DIGEST = "sha256:" + "a" * 64
+PROJECT = {"name": "vision", "created_at": 1.0}
+MARK = NodeMarkRow("n1", "open", None, "ann", 1.0, None, None).columns()
+ARCHIVE = {
+    "project": "default",
+    "digest": DIGEST,
+    "size_bytes": 60,
+    "created_by": "tok_a",
+    "created_at": 1.0,
+}
+
+
+@pytest.fixture
+def other(database: Database, database_url: str) -> Iterator[Database]:
+    """Another replica's, made up to date by the first one."""
+    other = Database(database_url)
+    yield other
+    other.close()
+
+
+Write = Callable[[Database], object]
+WRITES: dict[str, tuple[Table, dict[str, object], Write, object]] = {
+    "quotas of a project": (
+        projects,
+        PROJECT,
+        lambda database: ProjectStore(database).put("vision", Quotas(max_running=2))[1],
+        False,  # it is not new
+    ),
+    "a token for a project": (
+        projects,
+        PROJECT,
+        lambda database: (
+            TokenStore(database).create("bo", "viewer", "vision", create_project=True)[0].project
+        ),
+        "vision",
+    ),
+    "an upload for a project": (
+        projects,
+        PROJECT,
+        lambda database: CodeArchives(database).record(
+            "vision", DIGEST, 60, "tok_b", 100, create_project=True
+        ),
+        None,
+    ),
+    "an archive that is shared": (
+        code_archives,
+        ARCHIVE,
+        lambda database: CodeArchives(database).share("default", DIGEST, "tok_b"),
+        None,
+    ),
+    "a word about a node": (
+        node_marks,
+        MARK,
+        lambda database: NodeMarkStore(database).say("n1", "cordoned", "bo").state,
+        "cordoned",
+    ),
+    "a word about a node that nobody spoke of": (
+        node_marks,
+        MARK,
+        lambda database: NodeMarkStore(database).say_if_silent("n1", None, "service", "broken"),
+        False,  # somebody has spoken meanwhile
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_row_that_another_replica_is_writing(
+    what: str, database: Database, other: Database
+) -> None:
+    """The other one has written it, and commits while this one waits."""
+    table, row, write, expected = WRITES[what]
+    begun = threading.Event()
+
+    def wait_and_write() -> object:
+        begun.set()
+        return write(other)
+
+    with ThreadPoolExecutor(1) as pool:
+        with database.write() as connection:
+            connection.execute(insert(table).values(**row))
+            answer = pool.submit(wait_and_write)
+            begun.wait()
+            with pytest.raises(TimeoutError):
+                answer.result(HELD_OPEN_S)
+        assert answer.result(10) == expected
+    found = NodeMarkStore(other).all()
+    if "nobody" in what:
+        assert found["n1"].state == "open"
+
+
+def test_a_word_replaces_only_the_one_that_was_known(database: Database) -> None:
+    marks = NodeMarkStore(database, lambda: 5.0)
+    assert marks.say_if_silent("n1", None, "service", "broken")
+    assert not marks.say_if_silent("n1", None, "service", "again")
+    assert not marks.say_if_silent("n1", 4.0, "service", "again")
+    assert marks.say_if_silent("n1", 5.0, "service", "again")
+    assert (marks.all()["n1"].reason, marks.all()["n1"].state) == ("again", "cordoned")
