@@ -8,7 +8,9 @@ export OMP_NUM_THREADS ?= 1
 # glibc reports damage of the heap to stderr, where test output is kept
 export LIBC_FATAL_STDERR_ ?= 1
 
-.PHONY: help install demo serve test test-unit chaos hosts soak gpu check format bench sbom audit lock clean
+SLOWEST := --durations 20 --durations-min 1
+
+.PHONY: help install demo serve test test-unit test-one chaos hosts soak gpu check format bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -25,13 +27,17 @@ demo: $(STAMP)  ## Train on three local nodes, kill one in the middle, watch it 
 serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
 	@$(BIN)/everstep serve $(ARGS)
 
-test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite
+test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite; prints the slowest 20
 	@$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu" $(SLOWEST) $(ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
+
+test-one: $(STAMP)  ## One file or folder of unit tests, in seconds (T=tests/unit/train_fn/step)
+	@test -e "$(firstword $(subst ::, ,$(T)))" || { echo "T=$(T) names no test; for example make test-one T=tests/unit/train_fn/step" >&2; exit 2; }
+	@$(BIN)/python -m pytest -q "$(T)" $(ARGS)
 
 chaos: $(STAMP)  ## The long fault-injection suites
 	$(BIN)/python -m pytest tests -m chaos $(ARGS)

@@ -1,0 +1,75 @@
+"""CONTRIBUTING.md: it names every room of the code, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TEXT.partition("## Change X")[2].partition("\n## ")[0].splitlines()
+    if line.startswith("| ") and not line.startswith("| change ")
+]
+
+
+def test_every_room_has_its_row() -> None:
+    packages = {
+        str(path.parent.relative_to(ROOT))
+        for house in ("everstep", "storage", "service", "train_fn")
+        for path in (ROOT / house).glob("*/__init__.py")
+    }
+    assert packages - set(re.findall(r"`([\w/]+)`", " ".join(row[1] for row in ROWS))) == set()
+
+
+def test_what_the_table_names_is_there() -> None:
+    for _, rooms, tests in ROWS:
+        for name in re.findall(r"`([\w/]+)`", f"{rooms} {tests}"):
+            assert (ROOT / name).is_dir(), name
+        if "make" not in tests:
+            name = re.findall(r"`([\w/]+)`", tests)[0]
+            assert list((ROOT / name).rglob("test_*.py")), f"{name} holds no tests"
+
+
+def test_every_target_of_make_that_it_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)\b", TEXT)) - targets == set()
+
+
+def test_the_hooks_call_programs_that_a_checkout_has() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {repository["repo"] for repository in config["repos"]} == {"local"}
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks:
+        program, *arguments = hook["entry"].split()
+        assert program.startswith(".venv/bin/")
+        name = program.removeprefix(".venv/bin/")
+        assert f"$(BIN)/{name}" in makefile, f"make check does not run {name}"
+        assert all((ROOT / each).exists() for each in arguments if each.endswith(".py"))
+
+
+def make_test_one(chosen: str) -> subprocess.CompletedProcess[str]:
+    make = ["make", "--no-print-directory", "--assume-old=.venv/.installed", "test-one"]
+    command = [*make, f"T={chosen}", "ARGS=-p no:cacheprovider"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("node", ["", "::test_every_platform_has_the_same_packages"])
+def test_one_test_is_run_by_its_path(node: str) -> None:
+    done = make_test_one(f"tests/unit/repository/test_locks.py{node}")
+    assert done.returncode == 0, done.stderr
+    assert f"{1 if node else 3} passed" in done.stdout
+
+
+@pytest.mark.parametrize("chosen", ["", "tests/unit/no_such_room"])
+def test_a_path_without_tests_is_refused(chosen: str) -> None:
+    done = make_test_one(chosen)
+    assert done.returncode != 0
+    assert f"T={chosen} names no test; for example make test-one T=tests/" in done.stderr
+    assert "passed" not in done.stdout
