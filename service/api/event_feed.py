@@ -25,6 +25,8 @@ logger = structlog.get_logger(__name__)
 
 POLL_S: Final = 0.1
 _RING_FRAMES: Final = 2000
+_RING_BYTES: Final = 16 << 20
+"""What is older than the newest frames of so many bytes is asked of the database again."""
 _BATCH_EVENTS: Final = 500
 
 
@@ -38,6 +40,7 @@ class _Tail:
     base: int
     """Frames of the seqs behind it are in the ring."""
     ring: deque[bytes] = field(default_factory=deque)
+    ring_bytes: int = 0
     followers: int = 0
     gone: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,8 +52,9 @@ class _Tail:
 
     def extend(self, frames: Sequence[bytes]) -> None:
         self.ring.extend(frames)
-        while len(self.ring) > _RING_FRAMES:
-            self.ring.popleft()
+        self.ring_bytes += sum(map(len, frames))
+        while len(self.ring) > _RING_FRAMES or self.ring_bytes > _RING_BYTES:
+            self.ring_bytes -= len(self.ring.popleft())
             self.base += 1
 
     def wake(self) -> None:
@@ -91,12 +95,12 @@ class EventFeed:
             if head == tail.head and status == tail.status:
                 continue
             while tail.end < head:
-                rows = await self._context.database_call(
-                    self._context.events.after, run_id, tail.end, _BATCH_EVENTS
+                page = await self._context.database_call(
+                    self._context.events.page, run_id, tail.end, _BATCH_EVENTS
                 )
-                if not rows:
+                if not page.rows:
                     break
-                tail.extend([encode(row) for row in rows])
+                tail.extend([encode(row) for row in page.rows])
             tail.head, tail.status = head, RunStatus(status)
             tail.wake()
 
@@ -110,13 +114,13 @@ class EventFeed:
             while not self.closed:
                 changed = tail.changed
                 if after < tail.base:
-                    rows = await self._context.database_call(
-                        self._context.events.after, run_id, after, _BATCH_EVENTS
+                    page = await self._context.database_call(
+                        self._context.events.page, run_id, after, _BATCH_EVENTS
                     )
-                    if not rows:
+                    if not page.rows:
                         return
-                    after = rows[-1].seq
-                    yield b"".join(encode(row) for row in rows)
+                    after = page.rows[-1].seq
+                    yield b"".join(encode(row) for row in page.rows)
                 elif after < tail.end:
                     frames = list(islice(tail.ring, after - tail.base, None))
                     after = tail.end

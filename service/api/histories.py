@@ -42,7 +42,8 @@ async def get_events(
     cursor: Cursor = None,
     last_event_id: sse.LastEventId = None,
 ) -> Page[Event] | Response:
-    """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already.
+    """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already. A
+    page may end before `limit`: its events' data are 8 MiB at most, or it has one event.
 
     With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the
     event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
@@ -51,11 +52,9 @@ async def get_events(
         return sse.response(
             context, caller, context.feed.follow(run.id, sse.resume_after(last_event_id, after))
         )
-    found = await context.database_call(
-        context.events.after, run.id, position(cursor, after), limit + 1
-    )
-    items = tuple(event_answer(row) for row in found[:limit])
-    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
+    page = await context.database_call(context.events.page, run.id, position(cursor, after), limit)
+    items = tuple(event_answer(row) for row in page.rows)
+    return Page(items=items, next_cursor=str(items[-1].seq) if page.more else None)
 
 
 @router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, LargeBinary, Text, cast, func, or_, select
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
@@ -21,6 +22,19 @@ from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 
 logger = structlog.get_logger(__name__)
+
+
+PAGE_BYTES = 8 << 20
+"""Most bytes of data that the events of one page have together; one event alone may have as
+many."""
+
+
+@dataclass(frozen=True)
+class EventPage:
+    """Some events of a run in order, and whether there are more behind them."""
+
+    rows: tuple[EventRow, ...]
+    more: bool
 
 
 class JournalGap(DatabaseError):
@@ -99,6 +113,45 @@ class EventStore:
             query = query.where(events.c.kind.in_(sorted(kinds)))
         with self._database.read() as connection:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
+
+    def page(
+        self, run_id: str, seq: int, limit: int, kinds: Collection[str] | None = None
+    ) -> EventPage:
+        """The next events behind ``seq``, in order, and whether there are more.
+
+        A page ends at ``limit`` events, or before the one with which their data would be more than
+        PAGE_BYTES; it has at least one where there is one. The database adds up, so that no more
+        than that is ever read.
+        """
+        places = [events.c.run_id == run_id, events.c.seq > seq]
+        if kinds is not None:
+            places.append(events.c.kind.in_(sorted(kinds)))
+        first = (
+            select(events.c.seq, self._data_bytes().label("bytes"))
+            .where(*places)
+            .order_by(events.c.seq)
+            .limit(limit + 1)
+            .subquery()
+        )
+        place = func.row_number().over(order_by=first.c.seq).label("place")
+        total = func.sum(first.c.bytes).over(order_by=first.c.seq).label("total")
+        summed = select(first.c.seq, place, total, func.count().over().label("num")).subquery()
+        query = (
+            select(events, summed.c.num)
+            .join(summed, events.c.seq == summed.c.seq)
+            .where(events.c.run_id == run_id, summed.c.place <= limit)
+            .where(or_(summed.c.total <= PAGE_BYTES, summed.c.place == 1))
+            .order_by(events.c.seq)
+        )
+        with self._database.read() as connection:
+            found = connection.execute(query).mappings().all()
+        rows = tuple(EventRow.of(row) for row in found)
+        return EventPage(rows, more=bool(found) and found[0]["num"] > len(rows))
+
+    def _data_bytes(self) -> ColumnElement[int]:
+        if self._database.is_sqlite:
+            return func.length(cast(events.c.data, LargeBinary))
+        return func.octet_length(cast(events.c.data, Text))
 
     def of_kinds(self, run_id: str, kinds: Collection[str]) -> list[EventRow]:
         """Every event of these kinds, in order."""

@@ -231,10 +231,10 @@ async def get_events(
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
 ) -> Response:
     """What happened in words, oldest first; what is too small to be told is left out."""
-    rows = await context.database_call(context.events.after, run.id, after, _PAGE_EVENTS + 1, _TOLD)
-    events = [event_answer(row) for row in rows[:_PAGE_EVENTS]]
+    page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _TOLD)
+    events = [event_answer(row) for row in page.rows]
     told = [(event, text) for event in events if (text := cli_words.event(event))]
-    next_after = rows[_PAGE_EVENTS - 1].seq if len(rows) > _PAGE_EVENTS else None
+    next_after = page.rows[-1].seq if page.more else None
     return await run_page(
         request,
         "events.html",

@@ -348,6 +348,39 @@ async def test_a_follower_that_starts_far_behind_catches_up(api: ApiService) -> 
     assert row is not None and stream.ids == list(range(1, row.last_seq + 1))
 
 
+async def test_large_events_come_in_pages_and_streams_of_bounded_size(api: ApiService) -> None:
+    """Ranks' code may write events of megabytes. Whoever reads them gets all, a few at a time."""
+    run_id, journal = await api.running()
+    path = f"/v1/runs/{run_id}/events"
+    follower = Stream(api.http, path)
+    following = asyncio.create_task(follower.read())
+    await follower.wait_for(1)
+    large = [journal.event(EventKind.EPOCH_HOOK_DONE, pad="x" * (3 << 20)) for _ in range(9)]
+    api.apply(run_id, large)
+    await follower.wait_for(len(large))
+    [tail] = api.context.feed._tails.values()
+    assert sum(map(len, tail.ring)) <= 16 << 20, "of all that is kept for followers"
+    api.apply(run_id, finish(journal))
+    late = Stream(api.http, path)
+    async with asyncio.timeout(60):
+        await asyncio.gather(following, late.read())
+    seqs: list[int] = []
+    cursor = None
+    while True:
+        answer = await api.http.get(
+            path, params={"limit": 1000, **({"cursor": cursor} if cursor else {})}
+        )
+        assert len(answer.content) < (8 << 20) + 10_000
+        page = answer.json()
+        seqs += [item["seq"] for item in page["items"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    row = api.runs.get(run_id)
+    assert row is not None and seqs == list(range(1, row.last_seq + 1))
+    assert late.ids == seqs and follower.ids == seqs
+    assert late.data[-3]["data"]["pad"] == "x" * (3 << 20)
+
+
 # ---------------------------------------------------------------- figures
 
 

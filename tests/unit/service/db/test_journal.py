@@ -13,7 +13,7 @@ from everstep.spec.run_spec import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.engine import Database, Unstorable
-from service.db.events import EventStore, JournalGap
+from service.db.events import EventPage, EventStore, JournalGap
 from service.db.runs import RunStore
 from service.db.series import SeriesStore
 from service.db.tables import metrics
@@ -48,6 +48,40 @@ def stores(database_url: str) -> Iterator[Stores]:
     stores = Stores(database_url)
     yield stores
     stores.database.close()
+
+
+MIB = 1 << 20
+
+
+def padded(journal: Journal, *sizes_bytes: int) -> list[JournalEvent]:
+    """Events with so much text each; it is two bytes a character, as the database keeps it."""
+    return [
+        journal.event(EventKind.EPOCH_HOOK_DONE, pad="\u00e9" * (size // 2)) for size in sizes_bytes
+    ]
+
+
+def test_a_page_of_events_is_bounded_by_its_bytes_and_never_empty(stores: Stores) -> None:
+    run = stores.submitted()
+    before = len(stores.history(run.id))
+    journal = Journal()
+    sizes = [3 * MIB, 3 * MIB, 3 * MIB, 100, 7 * MIB, 9 * MIB, 100, 100]
+    stores.events.apply_journal(run.id, 1, padded(journal, *sizes), "c")
+    cut, after = [], before
+    while True:
+        page = stores.events.page(run.id, after, 3)
+        cut.append([row.seq - before for row in page.rows])
+        assert (
+            len(page.rows) == 1 or sum(len(row.data["pad"].encode()) for row in page.rows) < 8 * MIB
+        ), cut
+        after = page.rows[-1].seq
+        if not page.more:
+            break
+    assert cut == [[1, 2], [3, 4], [5], [6], [7, 8]]
+    assert stores.events.page(run.id, after, 3) == EventPage((), more=False)
+    [first, *_] = stores.events.page(run.id, 0, 1).rows
+    assert first.kind == "run_created"
+    hooks = stores.events.page(run.id, 0, 100, {EventKind.EPOCH_HOOK_DONE})
+    assert ([row.seq - before for row in hooks.rows], hooks.more) == ([1, 2], True)
 
 
 def whole_run(submission: int = 1) -> list[JournalEvent]:
