@@ -133,9 +133,11 @@ def _values(where: RunFilter) -> dict[str, Any]:
     """What the parameters of a query of this filter's shape stand for; a query takes those that it
     has."""
     values: dict[str, Any] = {"project": where.project, "name": where.name}
-    values |= {f"status_{number}": status.value for number, status in enumerate(where.statuses)}
+    values |= {
+        f"wanted_status_{number}": status.value for number, status in enumerate(where.statuses)
+    }
     for number, (key, value) in enumerate(where.tags):
-        values |= {f"key_{number}": key, f"value_{number}": value}
+        values |= {f"tag_key_{number}": key, f"tag_value_{number}": value}
     return values
 
 
@@ -194,7 +196,7 @@ def _matching(
 
     ``in_order`` says that it walks an index and stops at the page's end.
     """
-    wanted = [bindparam(f"status_{number}", type_=String) for number in statuses]
+    wanted = [bindparam(f"wanted_status_{number}", type_=String) for number in statuses]
     if shape.by_project:
         query = query.where(runs.c.project == bindparam("project", type_=String))
     if len(wanted) == 1:
@@ -236,11 +238,11 @@ def _is_tag(tags: FromClause, number: int, *, has_value: bool) -> ColumnElement[
 
 
 def _key(number: int) -> BindParameter[str]:
-    return bindparam(f"key_{number}", type_=String)
+    return bindparam(f"tag_key_{number}", type_=String)
 
 
 def _value(number: int) -> BindParameter[str]:
-    return bindparam(f"value_{number}", type_=String)
+    return bindparam(f"tag_value_{number}", type_=String)
 
 
 def _holds(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -188,6 +189,46 @@ def test_filters(runs: RunStore) -> None:
     assert ids(search="SPEE") == {b.id} and ids(search="zzz") == set()
     assert ids(tags=(("team", "vision"), ("stage", "prod"))) == set()
     assert ids(name="a", project="p2", statuses=(RunStatus.CANCELLED,)) == {c.id}
+
+
+def test_filters_hold_together_whatever_they_are(runs: RunStore) -> None:
+    made = [
+        create(runs, name="alpha", project="p1", tags={"team": "vision", "stage": "dev"}),
+        create(runs, name="beta", project="p1", tags={"team": "speech"}),
+        create(runs, name="alpha", project="p2", tags={"team": "vision", "stage": "dev", "a": "b"}),
+    ]
+    runs.request_stop(made[2].id, "cancel")
+    made = [row for run in made if (row := runs.get(run.id))]
+    filters = itertools.product(
+        (None, "p1"),
+        (None, "alpha"),
+        ((), (RunStatus.QUEUED,), (RunStatus.QUEUED, RunStatus.CANCELLED)),
+        (None, "VIS"),
+        (
+            (),
+            (("team", "vision"),),
+            (("team", "vision"), ("stage", "dev")),
+            (("team", "vision"), ("stage", None), ("a", "b")),
+        ),
+    )
+    num_asked = 0
+    for project, name, statuses, search, tags in filters:
+        where = RunFilter(project=project, name=name, statuses=statuses, search=search, tags=tags)
+        expected = {
+            run.id
+            for run in made
+            if project in (None, run.project)
+            and name in (None, run.name)
+            and (not statuses or run.status in statuses)
+            and (search is None or "vis" in str(run.tags))
+            and all(
+                value in (None, run.tags[key]) if key in run.tags else False for key, value in tags
+            )
+        }
+        assert {run.id for run in runs.find(where, 100)} == expected, where
+        assert {run.id for run in runs.page(where, 100, None)} == expected, where
+        num_asked += 1
+    assert num_asked == 2 * 2 * 3 * 2 * 4
 
 
 def test_live_runs_are_those_with_work_left(runs: RunStore) -> None:
