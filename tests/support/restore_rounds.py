@@ -25,7 +25,7 @@ from torch import nn
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import CheckpointName, Origin, RunDir
 from tests.support.storage_places import record_restored
 from tests.unit.train_fn.checkpoints.test_saver import make_context
 from train_fn.checkpoints.reading import load_checkpoint
@@ -35,8 +35,8 @@ from train_fn.state.tensor_tree import take_apart
 from train_fn.state.train_state import TrainState
 
 MOST_SAVES = 3
-"""A process is let alone until so many saves were told, or fewer, and killed within so many seconds
-after that."""
+"""A process is let alone until it has committed so many checkpoints, or fewer, and killed within so
+many seconds after that."""
 LONGEST_S = 0.01
 DAMAGED_SHARE = 0.2
 TAKEN_OVER_SHARE = 0.1
@@ -44,11 +44,15 @@ TAKEN_OVER_SHARE = 0.1
 
 class Claims:
     """The journal of one process: what it says is committed goes to a file at once, and cannot be
-    unsaid by a kill."""
+    unsaid by a kill.
+
+    The pipe hears of its own commits only. An attempt also reports those of older attempts that no
+    journal knows: whoever counted these killed it before it had saved anything."""
 
     stop_requested = None
 
-    def __init__(self, path: Path, pipe: int) -> None:
+    def __init__(self, path: Path, pipe: int, origin: Origin) -> None:
+        self._origin = origin
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._pipe = pipe
 
@@ -63,7 +67,9 @@ class Claims:
                 f"{json.dumps([kind.value, data.get('name'), data.get('error')])}\n".encode(),
             )
         if kind is EventKind.CHECKPOINT_COMMITTED:
-            os.write(self._pipe, b"c")
+            name = CheckpointName.parse(data["name"])
+            if name is not None and name.origin == self._origin:
+                os.write(self._pipe, b"c")
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -92,7 +98,7 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
     ctx = make_context(directory, every_steps=1, keep_latest=3)
     object.__setattr__(ctx, "submission", submission)
     object.__setattr__(ctx, "attempt", attempt)
-    object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe))
+    object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe, (submission, attempt)))
     state = make_state()
     told = told_in(directory / "claims")
     manifest, found, _ = ctx.run_dir.checkpoints.read_newest(
