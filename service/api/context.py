@@ -1,18 +1,14 @@
-"""What handlers work with: stores, storage, the view of the cluster, and threads for calls that
-block."""
+"""Hold what request handlers work with: stores, storage, the view of the cluster, rules."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Final, ParamSpec, Protocol, TypeVar
+from typing import Annotated, Protocol
 
-import anyio
-import anyio.to_thread
 from fastapi import Depends, Request
 
-from everstep.wire import ClusterInfo
+from service.api.blocking_calls import BlockingCalls
 from service.api.event_feed import EventFeed
 from service.api.followers import Followers
 from service.api.goodput_summary import TimeBook
@@ -20,9 +16,8 @@ from service.api.kept_answers import KeptAnswers
 from service.api.known_tokens import KnownTokens
 from service.api.log_views import LogViews
 from service.api.rate_limit import RateLimit
-from service.api.readiness import ReadinessCheck
+from service.api.readiness import ClusterProbe, ReadinessCheck
 from service.api.token_use import TokenUse
-from service.api.write_queue import WriteQueue
 from service.cluster.deployment_checks import DeploymentChecks
 from service.cluster.ray_jobs import RayJobs
 from service.control_files.kept_checkpoints import KeptSteps
@@ -45,29 +40,18 @@ from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
 from service.submission_rules.webhooks import NOBODY, NotifyRule
 from storage.filesystem import Storage
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-_DATABASE_THREADS: Final = 8
-_STORAGE_THREADS: Final = 8
-
-
-class ClusterView(Protocol):
-    """What the API may know of the Ray cluster."""
+class ClusterView(ClusterProbe, Protocol):
+    """What the API knows of the Ray cluster."""
 
     @property
     def dashboard_url(self) -> str | None:
-        """Base URL of the Ray dashboard without a trailing slash; None while it is not known. Never
-        blocks."""
-
-    async def cluster(self) -> ClusterInfo:
-        """The cluster and its nodes as Ray tells now; ``available`` False where it does not answer.
-        Never raises for that."""
+        """Return the Ray dashboard's base URL without a trailing slash; None until it is known.
+        Never blocks."""
 
 
 class ApiContext:
-    """One for each app. Storage has its own threads, so that a store that hangs does not stop the
-    database's."""
+    """Everything that handlers of one app share."""
 
     def __init__(
         self,
@@ -98,14 +82,13 @@ class ApiContext:
         self.pip_rule = pip_rule
         self.figures = figures or RunFigures(clock)
         self.public_url = public_url
-        """Base URL of this service as browsers reach it, without a trailing slash; None where it is
-        not known."""
+        """Base URL of this service for browsers, without a trailing slash; None if unknown."""
         self.max_upload_bytes = max_upload_bytes
         self.max_code_bytes = max_code_bytes
         self.storage_roots = storage_roots
         self.notify = notify
         self.embedded = embedded
-        """Whether code of runs has this service's own user."""
+        """Whether the code of runs runs as this service's own user."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
@@ -122,43 +105,24 @@ class ApiContext:
         self.node_marks = NodeMarkStore(database, clock)
         self.marks_file = MarksFile(storage, self.node_marks)
         self.deployment_checks = DeploymentChecks(storage, ray, clock)
-        self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
-        self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
-        self._writes = WriteQueue(database)
-        self.feed = EventFeed(self)
-        self.followers = Followers(self)
-        self.logs = LogViews(self)
-        self.readiness = ReadinessCheck(self)
-        self.token_use = TokenUse(self)
+        self.calls = calls = BlockingCalls(database)
+        self.database_call = calls.database_call
+        self.database_look = calls.database_look
+        self.database_write = calls.database_write
+        self.storage_call = calls.storage_call
+        self.feed = EventFeed(self.events, calls)
+        self.followers = Followers(self.tokens, self.sessions, calls)
+        self.logs = LogViews(storage, calls)
+        self.readiness = ReadinessCheck(
+            database, storage, self.storage_gate, cluster_view, reconciler_lag_s
+        )
+        self.token_use = TokenUse(self.tokens, clock, calls)
         self.kept_answers = KeptAnswers()
         self.known_tokens = KnownTokens()
 
-    async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method in a thread."""
-        return await anyio.to_thread.run_sync(
-            partial(call, *args, **kwargs), limiter=self._database_threads
-        )
-
-    async def database_look(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that only looks for few rows, by an index, in the event loop."""
-        return await self.database.do_in_loop(partial(call, *args, **kwargs))
-
-    async def database_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that looks and writes, where many requests do so at once: on SQLite
-        in one thread, for one commit."""
-        if self.database.is_sqlite:
-            return await self._writes.do(partial(call, *args, **kwargs))
-        return await self.database.do_in_loop(partial(call, *args, **kwargs), writes=True)
-
-    async def storage_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a call that reads or writes storage in a thread."""
-        return await anyio.to_thread.run_sync(
-            partial(call, *args, **kwargs), limiter=self._storage_threads
-        )
-
 
 async def _context(request: Request) -> ApiContext:
-    # Not async, it would be called in a thread, once a request.
+    # FastAPI calls a dependency that is not async in a thread, once a request.
     context: ApiContext = request.app.state.context
     return context
 

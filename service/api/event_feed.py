@@ -1,4 +1,4 @@
-"""Live events for any number of followers: one task asks the database for all of them, and encodes
+"""Live events for any number of followers. One task polls the database for all of them and encodes
 each event once."""
 
 from __future__ import annotations
@@ -8,37 +8,36 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import structlog
 
 from everstep.wire import RunStatus
 from service.api import sse
 from service.api.answers import event_answer
+from service.api.blocking_calls import BlockingCalls
 from service.db.engine import DatabaseUnavailable
+from service.db.events import EventStore
 from service.model.rows import EventRow
-
-if TYPE_CHECKING:
-    from service.api.context import ApiContext
 
 logger = structlog.get_logger(__name__)
 
 POLL_S: Final = 0.1
 _RING_FRAMES: Final = 2000
 _RING_BYTES: Final = 16 << 20
-"""What is older than the newest frames of so many bytes is asked of the database again."""
+"""Most bytes of frames in memory for one run; older events are read from the database again."""
 _BATCH_EVENTS: Final = 500
 
 
 @dataclass
 class _Tail:
-    """The newest events of one run that somebody follows."""
+    """The newest events of one followed run."""
 
     head: int
-    """Last seq that is in the database."""
+    """Last seq in the database."""
     status: RunStatus
     base: int
-    """Frames of the seqs behind it are in the ring."""
+    """The ring holds the frames after this seq."""
     ring: deque[bytes] = field(default_factory=deque)
     ring_bytes: int = 0
     followers: int = 0
@@ -47,7 +46,7 @@ class _Tail:
 
     @property
     def end(self) -> int:
-        """Last seq whose frame is in the ring."""
+        """Return the last seq whose frame is in the ring."""
         return self.base + len(self.ring)
 
     def extend(self, frames: Sequence[bytes]) -> None:
@@ -63,16 +62,17 @@ class _Tail:
 
 
 class EventFeed:
-    """Followers of runs' histories."""
+    """Serve the histories of runs to followers."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self, events: EventStore, calls: BlockingCalls) -> None:
+        self._events = events
+        self._database_call = calls.database_call
         self._tails: dict[str, _Tail] = {}
         self._followed = asyncio.Event()
         self.closed = False
 
     async def run(self) -> None:
-        """Look for news as long as somebody follows; ends by cancellation."""
+        """Poll for new events while there are followers, until cancelled."""
         while True:
             await self._followed.wait()
             try:
@@ -83,9 +83,9 @@ class EventFeed:
 
     async def tick(self) -> None:
         """Fetch what is new for every followed run, once."""
-        # who comes to follow meanwhile is not asked about: that is no sign that a run is gone
+        # A copy: a run that is followed from now on is missing in `heads`, but it is not gone.
         tails = dict(self._tails)
-        heads = await self._context.database_call(self._context.events.heads, list(tails))
+        heads = await self._database_call(self._events.heads, list(tails))
         for run_id, tail in tails.items():
             if run_id not in heads:
                 tail.gone = True
@@ -95,9 +95,7 @@ class EventFeed:
             if head == tail.head and status == tail.status:
                 continue
             while tail.end < head:
-                page = await self._context.database_call(
-                    self._context.events.page, run_id, tail.end, _BATCH_EVENTS
-                )
+                page = await self._database_call(self._events.page, run_id, tail.end, _BATCH_EVENTS)
                 if not page.rows:
                     break
                 tail.extend([encode(row) for row in page.rows])
@@ -105,8 +103,8 @@ class EventFeed:
             tail.wake()
 
     async def follow(self, run_id: str, after: int) -> AsyncGenerator[bytes]:
-        """Frames of every event behind ``after``, then of new ones as they come, until the run has
-        ended or is deleted."""
+        """Yield frames of the events after ``after``, then of new ones as they come, until the run
+        has ended or is deleted."""
         tail = await self._attach(run_id)
         if tail is None:
             return
@@ -114,8 +112,8 @@ class EventFeed:
             while not self.closed:
                 changed = tail.changed
                 if after < tail.base:
-                    page = await self._context.database_call(
-                        self._context.events.page, run_id, after, _BATCH_EVENTS
+                    page = await self._database_call(
+                        self._events.page, run_id, after, _BATCH_EVENTS
                     )
                     if not page.rows:
                         return
@@ -136,20 +134,20 @@ class EventFeed:
             self._detach(run_id, tail)
 
     def close(self) -> None:
-        """End every stream; the service is going down. Clients reconnect with what they have."""
+        """End every stream because the service stops. Clients reconnect after their last event."""
         self.closed = True
         for tail in self._tails.values():
             tail.wake()
 
     async def _attach(self, run_id: str) -> _Tail | None:
-        """The run's tail, begun at its head where nobody follows it yet; None where the run is
-        gone."""
+        """Return the run's tail, a new one at its head if it has no follower yet; None if the run
+        is gone."""
         if run_id not in self._tails:
-            heads = await self._context.database_call(self._context.events.heads, [run_id])
+            heads = await self._database_call(self._events.heads, [run_id])
             if run_id not in heads:
                 return None
             head, status = heads[run_id]
-            # Another follower may have attached meanwhile: its tail is as good.
+            # Another follower may have attached meanwhile: use its tail.
             self._tails.setdefault(run_id, _Tail(head=head, status=RunStatus(status), base=head))
         tail = self._tails[run_id]
         tail.followers += 1

@@ -1,5 +1,4 @@
-"""Whoever follows a stream: a token that is revoked, or a session that ends, ends its streams as
-well."""
+"""Followers of streams. A stream ends when its caller's token is revoked or its session ends."""
 
 from __future__ import annotations
 
@@ -11,17 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from service.api.blocking_calls import BlockingCalls
 from service.db.engine import DatabaseUnavailable
+from service.db.sessions import SessionStore
+from service.db.tokens import TokenStore
 
 if TYPE_CHECKING:
     from service.api.auth import Principal
-    from service.api.context import ApiContext
 
 logger = structlog.get_logger(__name__)
 
 CONFIRM_S: Final = 2.0
-"""Between two questions to the database, each about all who follow; an idle service asks
-nothing."""
+"""Seconds between two checks of all followers; a service without followers checks nothing."""
 
 
 @dataclass(eq=False)
@@ -31,23 +31,24 @@ class _Follower:
 
 
 class Followers:
-    """Those whose streams are open on this replica. ``run`` confirms them for as long as there are
-    any."""
+    """Followers with open streams on this replica. ``run`` confirms them while there are any."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self, tokens: TokenStore, sessions: SessionStore, calls: BlockingCalls) -> None:
+        self._tokens = tokens
+        self._sessions = sessions
+        self._database_call = calls.database_call
         self._followers: set[_Follower] = set()
         self._any = asyncio.Event()
 
     @property
     def num_open(self) -> int:
-        """Streams that are open now."""
+        """Return the number of open streams."""
         return len(self._followers)
 
     async def confirmed(
         self, caller: Principal, chunks: AsyncGenerator[bytes]
     ) -> AsyncGenerator[bytes]:
-        """Yield a stream's chunks until the caller's token or session is found to have ended."""
+        """Yield a stream's chunks until the caller's token or session has ended."""
         follower = _Follower(caller)
         self._followers.add(follower)
         self._any.set()
@@ -63,7 +64,7 @@ class Followers:
                 self._any.clear()
 
     async def run(self) -> None:
-        """Confirm whoever follows, again and again; ends by cancellation."""
+        """Confirm the followers every CONFIRM_S seconds, until cancelled."""
         while True:
             await self._any.wait()
             await asyncio.sleep(CONFIRM_S)
@@ -73,15 +74,15 @@ class Followers:
                 logger.warning("who follows streams is confirmed later", problem=str(exc))
 
     async def confirm(self) -> None:
-        """Look once whether those who follow still may. Raises DatabaseUnavailable."""
-        context = self._context
+        """Check once which followers' tokens and sessions are still valid. Raises
+        DatabaseUnavailable."""
         for by_session, still_valid in (
-            (False, context.tokens.still_valid),
-            (True, context.sessions.still_valid),
+            (False, self._tokens.still_valid),
+            (True, self._sessions.still_valid),
         ):
             asked = [each for each in self._followers if each.caller.by_session is by_session]
             if not asked:
                 continue
-            valid = await context.database_call(still_valid, {each.caller.sha256 for each in asked})
+            valid = await self._database_call(still_valid, {each.caller.sha256 for each in asked})
             for each in asked:
                 each.refused = each.caller.sha256 not in valid

@@ -1,11 +1,10 @@
-"""Positions in the merged log of a run: every line gets a ``seq`` when it is first read, and keeps
-it.
+"""Positions in the merged log of a run. A line gets its ``seq`` when it is first read and keeps it.
 
-Storage merges the logs of ranks that still write, so the order in which lines are found depends on
-when one looks. A view therefore numbers lines once for all readers of this service: the newest stay
-in memory, and of older ones it remembers which log each is from and storage's cursors, from which
-they are read again in the same order. A service that starts anew numbers anew; the order is then
-that of storage, and differs only where ranks logged at one time.
+Storage merges the logs of ranks that still write, so the order of lines depends on when they are
+read. A view therefore numbers lines once for all readers of this service. The newest lines stay in
+memory. For older ones the view remembers their logs and storage's cursors, and reads them again in
+the same order. A service that restarts numbers anew, in storage's order: lines that ranks logged at
+the same time may change places.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from everstep.wire import LogLine
 from service.api.answers import to_time
+from service.api.blocking_calls import BlockingCalls
 from storage.errors import StorageNotFound
+from storage.filesystem import Storage
 from storage.logs.rank_logs import LoggedLine, read_rank_logs
-
-if TYPE_CHECKING:
-    from service.api.context import ApiContext
+from storage.run_dir import RunDir
 
 POLL_S: Final = 0.5
 _BATCH_LINES: Final = 1000
@@ -55,19 +54,24 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Storage's cursor behind line ``seq``."""
+    """Storage's cursor after line ``seq``."""
 
     seq: int
     cursor: dict[str, str]
 
 
 class LogView:
-    """One order of lines."""
+    """The lines of one key in one order."""
 
     def __init__(
-        self, context: ApiContext, key: ViewKey, monotonic: Callable[[], float] = time.monotonic
+        self,
+        run_dir: RunDir,
+        calls: BlockingCalls,
+        key: ViewKey,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = context
+        self._run_dir = run_dir
+        self._storage_call = calls.storage_call
         self._key = key
         self._monotonic = monotonic
         self._marks = [_Mark(0, {})]
@@ -79,16 +83,16 @@ class LogView:
 
     @property
     def _head(self) -> int:
-        """Last line that has a number."""
+        """Return the number of the last line."""
         return len(self._order)
 
     async def read(self, after: int, limit: int, *, fresh: bool = True) -> list[LogLine]:
-        """Lines behind ``after`` in order, at most ``limit``; none where there are none yet.
+        """Return the lines after ``after`` in order, at most ``limit``.
 
         Args:
-            after: Position of the last line that is known.
+            after: Position of the last line that the caller knows.
             limit: Most lines.
-            fresh: False looks at storage only where nobody did for POLL_S, so that many followers
+            fresh: False reads storage only if nobody did for POLL_S seconds, so that many followers
                 cost no more than one.
 
         Raises:
@@ -110,8 +114,7 @@ class LogView:
             return list(islice(self._ring, after - in_memory, after - in_memory + limit))
 
     async def newest(self) -> int:
-        """Position of the last line that there is now; looks at storage no more often than ``read``
-        for followers does.
+        """Return the position of the last line. Reads storage at most once in POLL_S seconds.
 
         Raises StorageError.
         """
@@ -123,11 +126,11 @@ class LogView:
             return self._head
 
     def holds_more(self, lines: Sequence[LogLine]) -> bool:
-        """Whether there are lines already behind these."""
+        """Return whether more lines are known after these."""
         return bool(lines) and lines[-1].seq < self._head
 
     async def _extend(self) -> bool:
-        """Number what is new; whether anything was."""
+        """Number new lines. Return whether there were any."""
         lines, cursor = await self._fetch(self._marks[-1].cursor)
         for line in lines:
             self._order.append(self._index(_source_of(line)))
@@ -142,11 +145,11 @@ class LogView:
         return self._sources.index(source)
 
     async def _read_again(self, after: int, kept: set[_Source]) -> tuple[list[LogLine], int]:
-        """Old lines, to the next mark, and its position.
+        """Read old lines up to the next mark again. Return them and that mark's position.
 
-        From the mark before them every log is read as far as it was read then, and its lines are
-        put where they were put then. A log that grew too long has lost its oldest part: what is not
-        ``kept`` is left out.
+        Every log is read from the mark before as far as it was read then, and its lines get their
+        old places. A log that grew too long has lost its oldest part: sources that are not in
+        ``kept`` are left out.
         """
         position = bisect_right(self._marks, after, key=lambda mark: mark.seq)
         mark, end = self._marks[position - 1], self._marks[position].seq
@@ -173,38 +176,39 @@ class LogView:
         return [line for line in again if line.seq > after], end
 
     async def _parts(self) -> set[_Source]:
-        """The logs that are still there."""
-        run_dir = self._context.storage.run_dir(self._key.run_id)
-        logs = await self._context.storage_call(run_dir.rank_logs)
+        """Return the logs that still exist."""
+        logs = await self._storage_call(self._run_dir.rank_logs)
         return {
             _Source(log.submission, log.attempt, None if log.rank < 0 else log.rank, log.part)
             for log in logs
         }
 
     async def _fetch(self, cursor: dict[str, str]) -> tuple[list[LoggedLine], dict[str, str]]:
-        run_dir = self._context.storage.run_dir(self._key.run_id)
-        return await self._context.storage_call(
-            read_rank_logs, run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES
+        return await self._storage_call(
+            read_rank_logs, self._run_dir, cursor, self._key.rank, self._key.attempt, _BATCH_LINES
         )
 
 
 class LogViews:
-    """The views that were used last."""
+    """The views that were used last, at most 64."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self, storage: Storage, calls: BlockingCalls) -> None:
+        self._storage = storage
+        self._calls = calls
         self._views: OrderedDict[ViewKey, LogView] = OrderedDict()
 
     def view(self, run_id: str, rank: int | None, attempt: int | None) -> LogView:
         key = ViewKey(run_id, rank, attempt)
-        found = self._views.setdefault(key, LogView(self._context, key))
+        found = self._views.setdefault(
+            key, LogView(self._storage.run_dir(run_id), self._calls, key)
+        )
         self._views.move_to_end(key)
         while len(self._views) > _VIEWS:
             self._views.popitem(last=False)
         return found
 
     def forget(self, run_id: str) -> None:
-        """Drop the views of a run that is deleted."""
+        """Drop the views of a deleted run."""
         for key in [key for key in self._views if key.run_id == run_id]:
             del self._views[key]
 

@@ -1,5 +1,5 @@
-"""Whether database, storage and Ray answer: tried out at most once a second, whoever asks, since
-anyone may ask."""
+"""Whether database, storage and Ray answer. They are probed at most once a second, because anyone
+may ask without a token."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import anyio
 import anyio.to_thread
 import structlog
 
-from everstep.wire import Readiness
-from service.db.engine import DatabaseError
+from everstep.wire import ClusterInfo, Readiness
+from service.db.engine import Database, DatabaseError
+from service.storage_identity.gate import StorageGate
 from storage.errors import StorageError
-
-if TYPE_CHECKING:
-    from service.api.context import ApiContext
+from storage.filesystem import Storage
 
 logger = structlog.get_logger(__name__)
 
@@ -26,35 +25,50 @@ PROBE_TIMEOUT_S: Final = 5.0
 KEPT_S: Final = 1.0
 
 
+class ClusterProbe(Protocol):
+    """Where to ask for the Ray cluster."""
+
+    async def cluster(self) -> ClusterInfo:
+        """Return the cluster and its nodes as Ray reports them now. ``available`` is False if Ray
+        does not answer; that raises nothing."""
+
+
 class ReadinessCheck:
-    """The last answer, and how a new one is found."""
+    """Probe database, storage and Ray, and keep the answer for a second."""
 
     def __init__(
-        self, context: ApiContext, monotonic: Callable[[], float] = time.monotonic
+        self,
+        database: Database,
+        storage: Storage,
+        storage_gate: StorageGate,
+        cluster_view: ClusterProbe,
+        reconciler_lag_s: Callable[[], float | None],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = context
+        self._database = database
+        self._storage = storage
+        self._storage_gate = storage_gate
+        self._cluster_view = cluster_view
+        self._reconciler_lag_s = reconciler_lag_s
         self._monotonic = monotonic
         self._answer: Readiness | None = None
         self._answered_at = float("-inf")
         self._lock = asyncio.Lock()
-        # Own threads, so that probes that hang take none from requests; once all hang the next ones
-        # time out waiting.
+        # Own threads: probes that hang take none from requests. Once all hang, later probes time
+        # out.
         self._threads = anyio.CapacityLimiter(4)
 
     async def answer(self) -> Readiness:
-        """What is up; not ready only where database or storage is down."""
+        """Return what is up. Only a missing database or storage makes the service unavailable."""
         async with self._lock:
             if self._answer is None or self._monotonic() - self._answered_at > KEPT_S:
                 self._answer = await self._probe()
                 self._answered_at = self._monotonic()
-            return self._answer.model_copy(
-                update={"reconciler_lag_s": self._context.reconciler_lag_s()}
-            )
+            return self._answer.model_copy(update={"reconciler_lag_s": self._reconciler_lag_s()})
 
     async def _probe(self) -> Readiness:
-        context = self._context
         database, storage, ray = await asyncio.gather(
-            self._up("database", context.database.probe),
+            self._up("database", self._database.probe),
             self._up("storage", self._use_storage),
             self._ray_up(),
         )
@@ -67,11 +81,11 @@ class ReadinessCheck:
         )
 
     def _use_storage(self) -> None:
-        """See that the storage takes bytes and is the known one. A database that is away says
-        nothing of it."""
-        self._context.storage.probe()
+        """Raise StorageError unless the storage takes bytes and belongs to the database. The
+        database's own probe reports a database that is away."""
+        self._storage.probe()
         with suppress(DatabaseError):
-            self._context.storage_gate.require()
+            self._storage_gate.require()
 
     async def _up(self, what: str, probe: Callable[[], None]) -> bool:
         try:
@@ -87,6 +101,6 @@ class ReadinessCheck:
     async def _ray_up(self) -> bool:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return (await self._context.cluster_view.cluster()).available
+                return (await self._cluster_view.cluster()).available
         except TimeoutError:
             return False

@@ -1,17 +1,17 @@
-"""When tokens were last used: gathered, and written now and then, so that no look at a run costs a
-write."""
+"""When tokens were last used. Uses are collected and written every few seconds, so that a read of a
+run costs no write."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import structlog
 
+from service.api.blocking_calls import BlockingCalls
 from service.db.engine import DatabaseError
-
-if TYPE_CHECKING:
-    from service.api.context import ApiContext
+from service.db.tokens import TokenStore
 
 logger = structlog.get_logger(__name__)
 
@@ -19,28 +19,32 @@ FLUSH_S: Final = 5.0
 
 
 class TokenUse:
-    """Uses that are not in the database yet."""
+    """Uses that are not in the database yet. ``clock`` gives unix seconds."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(
+        self, tokens: TokenStore, clock: Callable[[], float], calls: BlockingCalls
+    ) -> None:
+        self._tokens = tokens
+        self._clock = clock
+        self._database_call = calls.database_call
         self._used_at: dict[str, float] = {}
 
     def note(self, token_id: str) -> None:
-        self._used_at[token_id] = self._context.clock()
+        self._used_at[token_id] = self._clock()
 
     async def flush(self) -> None:
-        """Write what was gathered; what the database does not take now stays for the next time."""
+        """Write the collected uses. Keep them for the next flush if the database is away."""
         used_at, self._used_at = self._used_at, {}
         if not used_at:
             return
         try:
-            await self._context.database_call(self._context.tokens.note_used, used_at)
+            await self._database_call(self._tokens.note_used, used_at)
         except DatabaseError as exc:
             self._used_at = used_at | self._used_at
             logger.warning("the last use of tokens is noted later", problem=str(exc))
 
     async def run(self) -> None:
-        """Flush for ever."""
+        """Flush every few seconds, until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.flush()

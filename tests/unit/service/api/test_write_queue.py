@@ -51,14 +51,14 @@ async def submitted_together(api: ApiService, *requests: tuple[str, str]) -> lis
     """Answers about runs of these (name, Idempotency-Key), all of which came while another writer
     had its turn."""
     come: list[object] = []
-    do = api.context._writes.do
+    do = api.context.calls._writes.do
 
     async def noted(call: Callable[[], T]) -> T:
         come.append(call)
         return await do(call)
 
     with another_writer(api), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api.context._writes, "do", noted)
+        patched.setattr(api.context.calls._writes, "do", noted)
         asked = [
             asyncio.create_task(
                 api.http.post("/v1/runs", json=spec(name=name), headers={"Idempotency-Key": key})
