@@ -46,6 +46,12 @@ class Storage:
         return self.is_local
 
     @property
+    def creates_exclusively(self) -> bool:
+        """Whether a file can be created under the condition that there is none. Google's store has
+        such a condition, which pyarrow cannot ask for: there a look comes before the put."""
+        return not self.uri.startswith("gs://")
+
+    @property
     def batch_s(self) -> float:
         """How long a log's writer should gather lines, in seconds: on an object store every append
         is an object of its own."""

@@ -401,6 +401,17 @@ def _storage(nodes: Sequence[NodeFacts], names: dict[str, str], uri: str) -> Ite
         for node in nodes
         if node.storage and node.storage.write_mb_per_s is not None
     ]
+    if uri.startswith("gs://"):
+        words = (
+            f"{uri} cannot create a file only where there is none, as far as Everstep's client can "
+            "ask for it: of two processes that write the same name at the same moment both may be "
+            "told that they have written it"
+        )
+        remedy = (
+            "Use s3:// or a shared filesystem where runs must not depend on that; "
+            "docs/checkpoints.md (Which storage promises what) says what is left without."
+        )
+        yield _warning("storage", words, remedy)
     if not bad and rates:
         yield _ok(
             "storage",

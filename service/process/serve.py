@@ -110,6 +110,13 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
     storage = open_storage(settings.storage_uri)
     if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
         raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
+    if not storage.creates_exclusively:
+        log.warning(
+            "the storage cannot create a file only where there is none: of two processes that "
+            "write the same name at once both may be told that they have; see docs/checkpoints.md, "
+            "Which storage promises what",
+            storage=storage.uri,
+        )
     try:
         storage.probe()
     except StorageError as exc:

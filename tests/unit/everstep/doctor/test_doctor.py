@@ -77,7 +77,10 @@ def node(name: str, **fields: Any) -> NodeFacts:
 
 
 def findings(
-    *nodes: NodeFacts, at: datetime = NOON + timedelta(seconds=5), **all_reduce: Any
+    *nodes: NodeFacts,
+    at: datetime = NOON + timedelta(seconds=5),
+    storage: str = SERVICE.storage,
+    **all_reduce: Any,
 ) -> list[Finding]:
     """What a check of these nodes means."""
     summed = AllReduceFacts.model_validate(
@@ -91,8 +94,9 @@ def findings(
         | all_reduce
     )
     report = DeploymentReport(at=at, nodes=nodes, all_reduce=summed)
+    service = SERVICE.model_copy(update={"storage": storage})
     return check_findings(
-        DeploymentCheck(id="check_x", state="done", service=SERVICE, report=report), NOON
+        DeploymentCheck(id="check_x", state="done", service=service, report=report), NOON
     )
 
 
@@ -239,6 +243,18 @@ def test_an_interface_may_be_excluded_or_named_exactly() -> None:
         assert wrong(findings(node("a", interface_variables=wanted), node("b"))), (
             "an exact name, and gloo takes no other"
         )
+
+
+def test_a_store_that_cannot_create_exclusively_is_warned_of() -> None:
+    nodes = node("head"), node("a")
+    assert wrong(findings(*nodes, storage="s3://bucket/runs")) == []
+    [(check, words)] = wrong(findings(*nodes, storage="gs://bucket/runs"))
+    assert check == "storage" and "gs://bucket/runs cannot create a file only where" in words
+    assert "storage" in {
+        finding.check
+        for finding in findings(*nodes, storage="gs://bucket/runs")
+        if finding.level == "ok"
+    }
 
 
 def test_what_the_service_itself_lacks() -> None:

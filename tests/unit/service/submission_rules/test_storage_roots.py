@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from everstep.errors import InvalidSpec
 from everstep.spec.run_spec import parse_spec
@@ -14,8 +15,8 @@ from service.process.arguments import settings_of
 from service.process.serve import opened
 from service.settings import CannotStart, Settings
 from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
-from storage.errors import InvalidStorage
-from storage.filesystem import open_storage
+from storage.errors import InvalidStorage, StorageUnavailable
+from storage.filesystem import Storage, open_storage
 from tests.support.api_service import ApiService, spec
 
 
@@ -108,6 +109,24 @@ def test_the_service_s_own_storage_lies_below_a_root_with_links_followed(tmp_pat
         match=r"--storage .*elsewhere lies below none of .*allowed, s3://bucket; choose",
     ):
         opened(settings)
+
+
+@pytest.mark.parametrize(
+    ("uri", "is_told"),
+    [("gs://bucket/runs", True), ("s3://bucket/runs", False), ("/srv/runs", False)],
+)
+def test_a_storage_that_cannot_create_exclusively_is_told_of_at_the_start(
+    uri: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def away(_: Storage) -> None:
+        raise StorageUnavailable("no network here")
+
+    monkeypatch.setattr(Storage, "probe", away)
+    with capture_logs() as lines, pytest.raises(CannotStart, match="no network here"):
+        opened(Settings(home=tmp_path, storage_uri=uri))
+    told = [line for line in lines if "only where there is none" in line["event"]]
+    assert bool(told) is is_told
+    assert [line["storage"] for line in told] == [uri] * is_told
 
 
 def test_roots_come_from_arguments_or_the_environment(
