@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class WorkerContext:
     hears_journal: Callable[[float], bool] = lambda timeout_s: True
     """Whether the journal has said lately that no newer attempt has begun; it is asked for so long
     where it has not."""
+    told_step: Callable[[], float] = lambda: inf
+    """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
     on_replaced: Callable[[str], None] = lambda why: None
     """What follows once the storage says that a newer attempt, or submission, has begun; under a
     driver the process ends."""

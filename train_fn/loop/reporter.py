@@ -11,6 +11,7 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
+from train_fn.state.event_tail import NUM_POINTS
 from train_fn.state.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Reporter:
 
     def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
         self._journal = ctx.journal if ctx.world_rank == 0 else None
+        self._told_step = ctx.told_step
         self._state = state
         self._late_points: list[dict[str, Any]] = []
         self._points: list[dict[str, Any]] = []
@@ -57,7 +59,9 @@ class Reporter:
             self._leave_out(values, self._names.refused(values, MAX_STEP_NAMES))
         values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
         point = {"step": self._state.step, "at": at, "values": values}
-        self._state.tail.points.append({"kind": _METRICS_KIND, "at": at, "data": point})
+        self._state.tail.add_point(
+            {"kind": _METRICS_KIND, "at": at, "data": point}, self._told_step
+        )
         if self._journal is not None:
             self._points.append(point)
             if now >= self._hand_over_at:
@@ -114,9 +118,10 @@ class Reporter:
         if self._journal is None or not (entries := list(tail)):
             return
         newest_at = entries[-1]["at"]
-        self._late_points = [
-            entry["data"] for entry in tail.points if entry["at"] >= newest_at - TAIL_S
-        ]
+        points = list(tail.points)
+        untold, late = points[:-NUM_POINTS], points[-NUM_POINTS:]
+        late = untold + [entry for entry in late if entry["at"] >= newest_at - TAIL_S]
+        self._late_points = [entry["data"] for entry in late]
         for entry in tail.others:
             if entry["at"] >= newest_at - OTHERS_S:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])

@@ -201,6 +201,9 @@ class RankJournal:
     def hears(self, timeout_s: float) -> bool:
         return self._client.hears(timeout_s)
 
+    def told_step(self) -> float:
+        return self._client.last_step or 0
+
     def _note(self, kind: EventKind, data: dict[str, Any]) -> None:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
@@ -312,6 +315,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         report_checkpoint=reports.add,
         profile_ordered=journal.profile_ordered,
         hears_journal=journal.hears,
+        told_step=journal.told_step,
         on_replaced=lambda why: _leave_at_once(),
     )
     logger.info(

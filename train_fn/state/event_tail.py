@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
 from everstep.wire.events import EventKind
 
 NUM_POINTS = 64
-"""Metrics of so many steps."""
+"""Metrics of so many steps, and of those before them that the journal does not know of."""
+MOST_POINTS = 4096
+"""Of so many steps in all: what a rank remembers while rank 0 is cut off from the journal."""
 NUM_OTHERS = 16
 """Ends of epochs, evaluations and the like. Apart from the metrics: short steps must not push out
 what is told once an epoch."""
@@ -23,11 +25,24 @@ class EventTail:
     """Entries are ``{"kind": …, "at": unix seconds, "data": …}``, JSON all of it."""
 
     def __init__(self, entries: list[dict[str, Any]] | None = None) -> None:
-        self.points: deque[dict[str, Any]] = deque(maxlen=NUM_POINTS)
-        """Those of metrics. Every step appends one."""
+        self.points: deque[dict[str, Any]] = deque()
+        """Those of metrics. Every step appends one (``add_point``)."""
         self.others: deque[dict[str, Any]] = deque(maxlen=NUM_OTHERS)
         for entry in entries or ():
             (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
+
+    def add_point(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
+        """Append a step's metrics, and let go of the oldest that need not travel any more.
+
+        Args:
+            told_step: Return the newest step that the journal knows of.
+        """
+        points = self.points
+        points.append(entry)
+        while len(points) > NUM_POINTS and (
+            len(points) > MOST_POINTS or points[0]["data"]["step"] <= told_step()
+        ):
+            points.popleft()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """By time."""

@@ -3,7 +3,9 @@ again after a recovery."""
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from train_fn.loop import reporter as reporter_module
 from train_fn.loop.reporter import HAND_OVER_S, Reporter
 from train_fn.ray_train.rank_process import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
+from train_fn.state.event_tail import MOST_POINTS, NUM_POINTS, EventTail
 from train_fn.state.train_state import TrainState
 
 SPEC = RunSpec.model_validate(
@@ -92,6 +95,33 @@ def test_other_ranks_tell_nothing_and_keep_the_same_tail() -> None:
     end_step(reporter, state)
     reporter.close()
     assert not journal.events and [entry["data"]["step"] for entry in state.tail] == [1]
+
+
+def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
+    """Rank 0 was cut off from the journal after step 100. What it says later is refused."""
+    other = replace(one_rank(SPEC, NOWHERE, rank=1), told_step=lambda: min(state.step, 100))
+    state = make_state()
+    survivor = Reporter(other, state)
+    for step in range(1, 101):
+        end_step(survivor, state)
+        assert [entry["data"]["step"] for entry in state.tail.points] == list(
+            range(max(1, step - NUM_POINTS + 1), step + 1)
+        )
+    for _ in range(500):
+        end_step(survivor, state)
+    left = make_state()
+    left.tail = EventTail(json.loads(state.tail.dump()))  # as it travels with the state
+    left.step = state.step
+    ctx = one_rank(SPEC, NOWHERE, attempt=2)
+    again = Reporter(ctx, left)
+    again.report_again()
+    end_step(again, left)
+    again.close()
+    assert sorted(told(journal_of(ctx))) == list(range(101, 602))
+    for _ in range(MOST_POINTS):
+        end_step(survivor, state)
+    assert len(state.tail.points) == MOST_POINTS
+    assert state.tail.points[0]["data"]["step"] == state.step - MOST_POINTS + 1
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])

@@ -8,6 +8,7 @@ import enum
 import io
 from collections import OrderedDict, deque, namedtuple
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,15 @@ def test_events_travel_with_the_state(older: bool) -> None:
     ]
     other = {"kind": "epoch_completed", "at": 1.15, "data": {"epoch": 0}}
     state.tail.others.append(other)
-    state.tail.points.extend(entries)
+    for entry in entries:
+        state.tail.add_point(entry, lambda: inf)
     told = through_a_file(copy_to_cpu(state.state_dict()))
     resumed.load_state_dict(
         told | {"version": 1, "tail": [other, *entries[-64:]]} if older else told
     )
     assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
-    assert resumed.tail.points.maxlen == state.tail.points.maxlen
+    resumed.tail.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)
+    assert len(resumed.tail.points) == 64 and resumed.tail.points[-1]["data"]["step"] == 70
 
 
 def test_a_state_of_another_version_is_refused() -> None:
