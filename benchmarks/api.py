@@ -157,7 +157,7 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
     await asyncio.sleep(2.0)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
-    told = await _tell(open_storage(str(service.home / "storage")).run_dir(run_id), seconds)
+    told = await _tell(RunDir(open_storage(str(service.home / "storage")), run_id), seconds)
     await asyncio.wait(tasks, timeout=HEARD_S)
     cores = (sum(usage.cpu_times()[:2]) - before) / (time.perf_counter() - began)
     for task in tasks:

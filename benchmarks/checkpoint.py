@@ -34,7 +34,9 @@ from torch import nn
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import parse_spec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints.files import MODEL_FILE, STATE_FILE
 from train_fn.checkpoints.reading import load_checkpoint
@@ -129,7 +131,7 @@ def _context(directory: Path, rank: int, ranks: int) -> WorkerContext:
         },
         "checkpoint": {"every_steps": 50, "keep_latest": 1},
     }
-    alone = one_rank(parse_spec(spec), open_storage(str(directory)).run_dir("run_bench"), rank=rank)
+    alone = one_rank(parse_spec(spec), RunDir(open_storage(str(directory)), "run_bench"), rank=rank)
     return dataclasses.replace(alone, world_size=ranks, local_rank=rank, local_world_size=ranks)
 
 
@@ -216,7 +218,7 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
             synchronous_s.append(synchronous)
         left_s = (options.repeats - number) * (time.perf_counter() - began)
         told(f"training: pair {number} of {options.repeats}, {left_s:.0f} s left")
-    size_bytes = training.context.run_dir.checkpoints.list()[-1].size_bytes
+    size_bytes = training.context.checkpoints.list()[-1].size_bytes
     writes_s = [
         data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)
     ]
@@ -295,7 +297,7 @@ def disk_figures(options: Options) -> dict[str, Any]:
     torch.save(training.state.state_dict()["model"], buffer)
     block = buffer.getbuffer()
     data = memoryview(b"".join([block] * 3))  # weights and two moments
-    store = training.context.run_dir.checkpoints
+    store = training.context.checkpoints
     path = Path(options.directory) / "plain.bin"
 
     def commit(step: int) -> None:
@@ -332,7 +334,7 @@ def restore_figures(options: Options) -> dict[str, Any]:
     training.step()
     training.saver.save_now()
     run_dir = training.context.run_dir
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     [manifest] = store.list()
     paths = [Path(store.path(manifest.name)) / name for name in (STATE_FILE, MODEL_FILE)]
 

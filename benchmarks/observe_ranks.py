@@ -68,7 +68,7 @@ def steps_per_s(directory: Path, steps: int, *, observed: bool) -> float:
     workload = {**WORKLOADS["digits"], "checkpoint": {"every_steps": 10**9, "every_s": None}}
     workload["train"] = {**workload["train"], "max_steps": WARMUP_STEPS + steps}
     spec = RunSpec.model_validate(workload)
-    run_dir = open_storage(str(directory / "storage")).run_dir("run_observe")
+    run_dir = RunDir(open_storage(str(directory / "storage")), "run_observe")
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=_rank, args=(rank, spec, run_dir, str(directory), observed))

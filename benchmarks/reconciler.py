@@ -28,6 +28,7 @@ from service.db.tables import runs
 from service.reconciler.decide import submission_id
 from service.reconciler.tail import JournalTail
 from storage.logs.journal import JournalEvent, JournalWriter
+from storage.run_dir import RunDir
 from tests.support.reconciler_world import World, world
 
 TICKS: Final = 9
@@ -111,7 +112,7 @@ async def tail(num_events: int) -> dict[str, Any]:
                     )
                     for n in range(num_events)
                 ]
-                with JournalWriter(here.storage.run_dir(run_id), 1) as journal:
+                with JournalWriter(RunDir(here.storage, run_id), 1) as journal:
                     journal.append(told)
                 reader, began = JournalTail(here.storage, here.events), time.perf_counter()
                 row = here.get(run_id)

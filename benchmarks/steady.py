@@ -42,6 +42,7 @@ from service.cluster.ray_jobs import Job, JobStatus, RayEndpoint, RayJobs
 from service.embedded.cluster import EmbeddedCluster
 from service.settings import Settings
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from train_fn.node.node_dir import shared_memory_root
 
 GLOBAL_BATCH_SIZE = 360
@@ -73,7 +74,7 @@ def turns_of(num_turns: int, global_batch_size: int) -> list[Turn]:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         times, storage = Path(directory) / "times.json", str(Path(directory) / "storage")
         workload["env"] = {TIMES_VARIABLE: str(times)}
-        run_dir = open_storage(storage).run_dir(f"run_steady{os.getpid()}")
+        run_dir = RunDir(open_storage(storage), f"run_steady{os.getpid()}")
         run_dir.write_spec(RunSpec.model_validate(workload))
         words = [
             "python",

@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "house.svg"
-FACTORIES = {("filesystem", "run_dir"), ("run_dir", "checkpoints")}
-"""Imports within a method that makes something of a room above: `Storage.run_dir()`, and
-`RunDir.checkpoints`."""
 COLUMNS = (("service", "storage"), ("train_fn", "everstep"))
 ROOM_HEIGHT, ROW_GAP, ROOM_GAP, MARGIN, LETTER = 26, 34, 12, 20, 7.2
 HOUSE_WIDTH = 580
@@ -68,7 +65,7 @@ def rooms_of(house: str) -> Edges:
         for name in imported_modules(path):
             parts = name.split(".")
             is_ours = parts[0] == house and len(parts) > 1 and {room, parts[1]} <= rooms
-            if is_ours and parts[1] != room and (room, parts[1]) not in FACTORIES:
+            if is_ours and parts[1] != room:
                 edges[room].add(parts[1])
     return edges
 

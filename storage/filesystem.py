@@ -6,15 +6,11 @@ import secrets
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from storage.errors import InvalidStorage, StorageError, StorageUnavailable
 from storage.files.local import LocalFiles
 from storage.files.protocol import Files
-
-if TYPE_CHECKING:
-    from storage.run_dir import RunDir
 
 _OBJECT_SCHEMES = ("s3", "gs")
 
@@ -56,12 +52,6 @@ class Storage:
         """How long a log's writer should gather lines, in seconds: on an object store every append
         is an object of its own."""
         return 0.25 if self.can_append else 2.0
-
-    def run_dir(self, run_id: str) -> RunDir:
-        """The directory of one run, whether or not it exists."""
-        from storage.run_dir import RunDir
-
-        return RunDir(self, run_id)
 
     def child_uri(self, relpath: str) -> str:
         """The URI of something below the root, with the root's own options."""

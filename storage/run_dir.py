@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from everstep.spec import plain_text
@@ -20,7 +19,6 @@ from storage.filesystem import Storage
 
 if TYPE_CHECKING:
     from everstep.spec.run_spec import RunSpec
-    from storage.checkpoints.store import CheckpointStore
 
 T = TypeVar("T")
 Stop = Literal["cancel", "pause"]
@@ -120,8 +118,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory below ``STORAGE/runs/``. Picklable. It is also Ray Train's experiment
-    directory."""
+    """One run's directory below ``STORAGE/runs/``, whether or not it exists. Picklable. It is also
+    Ray Train's experiment directory."""
 
     storage: Storage
     run_id: str
@@ -159,12 +157,6 @@ class RunDir:
 
     def tensorboard_path(self, name: str) -> str:
         return self._path(f"tensorboard/{name}")
-
-    @cached_property
-    def checkpoints(self) -> CheckpointStore:
-        from storage.checkpoints.store import CheckpointStore
-
-        return CheckpointStore(self)
 
     def write_spec(self, spec: RunSpec) -> None:
         """Keep the resolved spec."""

@@ -4,7 +4,7 @@ runs by hand."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import CheckpointName, ProfileOrder, RunDir, Stop
 
 
@@ -63,6 +64,12 @@ class WorkerContext:
     on_replaced: Callable[[str], None] = lambda why: None
     """What follows once the storage says that a newer attempt, or submission, has begun; under a
     driver the process ends."""
+    checkpoints: CheckpointStore = field(init=False, repr=False, compare=False)
+    """The run's checkpoints. Restoring and saving share this store: retention must not count as
+    sound what restoring found to be corrupt."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "checkpoints", CheckpointStore(self.run_dir))
 
     def checkpoint_name(self, step: int) -> CheckpointName:
         """Of the checkpoint of a step that this attempt writes."""

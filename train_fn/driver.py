@@ -496,7 +496,7 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
     """Run the driver; returns its exit code."""
     arguments = _arguments(argv)
     settings = RecoverySettings.from_env(os.environ)
-    run_dir = open_storage(arguments.storage).run_dir(arguments.run_id)
+    run_dir = RunDir(open_storage(arguments.storage), arguments.run_id)
     driver = Driver(run_dir, arguments.submission, settings, train=train)
     log = RankLog(run_dir, arguments.submission, 0, None)
     try:

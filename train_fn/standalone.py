@@ -392,8 +392,8 @@ def run_local(
     loader = spec.train.loader.model_copy(update={"num_workers": 0})
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
     place = Place(0, 1, 0, 1, os.uname().nodename, _launch(psutil.Process()))
-    run_dir = open_storage(storage).run_dir(
-        run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = RunDir(
+        open_storage(storage), run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     _set_up(spec)
     _join(spec, place, RecoverySettings().collective_timeout_s)
@@ -506,7 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bring_code(
             spec, storage, None if archive is None else OwnCode(archive, Path(arguments.code))
         )
-        run_dir = storage.run_dir(arguments.run_id or run_id_of(spec))
+        run_dir = RunDir(storage, arguments.run_id or run_id_of(spec))
         _set_up(spec)
         level = logging.INFO if place.rank == 0 else logging.WARNING
         logging.basicConfig(

@@ -23,6 +23,7 @@ from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
 from train_fn import standalone
 from train_fn.models.image_models import build_image_model
 from train_fn.state.optim import build_optimizer
@@ -101,7 +102,7 @@ def loop_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
     """Everstep's loop on this GPU, events and checkpoints on."""
     with tempfile.TemporaryDirectory() as directory:
         standalone.run_local(spec, directory, "bench")
-        events = read_journal(open_storage(directory).run_dir("bench"), 1, None, 100_000)[0]
+        events = read_journal(RunDir(open_storage(directory), "bench"), 1, None, 100_000)[0]
     times = [
         point["at"] for event in events if event.kind == "metrics" for point in event.data["points"]
     ][warmup_steps:]

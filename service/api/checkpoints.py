@@ -18,7 +18,9 @@ from service.api.problems import ProblemError, invalid_request, not_found
 from service.model.rows import RunRow
 from service.projections import checkpoints
 from storage.checkpoints.holds import CheckpointHold
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/checkpoints", tags=["checkpoints"])
 
@@ -76,13 +78,13 @@ async def get_archive(
         raise not_found(
             f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept"
         )
-    run_dir = context.storage.run_dir(run.id)
+    run_dir = RunDir(context.storage, run.id)
     hold = (
         None
         if run.status.terminal
         else await context.storage_call(CheckpointHold, run_dir, checkpoint.name)
     )
-    archive = await context.storage_call(run_dir.checkpoints.archive, checkpoint.name)
+    archive = await context.storage_call(CheckpointStore(run_dir).archive, checkpoint.name)
     etag = f'"{archive.manifest.digest}"'
     wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
     begin, end = wanted or (0, archive.size_bytes)
@@ -140,7 +142,7 @@ def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
     """What is wrong with a checkpoint; None where every file has its size and digest. Raises
     StorageError for other trouble."""
     try:
-        context.storage.run_dir(run_id).checkpoints.verify(name)
+        CheckpointStore(RunDir(context.storage, run_id)).verify(name)
     except (CorruptCheckpoint, StorageNotFound) as exc:
         return str(exc)
     return None

@@ -19,7 +19,7 @@ from service.db import orders
 from service.db.ids import new_drill_id
 from service.model.rows import EventRow, RunRow
 from service.projections import drills
-from storage.run_dir import DrillOrder
+from storage.run_dir import DrillOrder, RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
 
@@ -55,7 +55,7 @@ async def request_drill(request: Request, run: DrillableRun, context: Context) -
     data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
     event = await rank_orders.record(context, run, orders.DRILL, now, data)
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
-    await context.storage_call(context.storage.run_dir(run.id).order_drill, run.submission, order)
+    await context.storage_call(RunDir(context.storage, run.id).order_drill, run.submission, order)
     return drills.drill(drills.Story(event), ())
 
 

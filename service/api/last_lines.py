@@ -55,7 +55,7 @@ async def _last_lines(
     if failure.first_rank is None and failure.verdict != Verdict.CONTROL_PLANE:
         return ()
     try:
-        found = await context.storage_call(_read, context.storage.run_dir(run_id), failure, limit)
+        found = await context.storage_call(_read, RunDir(context.storage, run_id), failure, limit)
     except StorageError:
         return ()
     return tuple(

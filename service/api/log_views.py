@@ -200,7 +200,7 @@ class LogViews:
     def view(self, run_id: str, rank: int | None, attempt: int | None) -> LogView:
         key = ViewKey(run_id, rank, attempt)
         found = self._views.setdefault(
-            key, LogView(self._storage.run_dir(run_id), self._calls, key)
+            key, LogView(RunDir(self._storage, run_id), self._calls, key)
         )
         self._views.move_to_end(key)
         while len(self._views) > _VIEWS:

@@ -12,7 +12,9 @@ from everstep.wire import Checkpoint
 from service.api.context import ApiContext
 from service.model.rows import RunRow
 from service.projections import checkpoints
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
+from storage.run_dir import RunDir
 
 _SAME: Final = (
     ("train", "global_batch_size"),
@@ -131,7 +133,7 @@ def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
     between unnoticed."""
     context.kept_steps.hold(run_id, checkpoint.step)
     try:
-        context.storage.run_dir(run_id).checkpoints.manifest(checkpoint.name)
+        CheckpointStore(RunDir(context.storage, run_id)).manifest(checkpoint.name)
     except StorageNotFound:
         raise _fault(
             "step",

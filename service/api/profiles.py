@@ -21,7 +21,7 @@ from service.db import orders
 from service.db.ids import new_profile_id
 from service.model.rows import RunRow
 from service.projections import profiles
-from storage.run_dir import ProfileOrder
+from storage.run_dir import ProfileOrder, RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
 
@@ -51,7 +51,7 @@ async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest
     data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
     event = await rank_orders.record(context, run, orders.PROFILE, now, data)
     order = ProfileOrder(event.data["id"], wanted.rank, wanted.steps, run.attempt)
-    await context.storage_call(context.storage.run_dir(run.id).order_profile, run.submission, order)
+    await context.storage_call(RunDir(context.storage, run.id).order_profile, run.submission, order)
     return profiles.profiles([event])[0]
 
 
@@ -94,7 +94,7 @@ async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) ->
 
 
 def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:
-    run_dir = context.storage.run_dir(run_id)
+    run_dir = RunDir(context.storage, run_id)
     with run_dir.files.open_read(run_dir.trace_path(profile_id)) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk

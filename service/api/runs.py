@@ -37,6 +37,7 @@ from service.db.projects import UnknownProject
 from service.db.run_lookup import Place, RunFilter
 from service.model.rows import RunHead, RunRow, TransitionRow
 from service.model.states import TransitionConflict
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -395,7 +396,7 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
     await context.storage_call(context.storage_gate.require)
     # The directory first: a crash between the two leaves a run that can be deleted again, never
     # bytes that nobody owns.
-    await context.storage_call(context.storage.run_dir(run.id).delete)
+    await context.storage_call(RunDir(context.storage, run.id).delete)
     await context.database_call(context.runs.delete, run.id)
     context.logs.forget(run.id)
 

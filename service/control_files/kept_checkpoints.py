@@ -6,7 +6,7 @@ from __future__ import annotations
 from service.db.checkpoints import CheckpointRecords
 from storage.errors import CorruptFile
 from storage.filesystem import Storage
-from storage.run_dir import Kept
+from storage.run_dir import Kept, RunDir
 
 
 class KeptSteps:
@@ -45,7 +45,7 @@ class KeptSteps:
         }
 
     def _tell(self, run_id: str, kept: Kept) -> None:
-        run_dir = self._storage.run_dir(run_id)
+        run_dir = RunDir(self._storage, run_id)
         try:
             if run_dir.kept() == kept:
                 return

@@ -38,7 +38,7 @@ from service.storage_identity.gate import StorageGate
 from storage.cluster.identity import KNOWN_VARIABLE, Known
 from storage.errors import StorageError
 from storage.filesystem import Storage
-from storage.run_dir import Stop
+from storage.run_dir import RunDir, Stop
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 
@@ -190,7 +190,7 @@ class Executor:
                 await self._submit_claimed(await self._run(run_id, submission))
             case DeliverStop(run_id, submission, stop):
                 await asyncio.to_thread(
-                    self._storage.run_dir(run_id).request_stop, submission, stop
+                    RunDir(self._storage, run_id).request_stop, submission, stop
                 )
                 self.delivered.add((run_id, submission, stop))
                 log.info("told a driver to stop", run_id=run_id, submission=submission, stop=stop)
@@ -237,7 +237,7 @@ class Executor:
     def _write_request(self, run: RunRow, limit: int | None) -> None:
         """What the driver needs of the request: the spec, until when it has time, and how many
         ranks it may use."""
-        run_dir, spec = self._storage.run_dir(run.id), RunSpec.model_validate(run.spec)
+        run_dir, spec = RunDir(self._storage, run.id), RunSpec.model_validate(run.spec)
         if spec.recovery.deadline_s is not None:
             run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
         if run.status == RunStatus.QUEUED:
@@ -245,7 +245,7 @@ class Executor:
         run_dir.write_spec(spec)
 
     async def _deliver_limit(self, run_id: str, submission: int, limit: int) -> None:
-        await asyncio.to_thread(self._storage.run_dir(run_id).write_workers_limit, limit)
+        await asyncio.to_thread(RunDir(self._storage, run_id).write_workers_limit, limit)
         self.limits.add((run_id, submission, limit))
 
     async def _grow(self, run_id: str, submission: int) -> None:
@@ -253,7 +253,7 @@ class Executor:
         at again."""
         run = await self._run(run_id, submission)
         await asyncio.to_thread(
-            self._storage.run_dir(run_id).write_workers_limit, run.workers_limit
+            RunDir(self._storage, run_id).write_workers_limit, run.workers_limit
         )
         self.limits = {told for told in self.limits if told[0] != run_id}
         await asyncio.to_thread(self._runs.unshrink, run_id, submission)

@@ -16,8 +16,10 @@ import structlog
 from service.db.checkpoints import CheckpointRecords, KeptCheckpoint
 from service.db.events import EventStore
 from service.model.states import TransitionConflict
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from storage.filesystem import Storage
+from storage.run_dir import RunDir
 
 PLAN_INTERVAL_S: Final = 60.0
 """How often the database is asked which checkpoints are due."""
@@ -102,7 +104,7 @@ class Scrubber:
             )
         for run_id in self._records.ended_between(self._swept_until, now - ORPHANS_AFTER_S):
             try:
-                orphans = self._storage.run_dir(run_id).checkpoints.collect_orphans()
+                orphans = CheckpointStore(RunDir(self._storage, run_id)).collect_orphans()
             except StorageError as exc:
                 log.warning(
                     "what a run's writers left could not be collected; trying again",
@@ -117,7 +119,7 @@ class Scrubber:
     def _scrub(self, kept: KeptCheckpoint) -> None:
         problem = None
         try:
-            self._storage.run_dir(kept.run_id).checkpoints.verify(
+            CheckpointStore(RunDir(self._storage, kept.run_id)).verify(
                 kept.name, Pace(self._rule.bytes_per_s, self._stopping)
             )
         except CorruptCheckpoint as exc:

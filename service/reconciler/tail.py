@@ -16,6 +16,7 @@ from service.reconciler.facts import TailFact
 from storage.errors import CorruptFile, StorageError
 from storage.filesystem import Storage
 from storage.logs.journal import journal_stamp, may_be_cut, read_journal
+from storage.run_dir import RunDir
 
 BATCH_EVENTS = 1000
 MAX_BATCHES = 20
@@ -57,7 +58,7 @@ class JournalTail:
             TransitionConflict: The run is gone.
             DatabaseError: Nothing of the batch was applied; the next call does it again.
         """
-        stamp = journal_stamp(self._storage.run_dir(run.id), run.submission)
+        stamp = journal_stamp(RunDir(self._storage, run.id), run.submission)
         known = (
             run.submission,
             run.journal_cursor if run.journal_submission == run.submission else None,
@@ -95,7 +96,7 @@ class JournalTail:
         if older:
             try:
                 first, _ = read_journal(
-                    self._storage.run_dir(run.id), run.submission, None, 1, past_damage=True
+                    RunDir(self._storage, run.id), run.submission, None, 1, past_damage=True
                 )
             except CorruptFile:
                 first = []  # nothing of it will ever be applied
@@ -136,7 +137,7 @@ class JournalTail:
             return run, TailFact.DRAINED
 
     def _drain(self, run: RunRow, submission: int, cursor: str | None) -> tuple[RunRow, TailFact]:
-        newest, run_dir = run.submission, self._storage.run_dir(run.id)
+        newest, run_dir = run.submission, RunDir(self._storage, run.id)
         for _ in range(MAX_BATCHES):
             begin = cursor
             try:

@@ -15,6 +15,7 @@ from service.storage_identity.gate import StorageGate, known_of
 from storage.cluster.identity import check_known, new_identity, read_identity, write_identity
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import Storage
+from storage.run_dir import RunDir
 
 _MOST_UNKNOWN: Final = 100
 
@@ -94,13 +95,13 @@ def _unended(runs: RunStore) -> list[RunRow]:
 
 
 def _newest(storage: Storage, run: RunRow) -> int:
-    return max(storage.run_dir(run.id).submissions(), default=0)
+    return max(RunDir(storage, run.id).submissions(), default=0)
 
 
 def _is_short(storage: Storage, run: RunRow) -> bool:
     """Whether the storage lacks what the database knows of a run."""
     try:
-        check_known(storage.run_dir(run.id), known_of(run, None))
+        check_known(RunDir(storage, run.id), known_of(run, None))
     except StorageMismatch:
         return True
     return False

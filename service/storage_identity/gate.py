@@ -22,6 +22,7 @@ from storage.cluster.identity import (
 )
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import Storage
+from storage.run_dir import RunDir
 
 KEPT_S: Final = 5.0
 """How long an answer of ``problem`` is kept."""
@@ -95,7 +96,7 @@ class StorageGate:
         and as ``check``.
         """
         storage_id = self.check()
-        newest = max(self._storage.run_dir(run.id).submissions(), default=0)
+        newest = max(RunDir(self._storage, run.id).submissions(), default=0)
         if newest > run.submission:
             raise StorageMismatch(
                 f"the storage holds submission {newest} of run {run.id}, and the database knows "

@@ -48,7 +48,11 @@ class Rejected:
 
 class CheckpointStore:
     """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread
-    reads."""
+    reads.
+
+    A store remembers which checkpoints it found to be corrupt: who reads and who deletes in one
+    process share one store.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir

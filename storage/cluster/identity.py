@@ -8,6 +8,7 @@ import uuid
 from dataclasses import asdict, dataclass
 
 from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.journal import read_journal
@@ -122,7 +123,7 @@ def check_known(run_dir: RunDir, known: Known) -> None:
     name = CheckpointName.parse(known.checkpoint or "")
     if name is None:
         return
-    newest = max((manifest.step for manifest in run_dir.checkpoints.list()), default=-1)
+    newest = max((manifest.step for manifest in CheckpointStore(run_dir).list()), default=-1)
     if newest < 0 or (newest < name.step and name not in told_checkpoints(run_dir)):
         there = (
             f"its newest checkpoint is of step {newest}"

@@ -13,6 +13,7 @@ from everstep.wire.events import EventKind
 from service.db import orders
 from storage.logs.journal import JournalEvent
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 
 NODES = ("3b321ac3f0d1", "9ff8478f77ab", "e88586c9d4c2", "71c0aa5e9b13")
@@ -220,7 +221,7 @@ class Teller:
 
     def log(self, rank: int, message: str, level: str = "info") -> None:
         with RankLogWriter(
-            self.api.storage.run_dir(self.run_id), 1, self.journal.attempt, rank
+            RunDir(self.api.storage, self.run_id), 1, self.journal.attempt, rank
         ) as writer:
             writer.write([LogRecord(self.api.clock.now, level, message)])
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageNotFound
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, read_journal
@@ -74,7 +75,7 @@ def start(
 
 
 def run_dir_of(tmp_path: Path, run_id: str) -> RunDir:
-    return open_storage(str(tmp_path / "storage")).run_dir(run_id)
+    return RunDir(open_storage(str(tmp_path / "storage")), run_id)
 
 
 def events(run_dir: RunDir) -> list[JournalEvent]:
@@ -107,9 +108,10 @@ def wait_for_step(process: subprocess.Popen[bytes], run_dir: RunDir, step: int) 
 
 
 def final_weights(run_dir: RunDir) -> dict[str, Any]:
-    manifest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    manifest = store.list()[-1]
     files = {
-        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        name: torch.load(io.BytesIO(store.read_file(manifest.name, name)))
         for name in manifest.files
     }
     return {
@@ -163,7 +165,7 @@ def test_a_stop_is_saved_by_all_ranks_and_the_same_command_goes_on(
         assert process.wait(DEADLINE_S) != 0
     finally:
         process.kill()
-    [saved] = run_dir.checkpoints.list()
+    [saved] = CheckpointStore(run_dir).list()
     assert saved.step >= 10
     assert start(spec_file, tmp_path, "stopped").wait(DEADLINE_S) == 0
     [_, restored] = [event.data for event in events(run_dir) if event.kind is EventKind.RESTORED]

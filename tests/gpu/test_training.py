@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
@@ -61,7 +62,7 @@ def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
 def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     assert standalone.run_local(make_spec(**train), storage.uri, "run").code == 0
-    run_dir = storage.run_dir("run")
+    run_dir = RunDir(storage, "run")
     [started] = events(run_dir, EventKind.TRAINING_STARTED)
     assert (started["device"], started["backend"]) == ("cuda:0", "nccl")
     assert events(run_dir, EventKind.EVALUATED)[-1]["metrics"]["val_accuracy"] > 0.8
@@ -76,15 +77,13 @@ def test_deterministic_kernels_give_the_same_bits_after_a_restart(tmp_path: Path
         standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code
         == 0
     )
-    parts = storage.run_dir("parts")
+    parts = RunDir(storage, "parts")
     parts.write_spec(whole)
     assert standalone.run_local(whole, storage.uri, "parts").code == 0
     assert events(parts, EventKind.RESTORED)[0]["step"] == 20
     first, second = (
-        torch.load(
-            io.BytesIO(run.checkpoints.read_file(run.checkpoints.list()[-1].name, "model.pt"))
-        )
-        for run in (storage.run_dir("whole"), parts)
+        torch.load(io.BytesIO(store.read_file(store.list()[-1].name, "model.pt")))
+        for store in map(CheckpointStore, (RunDir(storage, "whole"), parts))
     )
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 

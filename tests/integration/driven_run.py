@@ -57,7 +57,7 @@ class DrivenRun:
         small: bool = False,
         module: str = "train_fn.driver",
     ) -> None:
-        self.run_dir: RunDir = open_storage(str(storage)).run_dir(f"run_{uuid.uuid4().hex[:12]}")
+        self.run_dir: RunDir = RunDir(open_storage(str(storage)), f"run_{uuid.uuid4().hex[:12]}")
         self.run_dir.write_spec(run_spec)
         self.events: list[JournalEvent] = []
         self._cluster = cluster

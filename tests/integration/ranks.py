@@ -19,6 +19,7 @@ from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import ProfileOrder, RunDir, Stop
 from tests.support.service_process import wait_for
@@ -107,7 +108,7 @@ class ListJournal:
     def _is_committed(self) -> bool:
         return any(
             manifest.step == self._job.killed_after
-            for manifest in self._job.run_dir.checkpoints.list()
+            for manifest in CheckpointStore(self._job.run_dir).list()
         )
 
     def first_step(self) -> int:
@@ -121,7 +122,7 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
     """A run of its own; what a failed one leaves in shared memory is removed when the tests end."""
     run_id = f"{name}-{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}-{os.getpid()}"
     atexit.register(shutil.rmtree, shared_memory_root() / run_id, ignore_errors=True)
-    return open_storage(str(tmp_path / "storage")).run_dir(run_id)
+    return RunDir(open_storage(str(tmp_path / "storage")), run_id)
 
 
 def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:

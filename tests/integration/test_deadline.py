@@ -8,6 +8,7 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, read_journal
+from storage.run_dir import RunDir
 from tests.support.digits_run import digits, wait_for_step
 from tests.support.service_process import ServiceProcess, wait_for
 
@@ -21,7 +22,7 @@ def test_a_deadline_passes_while_the_service_is_away(own_service: ServiceProcess
     )
     wait_for_step(run, 15, timeout_s=DEADLINE_S - 5)
     own_service.kill()
-    run_dir = open_storage(str(own_service.home / "storage")).run_dir(run.id)
+    run_dir = RunDir(open_storage(str(own_service.home / "storage")), run.id)
 
     def finished() -> JournalEvent | None:
         return next(

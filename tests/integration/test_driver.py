@@ -16,6 +16,7 @@ import pytest
 
 from everstep.spec.run_spec import RecoverySpec, RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import read_journal
 from storage.logs.rank_logs import read_rank_logs
 from storage.run_dir import CheckpointName
@@ -84,7 +85,7 @@ def test_the_main_job_runs_to_its_end(begin: Begin) -> None:
     assert started.data["world_size"] == 2
     assert len({worker["node_id"] for worker in started.data["workers"]}) == 2
     check_lossless(run, 36)
-    assert [manifest.step for manifest in run.run_dir.checkpoints.list()] == [36]
+    assert [manifest.step for manifest in CheckpointStore(run.run_dir).list()] == [36]
     listed = json.loads(
         Path(str(run.run_dir.local_path), "checkpoint_manager_snapshot.json").read_text()
     )
@@ -390,7 +391,7 @@ def test_ranks_whose_driver_nobody_replaces_save_and_end(begin: Begin) -> None:
     run.wait_for_step(30)
     run.kill_driver()
     run.wait_for_no_actors()
-    [manifest] = run.run_dir.checkpoints.list()
+    [manifest] = CheckpointStore(run.run_dir).list()
     run.read()
     assert manifest.step == max(step for step, _ in run.steps()), (
         "the last step that was done is kept"

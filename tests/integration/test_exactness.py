@@ -12,6 +12,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from train_fn.errors import StepFailed
@@ -54,10 +55,11 @@ def make_spec(norm: str = "group", **train: Any) -> RunSpec:
 
 def final_state(run_dir: RunDir) -> dict[str, Any]:
     """Model and training state of the newest checkpoint, without what may differ: clocks."""
-    manifest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    manifest = store.list()[-1]
     assert manifest.step == LAST_STEP
     files = {
-        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        name: torch.load(io.BytesIO(store.read_file(manifest.name, name)))
         for name in manifest.files
     }
     for name in ("parent", "tail"):

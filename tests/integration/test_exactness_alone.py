@@ -12,6 +12,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
@@ -74,6 +75,7 @@ def state_at(step: int, tmp_path: Path) -> dict[str, Any]:
     """The state of that step in a run that nothing disturbs and that publishes nothing: read from a
     checkpoint."""
     run_dir = make_run_dir(tmp_path, f"run_until_{step}")
+    store = CheckpointStore(run_dir)
     train_to_end(
         Job(
             run_dir,
@@ -84,13 +86,11 @@ def state_at(step: int, tmp_path: Path) -> dict[str, Any]:
         ),
         tmp_path,
     )
-    manifest = run_dir.checkpoints.list()[-1]
+    manifest = store.list()[-1]
     assert manifest.step == step
 
     def read(file: str) -> Any:
-        return torch.load(
-            io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True
-        )
+        return torch.load(io.BytesIO(store.read_file(manifest.name, file)), weights_only=True)
 
     model = read("model.pt")
     averages = {name: value for name, value in read("model_ema.pt").items() if name in dict(model)}
@@ -188,7 +188,7 @@ def test_a_newer_checkpoint_that_is_spoilt_does_not_send_the_run_back_past_its_s
     kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
     store, [*_, newest] = published(run_dir)
     spoilt = save(run_dir, 20).name
-    (Path(run_dir.checkpoints.path(spoilt)) / "model.pt").write_bytes(b"spoilt")
+    (Path(CheckpointStore(run_dir).path(spoilt)) / "model.pt").write_bytes(b"spoilt")
     restored = restored_in(train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path))
     assert newest.step > 10, "the checkpoint of step 10 is sound"
     assert (restored["source"], restored["step"]) == ("snapshot", newest.step)

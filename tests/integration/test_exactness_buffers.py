@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import (
     NUM_STEPS,
@@ -34,10 +35,11 @@ def first_model() -> torch.nn.Module:
 
 
 def saved(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    manifest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    manifest = store.list()[-1]
     assert manifest.step == NUM_STEPS
     found: dict[str, torch.Tensor] = torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(manifest.name, "model.pt"))
+        io.BytesIO(store.read_file(manifest.name, "model.pt"))
     )
     return found
 

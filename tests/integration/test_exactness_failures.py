@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, make_spec
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
@@ -72,10 +73,11 @@ def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_t
     tmp_path: Path,
 ) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
+    store = CheckpointStore(run_dir)
     train_to_end(Job(run_dir, spec, 1, stopped=("pause", 13)), tmp_path)
-    names = [manifest.name for manifest in run_dir.checkpoints.list()]
+    names = [manifest.name for manifest in store.list()]
     assert names == ["step-000000010.s001.a001", "step-000000014.s001.a001"]
-    model = Path(run_dir.checkpoints.path(names[-1])) / "model.pt"
+    model = Path(store.path(names[-1])) / "model.pt"
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     model.write_bytes(data)
@@ -92,8 +94,9 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     tmp_path: Path,
 ) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
+    store = CheckpointStore(run_dir)
     run_ranks(Job(run_dir, spec, 2, killed_telling=LAST_STEP), tmp_path)
-    committed = run_dir.checkpoints.list()
+    committed = store.list()
     assert committed[-1].step == LAST_STEP
     again = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = again.of_kind(EventKind.RESTORED)
@@ -104,7 +107,7 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     assert told == [(manifest.step, manifest.digest) for manifest in committed], (
         "none of these ranks' journals outlives them"
     )
-    assert run_dir.checkpoints.list() == committed
+    assert store.list() == committed
 
 
 def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_path: Path) -> None:
@@ -159,5 +162,5 @@ def test_a_cancel_commits_a_checkpoint_at_an_agreed_step(tmp_path: Path) -> None
     outcomes = run_ranks(Job(run_dir, make_spec(), 3, stopped=("cancel", 4)), tmp_path)
     assert [outcome.stop for outcome in outcomes] == ["cancel"] * 3
     assert max(outcomes[0].losses) == 5
-    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [5]
+    assert [manifest.step for manifest in CheckpointStore(run_dir).list()] == [5]
     assert [outcome.reported for outcome in outcomes] == [["step-000000005.s001.a001"]] * 3

@@ -10,6 +10,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, merged_losses
@@ -59,9 +60,10 @@ def test_a_killed_rank_costs_no_sample_at_this_or_another_world_size(tmp_path: P
 
 
 def final_weights(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    newest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    newest = store.list()[-1]
     assert newest.step == LAST_STEP
     weights: dict[str, torch.Tensor] = torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(newest.name, "model.pt"))
+        io.BytesIO(store.read_file(newest.name, "model.pt"))
     )
     return weights

@@ -11,6 +11,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES
@@ -80,16 +81,15 @@ def test_heads_that_only_some_micro_batches_use_learn_the_same_at_every_world_si
     world_size: int, task: str, tmp_path: Path
 ) -> None:
     run_dir = make_run_dir(tmp_path)
+    store = CheckpointStore(run_dir)
     outcome = train_to_end(
         Job(run_dir, heads_spec(), world_size, setup=f"{TRAINEES}:{task}"), tmp_path
     )
 
     losses, weights = plain_torch()
     assert outcome.losses == pytest.approx(losses, rel=1e-5)
-    newest = run_dir.checkpoints.list()[-1].name
-    for name, tensor in torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(newest, "model.pt"))
-    ).items():
+    newest = store.list()[-1].name
+    for name, tensor in torch.load(io.BytesIO(store.read_file(newest, "model.pt"))).items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-6)
     assert [epoch["used_once"] for epoch in outcome.of_kind(EventKind.EPOCH_COMPLETED)] == [
         NUM_SAMPLES

@@ -39,7 +39,7 @@ def test_a_fork_ends_as_its_parent_did(
     parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir, expected = parent
-    child = run_dir.storage.run_dir(f"{run_dir.run_id}-same")
+    child = RunDir(run_dir.storage, f"{run_dir.run_id}-same")
     outcome = train_to_end(Job(child, fork_of(run_dir, make_spec()), 2), tmp_path)
     assert sorted(outcome.losses) == list(range(FORK_STEP + 1, LAST_STEP + 1))
     assert_same(final_state(child), expected)
@@ -49,7 +49,7 @@ def test_a_fork_at_another_world_size_uses_the_same_samples(
     parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir, expected = parent
-    child = run_dir.storage.run_dir(f"{run_dir.run_id}-other")
+    child = RunDir(run_dir.storage, f"{run_dir.run_id}-other")
     outcome = train_to_end(Job(child, fork_of(run_dir, make_spec()), 3), tmp_path)
     found = final_state(child)
     assert found["train_state.pt"]["ledger"] == expected["train_state.pt"]["ledger"]
@@ -63,7 +63,7 @@ def test_every_rank_hears_why_a_fork_is_refused(
     parent: tuple[RunDir, dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir, _ = parent
-    child = run_dir.storage.run_dir(f"{run_dir.run_id}-refused")
+    child = RunDir(run_dir.storage, f"{run_dir.run_id}-refused")
     outcomes = run_ranks(Job(child, fork_of(run_dir, make_spec(norm="batch")), 2), tmp_path)
     for outcome in outcomes:
         assert outcome.error is not None and "only in this run's model" in str(outcome.error)

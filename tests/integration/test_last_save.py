@@ -12,6 +12,7 @@ import torch
 
 from everstep.code.pack import pack
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration import straight_line
@@ -67,7 +68,7 @@ def begin(cluster: RayCluster, tmp_path: Path) -> Iterator[Begin]:
 
 def line_in(run: DrivenRun, name: str) -> tuple[float, float]:
     model = torch.load(
-        io.BytesIO(run.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True
+        io.BytesIO(CheckpointStore(run.run_dir).read_file(name, "model.pt")), weights_only=True
     )
     return float(model["slope"]), float(model["offset"])
 
@@ -81,7 +82,7 @@ def check_kept(run: DrivenRun, method: str, steps: int) -> str:
     assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "user_error"), (
         run.describe()
     )
-    [manifest] = run.run_dir.checkpoints.lineage()
+    [manifest] = CheckpointStore(run.run_dir).lineage()
     assert manifest.step == steps, run.describe()
     assert [event.data["step"] for event in run.of(EventKind.CHECKPOINT_COMMITTED)] == [steps]
     message = finished["reason"]["message"]
@@ -103,7 +104,7 @@ def test_a_validation_that_raises_at_the_end_leaves_the_last_step_to_go_on_from(
     assert again.wait_for_end() == 0, again.describe()
     assert again.last(EventKind.FINISHED).data["outcome"] == "succeeded", again.describe()
     assert [step for step, _ in again.steps()] == [11, 12]
-    newest = again.run_dir.checkpoints.lineage()[-1]
+    newest = CheckpointStore(again.run_dir).lineage()[-1]
     assert line_in(again, newest.name) == pytest.approx(by_plain_torch(12), rel=1e-5)
 
 

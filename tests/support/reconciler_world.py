@@ -26,6 +26,7 @@ from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter
+from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 
 
@@ -88,7 +89,7 @@ class World:
         first: int = 1,
     ) -> None:
         """What a driver would put into its journal."""
-        with JournalWriter(self.storage.run_dir(run_id), submission) as journal:
+        with JournalWriter(RunDir(self.storage, run_id), submission) as journal:
             journal.append(
                 [
                     JournalEvent(

@@ -101,7 +101,7 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe, (submission, attempt)))
     state = make_state()
     told = told_in(directory / "claims")
-    manifest, found, _ = ctx.run_dir.checkpoints.read_newest(
+    manifest, found, _ = ctx.checkpoints.read_newest(
         partial(load_checkpoint, ctx.run_dir), told=told
     )
     if manifest is not None:

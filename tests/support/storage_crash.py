@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalWriter
+from storage.run_dir import RunDir
 from tests.support.storage_places import event, save
 
 CALLS = (
@@ -70,24 +72,25 @@ def _target(args: tuple[Any, ...]) -> str:
 def checkpoint(directory: Path, say: Callable[[str], None]) -> None:
     """A second checkpoint beside a first one; then the first is deleted, and a third replaces what
     was left unfinished."""
-    run_dir = open_storage(str(directory)).run_dir("run_crash")
+    run_dir = RunDir(open_storage(str(directory)), "run_crash")
+    store = CheckpointStore(run_dir)
     save(run_dir, 50)
     say("committed 50")
     save(run_dir, 100, files={"model.pt": b"m" * 5000, "deep/er/state.pt": b"s" * 100})
     say("committed 100")
     say("deleting 50")
-    run_dir.checkpoints.delete("step-000000050.s001.a001")
-    unfinished = run_dir.checkpoints.begin(150, 1, 1)
+    store.delete("step-000000050.s001.a001")
+    unfinished = store.begin(150, 1, 1)
     with unfinished.write_file("model.pt") as file:
         file.write(b"half")
     save(run_dir, 150)
     say("committed 150")
-    run_dir.checkpoints.retain(1, None)
+    store.retain(1, None)
 
 
 def journal(directory: Path, say: Callable[[str], None]) -> None:
     """Three batches; the journal is opened again between the second and the third."""
-    run_dir = open_storage(str(directory)).run_dir("run_crash")
+    run_dir = RunDir(open_storage(str(directory)), "run_crash")
     writer = JournalWriter(run_dir, 1)
     for first in (1, 3):
         writer.append([event(first), event(first + 1)])

@@ -63,9 +63,9 @@ def any_storage(request: pytest.FixtureRequest) -> Storage:
 
 @pytest.fixture
 def run_dir(any_storage: Storage) -> RunDir:
-    return any_storage.run_dir("run_a")
+    return RunDir(any_storage, "run_a")
 
 
 @pytest.fixture
 def local_dir(local_storage: Storage) -> RunDir:
-    return local_storage.run_dir("run_a")
+    return RunDir(local_storage, "run_a")

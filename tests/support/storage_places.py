@@ -13,6 +13,7 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageNotFound, StorageUnavailable
 from storage.files.protocol import Entry
 from storage.files.regular_file import READ_LIMIT_BYTES, read_whole
@@ -171,7 +172,7 @@ def save(
     **fields: Any,
 ) -> Manifest:
     """Commit a checkpoint; ``between`` is called at every point of the protocol with its name."""
-    with run_dir.checkpoints.begin(step, submission, attempt) as writer:
+    with CheckpointStore(run_dir).begin(step, submission, attempt) as writer:
         between("begun")
         for relpath, data in (
             files or {"model.pt": b"weights %d" % step, "train_state.pt": b"state %d" % step}

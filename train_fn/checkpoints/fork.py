@@ -11,6 +11,7 @@ import torch
 
 from everstep.spec.run_spec import ResumeFrom, RunSpec
 from storage.checkpoints.manifest import Manifest, best_of
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
 from train_fn.checkpoints.reading import load_checkpoint
@@ -54,7 +55,7 @@ def read_origin(
         ForkRefused: it is not there, damaged, or of another model or optimizer than the run's.
         StorageError: the storage could not be asked.
     """
-    run_dir = ctx.run_dir.storage.run_dir(resume_from.run_id)
+    run_dir = RunDir(ctx.run_dir.storage, resume_from.run_id)
     candidates = _candidates(run_dir, resume_from)
     _check_groups(run_dir, ctx.spec)
     problems = []
@@ -102,7 +103,7 @@ def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
 def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
     """Checkpoints that the request may mean, the likeliest first. The service has made a number of
     ``latest`` and ``best``."""
-    lineage = run_dir.checkpoints.lineage()[::-1]
+    lineage = CheckpointStore(run_dir).lineage()[::-1]
     if resume_from.step == "latest":
         return lineage[:1]
     if resume_from.step == "best":

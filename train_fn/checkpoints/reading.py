@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from train_fn.checkpoints.files import EMA_FILE, MODEL_FILE, STATE_FILE
 
@@ -22,10 +23,12 @@ def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
     """
 
+    store = CheckpointStore(run_dir)
+
     def read(file: str) -> Any:
         if file not in _LOADED:
-            return run_dir.checkpoints.verify_file(manifest.name, file)
-        return run_dir.checkpoints.load_file(
+            return store.verify_file(manifest.name, file)
+        return store.load_file(
             manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True)
         )
 

@@ -67,10 +67,9 @@ class SavesTold:
         """
         if self._has_caught_up:
             return
-        run_dir = self._ctx.run_dir
-        told = told_checkpoints(run_dir)
-        for manifest in run_dir.checkpoints.lineage():
+        store, told = self._ctx.checkpoints, told_checkpoints(self._ctx.run_dir)
+        for manifest in store.lineage():
             if CheckpointName.parse(manifest.name) not in told:
                 self.committed(manifest)
-        self.deleted(run_dir.checkpoints.missing(told))
+        self.deleted(store.missing(told))
         self._has_caught_up = True

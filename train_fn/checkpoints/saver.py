@@ -74,7 +74,7 @@ class Saver:
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0
-        self._store = ctx.run_dir.checkpoints
+        self._store = ctx.checkpoints
         self._told = SavesTold(ctx)
         self._mutex = threading.RLock()
         self._lock = threading.Condition(self._mutex)

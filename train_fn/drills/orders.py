@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from everstep.wire.drills import DrillKind
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import DrillOrder, RunDir
 from train_fn.journal.server import ActorJournalClient
 from train_fn.recovery.history import History, RankPlace, read_history
@@ -116,6 +117,7 @@ class Drills:
         """``make_faults`` is called for the first order: what it needs of Ray is loaded only
         then."""
         self._run_dir = run_dir
+        self._checkpoints = CheckpointStore(run_dir)
         self._submission = submission
         self._journal = journal
         self._make_faults = make_faults
@@ -183,7 +185,7 @@ class Drills:
             faults.signal(ranks, signal.SIGSTOP)
             name = checkpoint_to_damage(self._lineage())
             self._record(order, checkpoint=name)
-            self._run_dir.checkpoints.damage(name)
+            self._checkpoints.damage(name)
         except Exception:
             with contextlib.suppress(DrillRefused):  # the first problem says more
                 faults.signal(ranks, signal.SIGCONT)
@@ -191,7 +193,7 @@ class Drills:
         faults.kill_without_trace(ranks, self._run_dir.run_id)
 
     def _lineage(self) -> list[str]:
-        return [manifest.name for manifest in self._run_dir.checkpoints.lineage()]
+        return [manifest.name for manifest in self._checkpoints.lineage()]
 
     def _record(
         self,

@@ -150,7 +150,7 @@ def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
 
 def _kept_best(ctx: WorkerContext, best: Best) -> Best | None:
     """``best`` where its checkpoint is there, or cannot be looked for; else the best that is."""
-    store, spec = ctx.run_dir.checkpoints, ctx.spec.checkpoint
+    store, spec = ctx.checkpoints, ctx.spec.checkpoint
     assert spec.best_metric is not None
     try:
         try:

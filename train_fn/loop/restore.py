@@ -185,7 +185,7 @@ def _find_durable(
         try:
             known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
             read = partial(_load_sound, ctx, replica)
-            manifest, state, rejected = ctx.run_dir.checkpoints.read_newest(read, told=known)
+            manifest, state, rejected = ctx.checkpoints.read_newest(read, told=known)
             bad = (
                 *struck,
                 *elected.rejected,
@@ -229,7 +229,7 @@ def _step_of(restored: Restored) -> int:
 def _newest_step(ctx: WorkerContext) -> int:
     """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for
     none."""
-    return max((manifest.step for manifest in ctx.run_dir.checkpoints.list()), default=-1)
+    return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
 
 
 def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:

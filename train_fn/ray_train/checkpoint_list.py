@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageError, StorageNotFound, StorageUnavailable
 from storage.run_dir import CheckpointName, RunDir
 from train_fn.ray_train.ray_internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
@@ -68,7 +69,7 @@ class ShortList:
 
     def __init__(self, run_dir: RunDir, manager: Any) -> None:
         """``manager`` is Ray's CheckpointManager, in the process of the controller."""
-        self._run_dir, self._manager = run_dir, manager
+        self._checkpoints, self._manager = CheckpointStore(run_dir), manager
         self._long = 0
         """From this length on it is looked through again."""
 
@@ -81,7 +82,7 @@ class ShortList:
             CheckpointName.parse(PurePosixPath(result.checkpoint.path).name) for result in results
         ]
         try:
-            gone = set(self._run_dir.checkpoints.missing(filter(None, names)))
+            gone = set(self._checkpoints.missing(filter(None, names)))
         except StorageError as exc:
             logger.warning(
                 "Ray Train's checkpoint list could not be shortened; trying again later: %s", exc

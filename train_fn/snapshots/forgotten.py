@@ -89,7 +89,7 @@ def _may_count(run_id: str, label: Label, reached: str) -> bool:
     if label.storage is None:  # left by an older Everstep
         return False
     try:
-        run_dir = open_storage(label.storage).run_dir(run_id)
+        run_dir = RunDir(open_storage(label.storage), run_id)
         submission = max(run_dir.submissions(), default=0)
         if not submission:  # the run was deleted, or its storage is not mounted here
             return label.storage != reached

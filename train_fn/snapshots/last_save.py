@@ -14,6 +14,7 @@ from typing import Any
 from everstep.spec.run_spec import RunSpec
 from storage.checkpoints.lineage import attempt_starts
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointExists
 from storage.run_dir import RunDir
 from train_fn.checkpoints.files import manifest_facts, write_files
@@ -94,7 +95,7 @@ def save_own(
 
 def newest_durable(run_dir: RunDir) -> int:
     """Return the steps in the newest checkpoint; 0 for none. Raises StorageError."""
-    lineage = run_dir.checkpoints.lineage()
+    lineage = CheckpointStore(run_dir).lineage()
     return lineage[-1].step if lineage else 0
 
 
@@ -120,7 +121,7 @@ def commit_state(
 ) -> Manifest:
     """Commit a whole state on the CPU as a checkpoint; one that its attempt has committed meanwhile
     stands. Raises StorageError."""
-    checkpoints = run_dir.checkpoints
+    checkpoints = CheckpointStore(run_dir)
     try:
         with checkpoints.begin(state["step"], submission, attempt) as writer:
             write_files(writer, state, safetensors=spec.checkpoint.safetensors)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal import JournalWriter
 from storage.run_dir import RunDir
@@ -28,7 +29,7 @@ def take_over(run_dir: RunDir) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Driver:
-    return Driver(open_storage(str(tmp_path)).run_dir("run_a"), 1, RecoverySettings())
+    return Driver(RunDir(open_storage(str(tmp_path)), "run_a"), 1, RecoverySettings())
 
 
 def test_it_does_not_begin(driver: Driver) -> None:
@@ -68,7 +69,7 @@ def test_a_storage_that_does_not_answer_replaces_nobody(
 
 def lineage_bytes(run_dir: RunDir) -> dict[str, bytes]:
     """Every byte of the lineage."""
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     return {
         f"{manifest.name}/{relpath}": store.read_file(manifest.name, relpath)
         for manifest in store.lineage()
@@ -81,10 +82,11 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
     place: str, local_storage: Storage
 ) -> None:
     """Also on an object store without conditional writes: nothing but names fences."""
-    run_dir = local_storage.run_dir("run_a") if place == "local" else memory_run_dir()[0]
+    run_dir = RunDir(local_storage, "run_a") if place == "local" else memory_run_dir()[0]
+    store = CheckpointStore(run_dir)
     JournalWriter(run_dir, 1).close()
     save(run_dir, 50, 1)
-    asleep = run_dir.checkpoints.begin(100, 1, 1)
+    asleep = store.begin(100, 1, 1)
     with asleep.write_file("model.pt") as file:
         file.write(b"what the old one had at 100")
     record_restored(run_dir, 2, 50)
@@ -98,12 +100,12 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
 
     asleep.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     save(run_dir, 150, 1)
-    assert RunDir(run_dir.storage, run_dir.run_id).checkpoints.retain(1, None, (1, 1)) == [], (
+    assert CheckpointStore(RunDir(run_dir.storage, run_dir.run_id)).retain(1, None, (1, 1)) == [], (
         "it deletes nothing"
     )
     assert lineage_bytes(run_dir) == before
     save(run_dir, 150, 2)
-    run_dir.checkpoints.retain(2, None, (2, 1))
+    store.retain(2, None, (2, 1))
     names = {name.split("/")[0] for name in lineage_bytes(run_dir)}
     assert names == {"step-000000100.s002.a001", "step-000000150.s002.a001"}
 
@@ -111,8 +113,9 @@ def test_what_it_was_writing_when_it_fell_asleep_changes_no_byte_of_the_lineage(
 WRITER = """
 import itertools, sys
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.storage_places import save
-run_dir = open_storage(sys.argv[1]).run_dir("run_a")
+run_dir = RunDir(open_storage(sys.argv[1]), "run_a")
 for step in itertools.count(50, 50):
     save(run_dir, step, between=lambda point: print(step, point, flush=True))
 """
@@ -122,7 +125,7 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
     any_storage: Storage,
 ) -> None:
     """A real SIGSTOP and SIGCONT, on S3 without conditional writes too."""
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     JournalWriter(run_dir, 1).close()
     asleep = subprocess.Popen(
         [sys.executable, "-c", WRITER, any_storage.uri],
@@ -156,9 +159,8 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
         asleep.wait()
         asleep.stdout.close()
     again = RunDir(run_dir.storage, run_dir.run_id)
-    assert [each.step for each in again.checkpoints.list() if each.submission == 1][-1] >= 300, (
-        "it went on"
-    )
+    store = CheckpointStore(again)
+    assert [each.step for each in store.list() if each.submission == 1][-1] >= 300, "it went on"
     assert lineage_bytes(again) == before
-    newest, rejected = again.checkpoints.newest_valid()
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.name == "step-000000200.s002.a001" and rejected == []

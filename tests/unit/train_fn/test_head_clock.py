@@ -12,7 +12,7 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
-from storage.run_dir import Stop
+from storage.run_dir import RunDir, Stop
 from tests.support.service_process import wait_for
 from train_fn import clock as head_clock
 from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent
@@ -55,7 +55,7 @@ def test_a_clock_that_was_put_right_is_believed_again() -> None:
 
 
 def test_events_are_told_by_the_journals_clock(tmp_path: Path) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_clock")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_clock")
     actor = JournalActor(run_dir, 1)
 
     def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:

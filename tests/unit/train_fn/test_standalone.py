@@ -17,6 +17,7 @@ import torch.distributed as dist
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
@@ -64,9 +65,10 @@ def make_spec(path: Path, **changes: Any) -> RunSpec:
 
 
 def newest(run_dir: RunDir) -> dict[str, Any]:
-    manifest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    manifest = store.list()[-1]
     files = {
-        name: torch.load(io.BytesIO(run_dir.checkpoints.read_file(manifest.name, name)))
+        name: torch.load(io.BytesIO(store.read_file(manifest.name, name)))
         for name in manifest.files
     }
     for name in ("parent", "tail"):
@@ -95,14 +97,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 ) -> None:
     storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text)
     assert standalone.run_local(spec, storage.uri, "whole").code == 0
-    whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
+    whole, parts = RunDir(storage, "whole"), RunDir(storage, "parts")
     [finished] = [
         event.data
         for event in read_journal(whole, 1, None, 1000)[0]
         if event.kind is EventKind.FINISHED
     ]
     assert finished["outcome"] == "succeeded" and kinds(whole, 1)[-1] is EventKind.FINISHED
-    saved = [manifest.step for manifest in whole.checkpoints.list()]
+    saved = [manifest.step for manifest in CheckpointStore(whole).list()]
     assert saved[-1] == finished["step"] and set(saved) <= {3, 6, finished["step"]}, (
         "one that is due beside another is merged"
     )
@@ -172,7 +174,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
         make_spec(text, checkpoint={"every_steps": 1000}),
     )
     assert standalone.run_local(spec, storage.uri, "whole").code == 0
-    whole, parts = storage.run_dir("whole"), storage.run_dir("parts")
+    whole, parts = RunDir(storage, "whole"), RunDir(storage, "parts")
     raising = threading.Event()
     step_done, loss = Reporter.step_done, LanguageModeling.loss
 
@@ -207,7 +209,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
                 said[-1]
                 == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
             )
-    assert [manifest.step for manifest in parts.checkpoints.list()] == [4]
+    assert [manifest.step for manifest in CheckpointStore(parts).list()] == [4]
     told = [
         event.data["step"]
         for event in read_journal(parts, 1, None, 1000)[0]
@@ -221,7 +223,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
 
 
 def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_path: Path) -> None:
-    run_dir, spec = open_storage(str(tmp_path)).run_dir("run"), make_spec(text)
+    run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
     assert standalone.begin_run(run_dir, spec, "a", fresh=False) == standalone.Start(1, 1)
     same = make_spec(
         text, checkpoint={"every_steps": 7}, scaling={"use_gpu": False, "max_workers": 4}
@@ -241,7 +243,7 @@ def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_pat
 def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attempt(
     text: Path, tmp_path: Path
 ) -> None:
-    run_dir, spec = open_storage(str(tmp_path)).run_dir("run"), make_spec(text)
+    run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
     journal = standalone.open_local_journal(run_dir, 1, 1, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": 1, "workers": [], "launch": "agent"})
     journal.close(10)

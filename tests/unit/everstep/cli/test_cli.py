@@ -21,7 +21,9 @@ from everstep.cli import service as cli_service
 from everstep.cli.main import app
 from everstep.wire.events import EventKind
 from service.process.arguments import settings_of
+from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.scripted_http import (
     RUN_ID,
@@ -335,7 +337,7 @@ async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
 
 async def test_logs_are_printed_without_control_characters(api: ApiService) -> None:
     run_id = await finish(api)
-    with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
+    with RankLogWriter(RunDir(api.storage, run_id), 1, 1, 0) as writer:
         writer.write(
             [
                 LogRecord(NOON, "INFO", "plain"),
@@ -360,7 +362,7 @@ async def test_logs_are_printed_without_control_characters(api: ApiService) -> N
 async def test_json_and_words_hold_nothing_that_steers_a_terminal(api: ApiService) -> None:
     evil = "a\x9b2Jb\x85c\u202ed\u2066e\u2028f"
     run_id = await finish(api, tags={"evil": evil})
-    with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
+    with RankLogWriter(RunDir(api.storage, run_id), 1, 1, 0) as writer:
         writer.write([LogRecord(NOON, "INFO", evil)])
     for arguments in (["logs", run_id], ["show", run_id], ["runs"], ["watch", run_id]):
         for extra in ([], ["--json"]):
@@ -438,7 +440,7 @@ async def test_checkpoints_and_download(
         )
     assert "step-000000020.s001.a001 is sound" in (await everstep("verify", run_id)).stdout
     (
-        Path(api.storage.run_dir(run_id).checkpoints.path(manifests[0].name)) / "model.pt"
+        Path(CheckpointStore(RunDir(api.storage, run_id)).path(manifests[0].name)) / "model.pt"
     ).write_bytes(b"short")
     corrupt = await everstep("verify", run_id, "best")
     assert (

@@ -31,7 +31,9 @@ from everstep.client.archive_stream import ArchiveStream
 from everstep.wire.events import EventKind
 from service.api.auth import ensure_local_token
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, Journal, spec
 from tests.unit.service.api.test_api_checkpoints import save
 
@@ -176,7 +178,7 @@ async def test_events_are_followed_live_and_read_again(api: ApiService, client: 
 
 async def test_logs_are_followed_until_the_run_has_ended(api: ApiService, client: Client) -> None:
     run, journal = await running(api, client)
-    directory = api.storage.run_dir(run.id)
+    directory = RunDir(api.storage, run.id)
 
     def log(rank: int | None, at: float, message: str) -> None:
         with RankLogWriter(directory, 1, 1 if rank is not None else 0, rank) as writer:
@@ -291,7 +293,8 @@ async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(
     api: ApiService, client: Client, tmp_path: Path
 ) -> None:
     run, manifests = await checkpointed(api, client)
-    damaged = Path(api.storage.run_dir(run.id).checkpoints.path(manifests[1].name)) / "model.pt"
+    store = CheckpointStore(RunDir(api.storage, run.id))
+    damaged = Path(store.path(manifests[1].name)) / "model.pt"
     damaged.write_bytes(b"weighty" * 100_000)
     with pytest.raises(CorruptDownload, match=r"damaged in storage.*model\.pt"):
         await asyncio.to_thread(run.download_checkpoint, "latest", tmp_path / "out")
@@ -337,9 +340,8 @@ async def test_a_download_goes_on_where_its_connection_broke(
     )
     await asyncio.to_thread(story)
     assert asked == [None, "bytes=200000-", "bytes=400000-", "bytes=600000-"]
-    assert (
-        sum(told) == api.storage.run_dir(run.id).checkpoints.archive(manifests[1].name).size_bytes
-    )
+    store = CheckpointStore(RunDir(api.storage, run.id))
+    assert sum(told) == store.archive(manifests[1].name).size_bytes
 
 
 async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetched_anew(

@@ -16,6 +16,8 @@ from blake3 import blake3
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 
 
@@ -27,7 +29,7 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 
 def save(api: ApiService, run_id: str, journal: Journal, step: int, **metrics: float) -> Manifest:
     """A checkpoint in storage, and its event."""
-    writer = api.storage.run_dir(run_id).checkpoints.begin(
+    writer = CheckpointStore(RunDir(api.storage, run_id)).begin(
         step, journal.submission, journal.attempt
     )
     for name, content in (("model.pt", b"weights" * 100_000), ("train_state.pt", b"state")):
@@ -153,7 +155,7 @@ async def test_an_archive_comes_in_parts(api: ApiService) -> None:
 async def test_an_archive_of_what_is_gone(api: ApiService) -> None:
     run_id, journal = await api.running()
     manifest = save(api, run_id, journal, 10)
-    api.storage.run_dir(run_id).checkpoints.delete(manifest.name)
+    CheckpointStore(RunDir(api.storage, run_id)).delete(manifest.name)
     assert code(await api.http.get(f"/v1/runs/{run_id}/checkpoints/10/archive")) == (
         404,
         "not_found",
@@ -216,7 +218,7 @@ async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) 
     run_id, journal = await api.running()
     for step in (10, 20, 30):
         save(api, run_id, journal, step)
-    store = api.storage.run_dir(run_id).checkpoints
+    store = CheckpointStore(RunDir(api.storage, run_id))
     async with api.http.stream("GET", f"/v1/runs/{run_id}/checkpoints/10/archive") as answer:
         blocks = answer.aiter_raw()
         first = await anext(blocks)
@@ -233,7 +235,7 @@ async def test_a_download_that_broke_off_can_go_on(api: ApiService) -> None:
     run_id, journal = await api.running()
     for step in (10, 20):
         save(api, run_id, journal, step)
-    store = api.storage.run_dir(run_id).checkpoints
+    store = CheckpointStore(RunDir(api.storage, run_id))
     path = f"/v1/runs/{run_id}/checkpoints/10/archive"
     whole = (await api.http.get(path)).content
     first = await api.http.get(path, headers={"Range": "bytes=0-999"})

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.wire.drills import Drill, DrillKind, DrillState
 from everstep.wire.events import EventKind
-from storage.run_dir import DrillOrder
+from storage.run_dir import DrillOrder, RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.api.test_api_runs import problem
 
@@ -102,7 +102,7 @@ async def test_a_drill_travels_to_the_driver_and_its_report_comes_back(api: ApiS
         DrillState.REQUESTED,
         None,
     )
-    order = api.storage.run_dir(run_id).drill_ordered(1)
+    order = RunDir(api.storage, run_id).drill_ordered(1)
     assert order == DrillOrder(drill.id, DrillKind.KILL_WORKER, 1, attempt=1)
     start(api, journal, run_id, drill)
     [begun] = await listed(api, run_id)
@@ -152,7 +152,7 @@ async def test_drills_are_off_unless_the_operator_says_so(tmp_path: Path) -> Non
         )
         assert "--drills" in found.detail and "EVERSTEP_DRILLS=1" in found.detail
         assert await listed(api, run_id) == []
-        assert api.storage.run_dir(run_id).drill_ordered(1) is None
+        assert RunDir(api.storage, run_id).drill_ordered(1) is None
 
 
 @pytest.mark.parametrize("role", ["viewer", "submitter"])

@@ -13,6 +13,7 @@ from everstep.text import words as cli_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
 
 LOST = {
@@ -50,7 +51,7 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 def log(
     api: ApiService, run_id: str, rank: int | None, *messages: str, submission: int = 1
 ) -> None:
-    with RankLogWriter(api.storage.run_dir(run_id), submission, 1, rank) as writer:
+    with RankLogWriter(RunDir(api.storage, run_id), submission, 1, rank) as writer:
         writer.write([LogRecord(NOON + at, "INFO", message) for at, message in enumerate(messages)])
 
 

@@ -13,6 +13,7 @@ from everstep.wire import LogLine
 from service.api import log_views
 from storage.logs import rank_logs
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
 from tests.unit.service.api.test_api_events import Stream
 
@@ -27,7 +28,7 @@ class Ranks:
     """Ranks that log."""
 
     def __init__(self, api: ApiService, run_id: str) -> None:
-        self.run_dir = api.storage.run_dir(run_id)
+        self.run_dir = RunDir(api.storage, run_id)
 
     def log(
         self, attempt: int, rank: int | None, *lines: tuple[float, str], submission: int = 1

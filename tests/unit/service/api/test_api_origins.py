@@ -11,6 +11,8 @@ import pytest
 
 from everstep.wire.events import EventKind
 from service.control_files.kept_checkpoints import KeptSteps
+from storage.checkpoints.store import CheckpointStore
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal, spec
 from tests.unit.service.api.test_api_checkpoints import save
 
@@ -88,7 +90,7 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
     await api.http.post(f"/v1/runs/{run_id}/checkpoints/20/verify")
     assert "is corrupt" in (await faults(api, fork(run_id, 20)))["resume_from.step"]
     # and the journal has not told yet
-    api.storage.run_dir(run_id).checkpoints.delete("step-000000025.s001.a001")
+    CheckpointStore(RunDir(api.storage, run_id)).delete("step-000000025.s001.a001")
     assert "just deleted" in (await faults(api, fork(run_id, 25)))["resume_from.step"]
 
 
@@ -146,9 +148,9 @@ async def test_the_same_request_again_is_the_same_run_also_when_its_origin_is_go
 async def test_the_checkpoint_is_held_until_the_fork_has_its_own(api: ApiService) -> None:
     run_id, journal = await parent_run(api)
     child = (await api.http.post("/v1/runs", json=fork(run_id, 10))).json()["id"]
-    run_dir, kept = api.storage.run_dir(run_id), KeptSteps(api.storage, api.runs.checkpoints)
+    run_dir, kept = RunDir(api.storage, run_id), KeptSteps(api.storage, api.runs.checkpoints)
     assert run_dir.kept_steps() == {10}
-    assert [name[5:14] for name in run_dir.checkpoints.retain(1, None)] == ["000000020"]
+    assert [name[5:14] for name in CheckpointStore(run_dir).retain(1, None)] == ["000000020"]
     api.apply(
         run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)]
     )
@@ -173,9 +175,9 @@ async def test_the_checkpoint_is_held_until_the_fork_has_its_own(api: ApiService
 
 async def test_a_service_that_starts_lets_go_of_what_nobody_waits_for(api: ApiService) -> None:
     run_id, _ = await parent_run(api)
-    api.storage.run_dir(run_id).keep_steps({10, 20})  # for a request that was never recorded
+    RunDir(api.storage, run_id).keep_steps({10, 20})  # for a request that was never recorded
     KeptSteps(api.storage, api.runs.checkpoints).publish()
-    assert api.storage.run_dir(run_id).kept_steps() == frozenset()
+    assert RunDir(api.storage, run_id).kept_steps() == frozenset()
 
 
 async def test_a_fork_s_account_says_where_it_begins(api: ApiService) -> None:

@@ -18,6 +18,7 @@ from everstep.wire import Problem, Run
 from everstep.wire.events import EventKind
 from service.api.kept_answers import KeptAnswers
 from service.model.rows import RunHead
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
 
 
@@ -427,7 +428,7 @@ async def test_deleting_removes_directory_and_history(either: ApiService, tmp_pa
     run_id = await either.create()
     problem(await either.http.delete(f"/v1/runs/{run_id}"), 409, "invalid_transition")
     directory = tmp_path / "storage" / "runs" / run_id
-    either.storage.run_dir(run_id).write_spec(RunSpec.model_validate(spec()))
+    RunDir(either.storage, run_id).write_spec(RunSpec.model_validate(spec()))
     assert directory.is_dir()
     await either.http.post(f"/v1/runs/{run_id}/cancel")
     answer = await either.http.delete(f"/v1/runs/{run_id}")

@@ -13,7 +13,7 @@ import pytest
 from everstep import Client, Conflict, InvalidSpec, NotFound
 from everstep.wire.events import EventKind
 from everstep.wire.profiles import Profile, ProfileState
-from storage.run_dir import ProfileOrder
+from storage.run_dir import ProfileOrder, RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.unit.everstep.cli.test_cli import everstep
 
@@ -37,7 +37,7 @@ async def listed(api: ApiService, run_id: str) -> list[Profile]:
 async def asked(api: ApiService, run_id: str) -> Profile:
     """The profile that a client in another thread asks for, once its order is on its way."""
     async with asyncio.timeout(60):
-        while api.storage.run_dir(run_id).profile_ordered(1) is None:  # noqa: ASYNC110  it comes from a thread
+        while RunDir(api.storage, run_id).profile_ordered(1) is None:  # noqa: ASYNC110  it comes from a thread
             await asyncio.sleep(0.01)
     return (await listed(api, run_id))[0]
 
@@ -45,7 +45,7 @@ async def asked(api: ApiService, run_id: str) -> Profile:
 def record(api: ApiService, run_id: str, journal: Journal, profile_id: str) -> None:
     """The rank records three steps from step 12 on, and keeps its trace."""
     named = {"id": profile_id, "rank": 1}
-    run_dir = api.storage.run_dir(run_id)
+    run_dir = RunDir(api.storage, run_id)
     run_dir.files.write(run_dir.trace_path(profile_id), b"\x1f\x8b the trace")
     told = {**named, "steps": 3, "step_s": 0.01, "size_bytes": 12, "all_reduces": ALL_REDUCES}
     api.apply(
@@ -67,7 +67,7 @@ async def test_the_command_waits_shows_all_reduces_and_fetches_the_trace(
     )
     profile = await asked(api, run_id)
     assert (profile.state, profile.rank, profile.steps) == (ProfileState.REQUESTED, 1, 3)
-    assert api.storage.run_dir(run_id).profile_ordered(1) == ProfileOrder(
+    assert RunDir(api.storage, run_id).profile_ordered(1) == ProfileOrder(
         profile.id, 1, 3, attempt=1
     )
     record(api, run_id, journal, profile.id)

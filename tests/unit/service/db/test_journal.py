@@ -23,6 +23,7 @@ from service.reconciler.facts import TailFact
 from service.reconciler.tail import JournalTail
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, Journal, ManualClock, spec
 
 
@@ -328,7 +329,7 @@ def test_words_and_names_that_no_column_can_hold_stop_no_journal(
             exception="OSError: bad file \udce9\x00.jpg",
         ),
     ]
-    with JournalWriter(storage.run_dir(run.id), 1) as writer:
+    with JournalWriter(RunDir(storage, run.id), 1) as writer:
         writer.append([*started, *odd, journal.steps(4)])
     run, fact = JournalTail(storage, stores.events).drain(run)
     assert (fact, run.step) == (TailFact.DRAINED, 4)
@@ -345,7 +346,7 @@ def test_a_journal_that_cannot_be_applied_holds_up_no_other(
 ) -> None:
     storage = open_storage(str(tmp_path))
     run = stores.submitted()
-    with JournalWriter(storage.run_dir(run.id), 1) as writer:
+    with JournalWriter(RunDir(storage, run.id), 1) as writer:
         writer.append(Journal(1).start())
 
     def fail(*_: object) -> None:

@@ -20,6 +20,7 @@ from everstep.wire.team import Quotas
 from service.db.engine import Database
 from service.db.lease import LEASE_S, LeaseLost
 from service.db.runs import RunStore
+from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 from tests.support.postgres_server import PostgresServer
 from tests.support.reconciler_world import World, world
@@ -34,14 +35,14 @@ async def test_a_quota_becomes_the_driver_s_limit(here: World) -> None:
     run = here.create(project="vision", scaling={"min_workers": 1, "max_workers": 8})
     await here.reconciler.tick()
     assert here.get(run.id).workers_limit == 2
-    run_dir = here.storage.run_dir(run.id)
+    run_dir = RunDir(here.storage, run.id)
     assert (run_dir.workers_limit(), run_dir.read_spec().scaling.max_workers) == (2, 8)
     free = here.create()
     here.projects.put("vision", Quotas())
     await here.reconciler.tick()
     assert (
         here.get(free.id).workers_limit is None
-        and here.storage.run_dir(free.id).workers_limit() is None
+        and RunDir(here.storage, free.id).workers_limit() is None
     )
 
 
@@ -57,7 +58,7 @@ async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeR
         urgent.id,
     )
     await here.reconciler.tick()
-    assert here.storage.run_dir(low.id).stop_requested(1) == "pause"
+    assert RunDir(here.storage, low.id).stop_requested(1) == "pause"
     stopped = {
         "outcome": "stopped",
         "reason": {"code": "paused_by_user", "message": "stopped as asked: pause"},
@@ -85,7 +86,7 @@ async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(
     ray.nodes.append(ray.node("n2", {"CPU": 1.0}))
     low = here.create(scaling={"min_workers": 1, "max_workers": 3}, priority=-1)
     await here.reconciler.tick()
-    run_dir, started = here.storage.run_dir(low.id), EventKind.ATTEMPT_STARTED
+    run_dir, started = RunDir(here.storage, low.id), EventKind.ATTEMPT_STARTED
     here.write(low.id, 1, (started, {"world_size": 3, "workers": []}))
     urgent = here.create(scaling={"min_workers": 2, "max_workers": 2})
     await here.reconciler.tick()

@@ -74,7 +74,7 @@ async def test_a_queued_run_becomes_one_job(here: World, ray: FakeRay) -> None:
         "everstep": page,
     }
     assert not {"runtime_env", "entrypoint_num_cpus", "entrypoint_resources"} & job.keys()
-    assert here.storage.run_dir(run.id).read_spec().name == "a"
+    assert RunDir(here.storage, run.id).read_spec().name == "a"
     row = here.get(run.id)
     assert (row.status, row.submission, row.ray_job_id) == (RunStatus.STARTING, 1, job_id)
 
@@ -358,7 +358,7 @@ async def test_cancel_reaches_the_driver_and_then_ray(here: World, ray: FakeRay)
     await here.reconciler.tick()
     here.runs.request_stop(run.id, "cancel")
     await here.reconciler.tick()
-    assert here.storage.run_dir(run.id).stop_requested(1) == "cancel"
+    assert RunDir(here.storage, run.id).stop_requested(1) == "cancel"
     assert ray.stopped == []
     here.now += STOP_GRACE_S["cancel"] + 1
     for _ in range(2):
@@ -413,7 +413,7 @@ async def test_a_deadline_is_the_driver_s_to_keep_and_the_service_s_when_it_does
 ) -> None:
     run = here.create(recovery={"deadline_s": 60})
     await here.reconciler.tick()
-    assert here.storage.run_dir(run.id).deadline() == pytest.approx(run.created_at + 60)
+    assert RunDir(here.storage, run.id).deadline() == pytest.approx(run.created_at + 60)
     here.now += 61
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.STARTING and ray.stopped == []

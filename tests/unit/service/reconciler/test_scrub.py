@@ -14,6 +14,8 @@ from service.control_files.kept_checkpoints import KeptSteps
 from service.reconciler import scrub as scrub_module
 from service.reconciler.background import Background
 from service.reconciler.scrub import Pace, Scrubber, ScrubRule, ScrubStopped
+from storage.checkpoints.store import CheckpointStore
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService
 from tests.unit.service.api.test_api_checkpoints import save
 
@@ -34,15 +36,15 @@ def scrubber(api: ApiService, rule: ScrubRule | None = None) -> Scrubber:
 
 
 def damage(api: ApiService, run_id: str, name: str) -> None:
-    (Path(api.storage.run_dir(run_id).checkpoints.path(name)) / "train_state.pt").write_bytes(
+    (Path(CheckpointStore(RunDir(api.storage, run_id)).path(name)) / "train_state.pt").write_bytes(
         b"stat!"
     )
 
 
 def leavings(api: ApiService, run_id: str) -> list[str]:
     """Directories that are no checkpoints."""
-    run_dir = api.storage.run_dir(run_id)
-    committed = {manifest.name for manifest in run_dir.checkpoints.list()}
+    run_dir = RunDir(api.storage, run_id)
+    committed = {manifest.name for manifest in CheckpointStore(run_dir).list()}
     return [
         entry.name
         for entry in run_dir.files.list(run_dir.checkpoints_path())
@@ -87,9 +89,10 @@ async def test_damage_becomes_an_event_a_failure_and_a_figure(api: ApiService) -
     assert (await api.get(f"/v1/runs/{run_id}"))["latest_checkpoint"]["step"] == sound.step
     published = KeptSteps(api.storage, api.runs.checkpoints)
     published.publish()
-    run_dir = api.storage.run_dir(run_id)
+    run_dir = RunDir(api.storage, run_id)
+    store = CheckpointStore(run_dir)
     assert run_dir.kept().corrupt == {bad.name}, "its ranks hear of it"
-    assert run_dir.checkpoints.retain(1, None) == [] and run_dir.checkpoints.list() == [sound, bad]
+    assert store.retain(1, None) == [] and store.list() == [sound, bad]
     states = {
         item["step"]: item["state"]
         for item in (await api.get(f"/v1/runs/{run_id}/checkpoints"))["items"]
@@ -110,7 +113,7 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
     )
     num_events = len(api.events.after(run_id, 0, 100))
     damage(api, run_id, bad.name)
-    api.storage.run_dir(run_id).checkpoints.delete(gone.name)
+    CheckpointStore(RunDir(api.storage, run_id)).delete(gone.name)
     api.clock.now += DAY_S
     scrubbing = scrubber(api)
     for _ in range(2):
@@ -126,7 +129,7 @@ async def test_a_run_that_ended_is_scrubbed_too_and_its_history_stays_closed(
 async def test_what_retention_just_deleted_is_not_damage(api: ApiService) -> None:
     run_id, journal = await api.running()
     name = save(api, run_id, journal, 10).name
-    api.storage.run_dir(run_id).checkpoints.delete(name)
+    CheckpointStore(RunDir(api.storage, run_id)).delete(name)
     api.clock.now += DAY_S
     await scrubber(api).work()
     assert api.events.checkpoint_checks(run_id) == {}
@@ -139,7 +142,7 @@ async def test_leavings_of_a_run_are_collected_some_time_after_its_end(api: ApiS
     api.apply(
         run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30)]
     )
-    store = api.storage.run_dir(run_id).checkpoints
+    store = CheckpointStore(RunDir(api.storage, run_id))
     writer = store.begin(20, 1, 1)
     await scrubbing.work()
     [leaving] = leavings(api, run_id)

@@ -20,7 +20,9 @@ from everstep.wire.events import EventKind
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.tables import runs as runs_table
+from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, Journal, spec
 from tests.support.web_browser import Browser, status_of
 from tests.unit.service.api.test_api_checkpoints import save
@@ -231,10 +233,10 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
     assert (await browser.send(path, f"{path}/profiles", rank="1", steps="0")).status_code == 422
     asked = await browser.send(path, f"{path}/profiles", rank="1", steps="2")
     assert (asked.status_code, asked.headers["location"]) == (303, f"{path}#times-title")
-    order = api.storage.run_dir(run_id).profile_ordered(1)
+    order = RunDir(api.storage, run_id).profile_ordered(1)
     assert order is not None and (order.rank, order.steps) == (1, 2)
     assert "asked for…" in await browser.page(path)
-    run_dir = api.storage.run_dir(run_id)
+    run_dir = RunDir(api.storage, run_id)
     run_dir.files.write(run_dir.trace_path(order.id), b"trace")
     done = {
         "id": order.id,
@@ -260,7 +262,7 @@ async def test_checkpoints_are_downloaded_and_verified(api: ApiService, browser:
         archive.headers["content-type"] == "application/x-tar"
         and manifest.name in archive.headers["content-disposition"]
     )
-    api.storage.run_dir(run_id).checkpoints.verify(manifest.name)
+    CheckpointStore(RunDir(api.storage, run_id)).verify(manifest.name)
     answer = await browser.send(path, f"{path}/10/verify")
     assert answer.headers["location"] == f"{path}#step-10"
     assert "not yet" not in await browser.page(path)
@@ -329,7 +331,7 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
     path = f"/runs/{run_id}/logs"
     assert "No lines yet" in await browser.page(path)
     for rank in (0, 1):
-        with RankLogWriter(api.storage.run_dir(run_id), 1, 1, rank) as writer:
+        with RankLogWriter(RunDir(api.storage, run_id), 1, 1, rank) as writer:
             writer.write(
                 [
                     LogRecord(NOON + index, "info", f"rank {rank} says {index:04d}")
@@ -423,7 +425,7 @@ async def test_nothing_that_users_wrote_is_markup(api: ApiService, browser: Brow
             journal.event(EventKind.WAITING, code="waiting_for_capacity", message=HOSTILE),
         ],
     )
-    with RankLogWriter(api.storage.run_dir(run_id), 1, 1, 0) as writer:
+    with RankLogWriter(RunDir(api.storage, run_id), 1, 1, 0) as writer:
         writer.write([LogRecord(NOON, f"x {HOSTILE}", HOSTILE)])
     other = await api.create(tags={"t": HOSTILE})
     api.runs.set_reason(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
 from storage.process_nonce import process_nonce
 from storage.run_dir import RunDir
@@ -54,6 +55,7 @@ def test_a_manifest_of_a_newer_version_is_said_to_be_one(local_dir: RunDir) -> N
 
 def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
     """Its manifest has SHA-256 of files, and its name no attempt."""
+    store = CheckpointStore(local_dir)
     manifest, old_name = save(local_dir, 50), "step-000000050.s001"
     raw = json.loads(manifest.to_bytes())
     del raw["digest"], raw["writer"]
@@ -70,10 +72,10 @@ def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
     assert local_dir.files.set_aside(
         local_dir.checkpoints_path(manifest.name), local_dir.checkpoints_path(old_name)
     )
-    local_dir.checkpoints.verify(old_name)
+    store.verify(old_name)
     overwrite(local_dir, old_name, "model.pt", b"weightz 50")
     with pytest.raises(CorruptCheckpoint, match="sha256"):
-        local_dir.checkpoints.verify(old_name)
+        store.verify(old_name)
 
 
 def test_a_file_has_one_digest() -> None:
@@ -106,6 +108,7 @@ def test_a_manifest_s_digest_covers_every_field(local_dir: RunDir) -> None:
 
 
 def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) -> None:
+    store = CheckpointStore(run_dir)
     files = {
         "model.pt": b"m" * 1_500_000,
         "deep/er/state.pt": b"s" * 513,
@@ -114,7 +117,7 @@ def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) 
     }
     manifest = save(run_dir, 50, files=files)
     archive = tmp_path / "checkpoint.tar"
-    archive.write_bytes(b"".join(run_dir.checkpoints.archive(manifest.name).stream()))
+    archive.write_bytes(b"".join(store.archive(manifest.name).stream()))
     with tarfile.open(archive, "r:") as tar:
         assert tar.getnames()[0] == MANIFEST
         for name, data in {**files, MANIFEST: manifest.to_bytes()}.items():
@@ -131,19 +134,20 @@ def test_the_archive_unpacks_to_what_was_saved(run_dir: RunDir, tmp_path: Path) 
         MANIFEST,
     }
     with pytest.raises(StorageNotFound):
-        run_dir.checkpoints.archive("step-000000051.s001.a001")
+        store.archive("step-000000051.s001.a001")
 
 
 def test_large_files_stream_in_constant_memory(local_dir: RunDir) -> None:
+    store = CheckpointStore(local_dir)
     chunk = bytes(1 << 20)
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with store.begin(50, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             for _ in range(64):
                 file.write(chunk)
         writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     tracemalloc.start()
-    local_dir.checkpoints.verify(writer.name)
-    total = sum(len(block) for block in local_dir.checkpoints.archive(writer.name).stream())
+    store.verify(writer.name)
+    total = sum(len(block) for block in store.archive(writer.name).stream())
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert total > 64 << 20
@@ -151,10 +155,11 @@ def test_large_files_stream_in_constant_memory(local_dir: RunDir) -> None:
 
 
 def test_a_deleted_checkpoint_is_missing_not_corrupt(local_dir: RunDir) -> None:
+    store = CheckpointStore(local_dir)
     manifest = save(local_dir, 50)
-    archive = local_dir.checkpoints.archive(manifest.name).stream()
+    archive = store.archive(manifest.name).stream()
     next(archive)
-    local_dir.checkpoints.delete(manifest.name)
+    store.delete(manifest.name)
     with pytest.raises(StorageNotFound):
         list(archive)
 
@@ -163,7 +168,7 @@ def test_any_part_of_an_archive_is_what_the_whole_holds_there(local_dir: RunDir)
     manifest = save(
         local_dir, 50, files={"model.pt": bytes(range(256)) * 9000, "empty": b"", "x": b"x" * 513}
     )
-    archive = local_dir.checkpoints.archive(manifest.name)
+    archive = CheckpointStore(local_dir).archive(manifest.name)
     whole = b"".join(archive.stream())
     assert len(whole) == archive.size_bytes
     places = sorted({0, 1, 511, 512, 1500, 1 << 20, len(whole) - 1025, len(whole) - 1, len(whole)})
@@ -177,7 +182,7 @@ def test_a_part_that_holds_a_damaged_file_whole_breaks_off_and_a_short_file_alwa
     local_dir: RunDir,
 ) -> None:
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 5000, "z.pt": b"z" * 3000})
-    archive = local_dir.checkpoints.archive(manifest.name)
+    archive = CheckpointStore(local_dir).archive(manifest.name)
     overwrite(local_dir, manifest.name, "z.pt", b"z" * 2999 + b"!")
     with pytest.raises(CorruptCheckpoint, match="blake3"):
         list(archive.stream(6000))

@@ -23,13 +23,14 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 
 def test_a_committed_checkpoint_is_never_overwritten(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     manifest = save(run_dir, 50)
     with pytest.raises(CheckpointExists) as caught:
-        run_dir.checkpoints.begin(50, 1, 1)
+        store.begin(50, 1, 1)
     assert caught.value.name == manifest.name
-    assert run_dir.checkpoints.newest_valid() == (manifest, [])
+    assert store.newest_valid() == (manifest, [])
     save(run_dir, 50, submission=2)
-    assert [found.submission for found in run_dir.checkpoints.list()] == [1, 2]
+    assert [found.submission for found in store.list()] == [1, 2]
 
 
 def test_a_corrupt_checkpoint_is_replaced(run_dir: RunDir) -> None:
@@ -37,11 +38,11 @@ def test_a_corrupt_checkpoint_is_replaced(run_dir: RunDir) -> None:
     for relpath in CHECKPOINT_FILES:
         overwrite(run_dir, name, relpath, b"bad")
         manifest = save(run_dir, 50)
-        assert run_dir.checkpoints.newest_valid() == (manifest, [])
+        assert CheckpointStore(run_dir).newest_valid() == (manifest, [])
 
 
 def test_leavings_are_replaced(run_dir: RunDir) -> None:
-    dead = run_dir.checkpoints.begin(50, 1, 1)
+    dead = CheckpointStore(run_dir).begin(50, 1, 1)
     with dead.write_file("old.pt") as file:
         file.write(b"old")
     manifest = save(run_dir, 50)
@@ -51,10 +52,11 @@ def test_leavings_are_replaced(run_dir: RunDir) -> None:
 
 
 def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
-    slow = run_dir.checkpoints.begin(50, 1, 1)
+    store = CheckpointStore(run_dir)
+    slow = store.begin(50, 1, 1)
     with slow.write_file("model.pt") as file:
         file.write(b"slow")
-    new = run_dir.checkpoints.begin(50, 1, 1)
+    new = store.begin(50, 1, 1)
     with new.write_file("model.pt") as file:
         file.write(b"new")
     facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
@@ -64,17 +66,18 @@ def test_a_writer_that_was_replaced_cannot_commit(run_dir: RunDir) -> None:
         slow.commit(**facts)  # type: ignore[arg-type]
     slow.abort()
     new.commit(**facts)  # type: ignore[arg-type]
-    assert run_dir.checkpoints.read_file(new.name, "model.pt") == b"new"
+    assert store.read_file(new.name, "model.pt") == b"new"
     slow.abort()
     new.abort()
-    run_dir.checkpoints.verify(new.name)
+    store.verify(new.name)
 
 
 def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(
     local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking for a manifest and clearing the directory, the older writer commits."""
-    slow = local_dir.checkpoints.begin(50, 1, 1)
+    store = CheckpointStore(local_dir)
+    slow = store.begin(50, 1, 1)
     with slow.write_file("model.pt") as file:
         file.write(b"slow")
     set_aside = LocalFiles.set_aside
@@ -86,8 +89,8 @@ def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(
 
     monkeypatch.setattr(LocalFiles, "set_aside", commit_first)
     with pytest.raises(CheckpointExists):
-        local_dir.checkpoints.begin(50, 1, 1)
-    newest, rejected = local_dir.checkpoints.newest_valid()
+        store.begin(50, 1, 1)
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.name == slow.name
     assert rejected == []
 
@@ -95,7 +98,7 @@ def test_a_slow_writer_that_commits_at_the_last_moment_is_kept(
 def test_an_exception_while_writing_leaves_nothing(run_dir: RunDir) -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        run_dir.checkpoints.begin(50, 1, 1) as writer,
+        CheckpointStore(run_dir).begin(50, 1, 1) as writer,
         writer.write_file("model.pt") as file,
     ):
         file.write(b"half")
@@ -116,15 +119,16 @@ def test_an_exception_while_writing_leaves_nothing(run_dir: RunDir) -> None:
 def test_a_file_that_was_not_written_whole_is_not_committed(
     local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = CheckpointStore(local_dir)
     facts = {"epoch": 0, "parent": None, "world_size": 1, "sample_digest": None, "metrics": {}}
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with store.begin(50, 1, 1) as writer:
         with pytest.raises(InvalidStorage, match="no file"):
             writer.commit(**facts)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError), writer.write_file("a.pt") as file:
             _ = 1 / 0
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
             writer.commit(**facts)  # type: ignore[arg-type]
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with store.begin(50, 1, 1) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(
                 "os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -133,7 +137,7 @@ def test_a_file_that_was_not_written_whole_is_not_committed(
                 file.write(b"x")
         with pytest.raises(InvalidStorage, match=r"a\.pt"):
             writer.commit(**facts)  # type: ignore[arg-type]
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with store.begin(50, 1, 1) as writer:
         file = writer.write_file("still_open.pt")
         with pytest.raises(InvalidStorage, match="still_open"):
             writer.commit(**facts)  # type: ignore[arg-type]
@@ -143,12 +147,13 @@ def test_a_file_that_was_not_written_whole_is_not_committed(
 def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(
     local_dir: RunDir,
 ) -> None:
+    store = CheckpointStore(local_dir)
     told: list[int] = []
     small, large = (
         [bytes([number % 256]) * 700 for number in range(2000)],
         bytes(range(256)) * 20_000,
     )
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with store.begin(50, 1, 1) as writer:
         with writer.write_file("a.pt", lambda: told.append(file.tell())) as file:
             for piece in small:
                 file.write(piece)
@@ -156,7 +161,7 @@ def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(
             file.write(large)
         manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
     assert len(told) == 3
-    assert local_dir.checkpoints.read_file(manifest.name, "a.pt") == b"".join(small) + large
+    assert store.read_file(manifest.name, "a.pt") == b"".join(small) + large
 
 
 def test_after_a_failed_write_the_storage_is_left_alone(
@@ -170,7 +175,7 @@ def test_after_a_failed_write_the_storage_is_left_alone(
         raise OSError(28, "No space left on device")
 
     block = bytes(2 << 20)
-    with local_dir.checkpoints.begin(50, 1, 1) as writer:
+    with CheckpointStore(local_dir).begin(50, 1, 1) as writer:
         with monkeypatch.context() as patch:
             patch.setattr("os.write", full)
             with writer.write_file("a.pt") as file:
@@ -199,19 +204,20 @@ def test_after_a_failed_write_the_storage_is_left_alone(
     ],
 )
 def test_paths_that_a_checkpoint_may_not_hold(local_dir: RunDir, relpath: str) -> None:
-    with local_dir.checkpoints.begin(50, 1, 1) as writer, pytest.raises(InvalidStorage):
+    with CheckpointStore(local_dir).begin(50, 1, 1) as writer, pytest.raises(InvalidStorage):
         writer.write_file(relpath)
 
 
 def test_metrics_that_are_not_finite_do_not_stop_a_commit(run_dir: RunDir) -> None:
     manifest = save(run_dir, 50, metrics={"loss": float("nan"), "accuracy": 1, "top": float("inf")})
     assert manifest.metrics == {"accuracy": 1.0}
-    assert run_dir.checkpoints.list() == [manifest]
+    assert CheckpointStore(run_dir).list() == [manifest]
 
 
 def test_deleting_takes_the_manifest_first(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = CheckpointStore(run_dir)
     name = save(run_dir, 50).name
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -220,10 +226,10 @@ def test_deleting_takes_the_manifest_first(
             lambda self, relpath: (_ for _ in ()).throw(StorageUnavailable("gone")),
         )
         with pytest.raises(StorageUnavailable):
-            run_dir.checkpoints.delete(name)
-    assert run_dir.checkpoints.list() == []
-    run_dir.checkpoints.delete(name)
-    run_dir.checkpoints.delete(name)
+            store.delete(name)
+    assert store.list() == []
+    store.delete(name)
+    store.delete(name)
     assert [
         entry for entry in run_dir.files.list(f"runs/run_a/checkpoints/{name}") if not entry.is_dir
     ] == []
@@ -252,7 +258,7 @@ def test_saving_while_another_thread_lists(local_dir: RunDir) -> None:
     try:
         for step in range(1, 40):
             save(local_dir, step)
-            local_dir.checkpoints.retain(2, None)
+            CheckpointStore(local_dir).retain(2, None)
     finally:
         stopping.set()
         thread.join()

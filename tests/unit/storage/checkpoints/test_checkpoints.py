@@ -23,7 +23,7 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 
 def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     assert (store.list(), store.lineage(), store.newest_valid()) == ([], [], (None, []))
     first = save(run_dir, 50)
     second = save(
@@ -49,7 +49,7 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
 
 
 def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     seen: list[tuple[str, int]] = []
     save(
         run_dir,
@@ -66,7 +66,7 @@ def test_nothing_is_a_checkpoint_before_its_manifest(run_dir: RunDir) -> None:
 
 def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
     data = bytes(range(256)) * 5000
-    with run_dir.checkpoints.begin(1, 1, 1) as writer:
+    with CheckpointStore(run_dir).begin(1, 1, 1) as writer:
         with writer.write_file("a.bin") as file:
             for start in range(0, len(data), 777):
                 assert file.write(memoryview(data)[start : start + 777]) == len(
@@ -80,15 +80,14 @@ def test_digests_are_those_of_the_bytes(run_dir: RunDir) -> None:
 
 
 def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     import torch
 
-    with run_dir.checkpoints.begin(1, 1, 1) as writer:
+    with store.begin(1, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             torch.save({"weight": torch.arange(100_000.0)}, file)
         writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
-    state = run_dir.checkpoints.load_file(
-        writer.name, "model.pt", partial(torch.load, weights_only=True)
-    )
+    state = store.load_file(writer.name, "model.pt", partial(torch.load, weights_only=True))
     assert torch.equal(state["weight"], torch.arange(100_000.0))
 
 
@@ -98,7 +97,7 @@ def test_torch_saves_into_it_and_loads_from_it(run_dir: RunDir) -> None:
 @pytest.mark.parametrize("relpath", CHECKPOINT_FILES)
 def test_every_byte_of_every_file_is_watched(local_dir: RunDir, relpath: str) -> None:
     """Flip each byte in turn, one of its bits at a time."""
-    store = local_dir.checkpoints
+    store = CheckpointStore(local_dir)
     save(local_dir, 50)
     name = save(local_dir, 100).name
     path = Path(store.path(name)) / relpath
@@ -117,7 +116,7 @@ def test_every_byte_of_every_file_is_watched(local_dir: RunDir, relpath: str) ->
 @pytest.mark.parametrize("relpath", CHECKPOINT_FILES)
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "emptied", "grown", "removed"])
 def test_damage_is_named_and_restore_falls_back(run_dir: RunDir, relpath: str, damage: str) -> None:
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     sound = save(run_dir, 50)
     name = save(run_dir, 100).name
     data = original(run_dir, name, relpath)
@@ -163,7 +162,7 @@ def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
     names = [save(run_dir, step).name for step in (50, 100)]
     for name in names:
         overwrite(run_dir, name, "model.pt", b"bad")
-    newest, rejected = run_dir.checkpoints.newest_valid()
+    newest, rejected = CheckpointStore(run_dir).newest_valid()
     assert newest is None
     assert [one.name for one in rejected] == [names[1], names[0]]
 
@@ -171,20 +170,22 @@ def test_no_checkpoint_is_left_when_all_are_damaged(run_dir: RunDir) -> None:
 def test_a_checkpoint_copied_elsewhere_is_not_one(
     local_dir: RunDir, local_storage: Storage
 ) -> None:
-    store = local_dir.checkpoints
+    store = CheckpointStore(local_dir)
     name = save(local_dir, 50).name
     shutil.copytree(store.path(name), store.path("step-000000999.s001.a001"))
-    other = local_storage.run_dir("run_b")
-    shutil.copytree(store.path(name), other.checkpoints.path(name))
+    other = RunDir(local_storage, "run_b")
+    checkpoints = CheckpointStore(other)
+    shutil.copytree(store.path(name), checkpoints.path(name))
     assert [manifest.name for manifest in store.list()] == [name]
     assert [one.name for one in store.newest_valid()[1]] == ["step-000000999.s001.a001"]
-    assert other.checkpoints.list() == []
+    assert checkpoints.list() == []
 
 
 def test_trouble_of_the_storage_is_not_damage(
     local_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network that is away must not send a run back; a sector that cannot be read must."""
+    store = CheckpointStore(local_dir)
     save(local_dir, 50)
     name = save(local_dir, 100).name
     real_open = builtins.open
@@ -199,31 +200,32 @@ def test_trouble_of_the_storage_is_not_damage(
 
     failing(110)
     with pytest.raises(StorageUnavailable):
-        local_dir.checkpoints.newest_valid()
+        store.newest_valid()
     failing(5)
-    newest, rejected = local_dir.checkpoints.newest_valid()
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 50
     assert rejected[0].name == name
 
 
 def test_verifying_tells_every_block_and_can_be_broken_off(local_dir: RunDir) -> None:
+    store = CheckpointStore(local_dir)
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 2_500_000, "state": b"s" * 100})
     told: list[int] = []
-    local_dir.checkpoints.verify(manifest.name, told.append)
+    store.verify(manifest.name, told.append)
     assert sum(told) == manifest.size_bytes and max(told) <= 1 << 20
 
     def stop(num_bytes: int) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        local_dir.checkpoints.verify(manifest.name, stop)
+        store.verify(manifest.name, stop)
 
 
 def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
     save(local_dir, 50)
     bad = save(local_dir, 100).name
     overwrite(local_dir, bad, "model.pt", b"weights 1000")
-    store = local_dir.checkpoints
+    store = CheckpointStore(local_dir)
     manifest, data, rejected = store.read_newest(
         lambda manifest: store.read_file(manifest.name, "model.pt")
     )
@@ -232,8 +234,9 @@ def test_a_restore_reads_a_checkpoint_once(local_dir: RunDir) -> None:
 
 
 def test_opening_a_store_touches_nothing(tmp_path: Path) -> None:
-    run_dir = open_storage(str(tmp_path / "nothing")).run_dir("run_a")
-    run_dir.checkpoints.list()
-    run_dir.checkpoints.retain(1, None)
+    run_dir = RunDir(open_storage(str(tmp_path / "nothing")), "run_a")
+    store = CheckpointStore(run_dir)
+    store.list()
+    store.retain(1, None)
     run_dir.submissions()
     assert not (tmp_path / "nothing").exists()

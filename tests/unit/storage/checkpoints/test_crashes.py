@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from storage.run_dir import RunDir
 from tests.support.storage_places import event, quick_directory, save
 
 ROOT = Path(__file__).parents[4]
@@ -86,8 +88,8 @@ def test_death_came_at_every_point_of_the_protocol(wreckage: tuple[str, Path]) -
 
 
 def _check_checkpoints(place: Path, claims: list[str]) -> None:
-    run_dir = open_storage(str(place)).run_dir("run_crash")
-    store = run_dir.checkpoints
+    run_dir = RunDir(open_storage(str(place)), "run_crash")
+    store = CheckpointStore(run_dir)
     listed = store.list()
     for manifest in listed:
         store.verify(manifest.name)
@@ -111,7 +113,7 @@ def _check_checkpoints(place: Path, claims: list[str]) -> None:
 
 
 def _check_journal(place: Path, claims: list[str]) -> None:
-    run_dir = open_storage(str(place)).run_dir("run_crash")
+    run_dir = RunDir(open_storage(str(place)), "run_crash")
     durable = max((int(claim.split()[1]) for claim in claims), default=0)
     before, cursor = read_journal(run_dir, 1)
     assert [found.n for found in before] == list(range(1, len(before) + 1)), place.name
@@ -142,6 +144,7 @@ def test_sigkill_within_a_save_keeps_the_checkpoint_before(tmp_path: Path, point
 import sys, time
 from pathlib import Path
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from storage.files.local import LocalFiles
 from tests.support.storage_places import save
 
@@ -150,7 +153,7 @@ def stop_at(reached):
         print("there", flush=True)
         time.sleep(60)
 
-run_dir = open_storage({str(tmp_path)!r}).run_dir("run_kill")
+run_dir = RunDir(open_storage({str(tmp_path)!r}), "run_kill")
 save(run_dir, 50)
 promote = LocalFiles.promote
 LocalFiles.promote = lambda *args: stop_at("before the manifest") or promote(*args)
@@ -165,7 +168,7 @@ save(run_dir, 100, between=stop_at)
         process.wait()
         if process.stdout:
             process.stdout.close()
-    store = open_storage(str(tmp_path)).run_dir("run_kill").checkpoints
+    store = CheckpointStore(RunDir(open_storage(str(tmp_path)), "run_kill"))
     begun = Path(store.path("step-000000100.s001.a001")).parent.glob(
         ".begun-step-000000100.s001.a001-*"
     )
@@ -200,10 +203,10 @@ def test_the_manifest_is_renamed_only_after_everything_is_on_the_medium(
     monkeypatch.setattr(
         os, "rename", lambda a, b: done.append(("rename", path_of(b))) or real_rename(a, b)
     )
-    run_dir = open_storage(str(tmp_path)).run_dir("run_order")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_order")
     save(run_dir, 50, files={"model.pt": b"m", "deep/state.pt": b"s"})
 
-    final = run_dir.checkpoints.path("step-000000050.s001.a001")
+    final = CheckpointStore(run_dir).path("step-000000050.s001.a001")
     [commit] = [
         number
         for number, (what, path) in enumerate(done)
@@ -236,15 +239,16 @@ def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:
     """A writer that is killed as it writes, five times over, while a reader follows."""
     script = f"""
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from storage.logs.journal import JournalWriter
 from tests.support.storage_places import event
-writer = JournalWriter(open_storage({str(tmp_path)!r}).run_dir("run_kill"), 1)
+writer = JournalWriter(RunDir(open_storage({str(tmp_path)!r}), "run_kill"), 1)
 print("open", flush=True)
 while True:
     first = writer.last_source_n("driver") + 1
     writer.append([event(n, text="x" * (n % 997)) for n in range(first, first + 20)])
 """
-    run_dir = open_storage(str(tmp_path)).run_dir("run_kill")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_kill")
     found: list[JournalEvent] = []
     cursor: str | None = None
     for _ in range(5):

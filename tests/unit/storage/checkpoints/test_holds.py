@@ -10,6 +10,7 @@ import pytest
 from storage.checkpoints import holds as holds_module
 from storage.checkpoints import store as checkpoints_module
 from storage.checkpoints.holds import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage
@@ -21,18 +22,19 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 
 @pytest.fixture
 def run_dir(any_storage: Storage) -> RunDir:
-    return any_storage.run_dir("run_a")
+    return RunDir(any_storage, "run_a")
 
 
 def test_a_held_checkpoint_stays_until_it_is_released(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     old, new = save(run_dir, 10), save(run_dir, 20)
     holds = [CheckpointHold(run_dir, old.name) for _ in range(2)]
     for hold in holds:
-        assert run_dir.checkpoints.retain(1, None) == []
-        run_dir.checkpoints.verify(old.name)
+        assert store.retain(1, None) == []
+        store.verify(old.name)
         hold.release()
-    assert run_dir.checkpoints.retain(1, None) == [old.name]
-    assert run_dir.checkpoints.list() == [new]
+    assert store.retain(1, None) == [old.name]
+    assert store.list() == [new]
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -600.0, 600.0, 7200.0])
@@ -60,13 +62,14 @@ def test_a_hold_ends_once_it_was_not_renewed_whatever_the_clocks_say(
 def test_a_clock_that_is_ahead_deletes_nothing_that_is_read(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = CheckpointStore(run_dir)
     old = save(run_dir, 10)
     save(run_dir, 20)
     hold = CheckpointHold(run_dir, old.name)
     real = holds_module.time.time
     monkeypatch.setattr(holds_module.time, "time", lambda: real() + 600.0)
-    assert run_dir.checkpoints.retain(1, None) == []
-    run_dir.checkpoints.verify(old.name)
+    assert store.retain(1, None) == []
+    store.verify(old.name)
     hold.release()
 
 
@@ -74,6 +77,7 @@ def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention has looked at the holds, and a reader finds the manifest before it goes."""
+    store = CheckpointStore(run_dir)
     old = save(run_dir, 10)
     save(run_dir, 20)
     looks: list[CheckpointHold] = []
@@ -85,8 +89,8 @@ def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(
         return found
 
     monkeypatch.setattr(checkpoints_module, "held_checkpoints", look_then_hold)
-    assert run_dir.checkpoints.retain(1, None) == []
-    run_dir.checkpoints.verify(old.name)
+    assert store.retain(1, None) == []
+    store.verify(old.name)
 
 
 def test_what_is_no_hold_holds_nothing(run_dir: RunDir) -> None:
@@ -99,7 +103,7 @@ def test_what_is_no_hold_holds_nothing(run_dir: RunDir) -> None:
 def test_a_full_disk_can_be_read_from(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     name = save(run_dir, 10).name
 
     def full(*_: Any) -> None:

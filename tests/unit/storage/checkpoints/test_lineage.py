@@ -43,6 +43,7 @@ def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple
 def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
     run_dir: RunDir,
 ) -> None:
+    store = CheckpointStore(run_dir)
     record_restored(run_dir, 1, 0, "fresh")
     save(run_dir, 50)
     save(run_dir, 100)
@@ -52,10 +53,10 @@ def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
     save(run_dir, 120, submission=2)
     save(run_dir, 200)
     assert lineage(run_dir) == [(50, 1), (100, 1), (120, 2)]
-    newest, rejected = run_dir.checkpoints.newest_valid()
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.name == "step-000000120.s002.a001"
     assert rejected == []
-    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 100, 120, 150, 200]
+    assert [manifest.step for manifest in store.list()] == [50, 100, 120, 150, 200]
 
 
 def test_attempts_that_never_trained_have_no_start(run_dir: RunDir) -> None:
@@ -91,7 +92,7 @@ def test_a_fresh_start_voids_everything_before_it(run_dir: RunDir) -> None:
     assert lineage(run_dir) == []
     save(run_dir, 100)
     assert lineage(run_dir) == []
-    assert run_dir.checkpoints.newest_valid() == (None, [])
+    assert CheckpointStore(run_dir).newest_valid() == (None, [])
     save(run_dir, 20, submission=2)
     assert lineage(run_dir) == [(20, 2)]
 
@@ -137,15 +138,16 @@ def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
 
 
 def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     save(run_dir, 50)
     bad = save(run_dir, 100)
     run_dir.files.write(f"runs/run_a/checkpoints/{bad.name}/model.pt", b"bad")
-    newest, rejected = run_dir.checkpoints.newest_valid(before_submission=2)
+    newest, rejected = store.newest_valid(before_submission=2)
     assert newest is not None and newest.step == 50
     assert [one.name for one in rejected] == [bad.name]
     record_restored(run_dir, 2, 50)
     save(run_dir, 75, submission=2)
-    newest, rejected = run_dir.checkpoints.newest_valid()
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 75
     assert rejected == [], "the corrupt one is no longer in the way"
 
@@ -328,8 +330,8 @@ def test_retention_keeps_what_it_must(
     skew_s: list[int],
 ) -> None:
     with quick_directory() as directory:
-        run_dir = open_storage(directory).run_dir("run_p")
-        store = run_dir.checkpoints
+        run_dir = RunDir(open_storage(directory), "run_p")
+        store = CheckpointStore(run_dir)
         place: dict[str, tuple[int, int]] = {}
         attempts: dict[int, tuple[int, int]] = {}
         for number, (step, submission) in enumerate(commits):
@@ -380,44 +382,47 @@ def test_retention_keeps_what_it_must(
 
 
 def test_retention_in_plain_words(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     names = [save(run_dir, step).name for step in (10, 20, 30, 40, 50)]
-    assert run_dir.checkpoints.retain(2, best=names[1]) == [names[0], names[2]]
-    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [
+    assert store.retain(2, best=names[1]) == [names[0], names[2]]
+    assert [manifest.name for manifest in store.list()] == [
         names[1],
         names[3],
         names[4],
     ]
-    assert run_dir.checkpoints.retain(0, best=None) == [names[1], names[3]]
-    assert run_dir.checkpoints.retain(0, best=None) == []
+    assert store.retain(0, best=None) == [names[1], names[3]]
+    assert store.retain(0, best=None) == []
 
 
 def test_retention_counts_what_is_there_now(run_dir: RunDir) -> None:
     """It knows manifests from before: one that is gone since must not count, and one that was
     written anew is another."""
+    store = CheckpointStore(run_dir)
     names = [save(run_dir, step).name for step in (10, 20, 30)]
-    assert run_dir.checkpoints.retain(3, best=None) == []
+    assert store.retain(3, best=None) == []
     run_dir.files.delete_file(f"runs/run_a/checkpoints/{names[1]}/{MANIFEST}")
     written = save(run_dir, 40)
-    assert run_dir.checkpoints.retain(3, None, None, written) == [], "three are left"
-    assert [manifest.name for manifest in run_dir.checkpoints.list()] == [
+    assert store.retain(3, None, None, written) == [], "three are left"
+    assert [manifest.name for manifest in store.list()] == [
         names[0],
         names[2],
         written.name,
     ]
     run_dir.files.write(f"runs/run_a/checkpoints/{names[2]}/model.pt", b"bad")
     again = save(run_dir, 30, attempt=2)
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0], names[2]], (
+    assert store.retain(1, best=None) == [names[0], names[2]], (
         "kept are the newest by commit, and by step"
     )
-    assert run_dir.checkpoints.list() == [again, written]
+    assert store.list() == [again, written]
 
 
 def test_a_sound_checkpoint_below_a_corrupt_one_is_kept(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     bad = save(run_dir, 100).name
     run_dir.files.write(f"runs/run_a/checkpoints/{bad}/model.pt", b"bad")
     sound = save(run_dir, 75, attempt=2)  # the attempt that fell back goes on below it
-    assert run_dir.checkpoints.retain(1, best=None) == []
-    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert store.retain(1, best=None) == []
+    newest, rejected = store.newest_valid()
     assert newest == sound
     assert [one.name for one in rejected] == [bad]
 
@@ -427,7 +432,7 @@ def test_what_a_restore_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunD
     bad = [save(run_dir, step).name for step in (60, 70)]
     for name in bad:
         run_dir.files.write(f"runs/run_a/checkpoints/{name}/model.pt", b"bad")
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     assert [one.name for one in store.newest_valid()[1]] == bad[::-1]
     first = save(run_dir, 55, attempt=2).name
     # two sound ones are kept, and the evidence as long as one of them is older
@@ -442,59 +447,62 @@ def test_a_clock_that_is_wrong_deletes_nothing_that_was_just_committed(
     run_dir: RunDir, skew_s: int
 ) -> None:
     """Rank 0 moves to a host whose clock is ten minutes off, and goes on."""
+    store = CheckpointStore(run_dir)
     for step in (10, 20, 30):
         save(run_dir, step, created_at=NOW + timedelta(seconds=step))
     for step in (40, 50, 60):
         written = save(run_dir, step, attempt=2, created_at=NOW + timedelta(seconds=step + skew_s))
-        assert written.name not in run_dir.checkpoints.retain(2, None, (1, 2), written)
-    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50, 60]
+        assert written.name not in store.retain(2, None, (1, 2), written)
+    assert [manifest.step for manifest in store.list()] == [50, 60]
 
 
 def test_what_was_just_written_is_kept_whatever_its_name_says(run_dir: RunDir) -> None:
     for step in (40, 50):
         save(run_dir, step, attempt=2)
     written = save(run_dir, 30, attempt=1)
-    assert run_dir.checkpoints.retain(1, None, None, written) == ["step-000000040.s001.a002"]
+    assert CheckpointStore(run_dir).retain(1, None, None, written) == ["step-000000040.s001.a002"]
 
 
 def test_what_the_service_found_to_be_corrupt_does_not_count_as_kept(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     names = [save(run_dir, step).name for step in (10, 20, 30)]
     run_dir.keep_steps((), corrupt=[names[2]])
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0]], (
-        "the newest sound one, and the evidence"
-    )
+    assert store.retain(1, best=None) == [names[0]], "the newest sound one, and the evidence"
     save(run_dir, 40)
-    assert run_dir.checkpoints.retain(1, best=None) == names[1:]
+    assert store.retain(1, best=None) == names[1:]
 
 
 def test_a_checkpoint_that_another_run_waits_for_is_kept(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     names = [save(run_dir, step).name for step in (10, 20, 30)]
     run_dir.keep_steps({10})
-    assert run_dir.checkpoints.retain(1, best=None) == [names[1]]
+    assert store.retain(1, best=None) == [names[1]]
     run_dir.keep_steps(())
-    assert run_dir.checkpoints.retain(1, best=None) == [names[0]]
+    assert store.retain(1, best=None) == [names[0]]
     run_dir.files.write("runs/run_a/control/kept.json", b"{}")
     save(run_dir, 40)
     with pytest.raises(CorruptFile, match="which steps to keep"):
-        run_dir.checkpoints.retain(1, best=None)
+        store.retain(1, best=None)
 
 
 def test_the_leavings_of_a_run_that_ended_are_collected(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     kept = save(run_dir, 10)
-    writer = run_dir.checkpoints.begin(20, 1, 1)
+    writer = store.begin(20, 1, 1)
     with writer.write_file("model.pt") as file:
         file.write(b"half")
-    [orphan] = run_dir.checkpoints.collect_orphans()
+    [orphan] = store.collect_orphans()
     assert orphan.startswith(f".begun-{writer.name}-" if run_dir.storage.is_local else writer.name)
-    assert run_dir.checkpoints.collect_orphans() == []
-    assert run_dir.checkpoints.list() == [kept]
+    assert store.collect_orphans() == []
+    assert store.list() == [kept]
     with pytest.raises(CheckpointReplaced):
         writer.write_file("train_state.pt")
 
 
 def test_an_older_submission_deletes_nothing(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir)
     for step in (10, 20, 30):
         save(run_dir, step)
     record_restored(run_dir, 2, 30)
-    assert run_dir.checkpoints.retain(1, None, (1, 1)) == []
-    assert len(run_dir.checkpoints.retain(1, None, (2, 1))) == 2
+    assert store.retain(1, None, (1, 1)) == []
+    assert len(store.retain(1, None, (2, 1))) == 2

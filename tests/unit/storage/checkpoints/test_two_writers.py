@@ -127,7 +127,7 @@ def local_place() -> Iterator[tuple[RunDir, Callable[[Pause, pytest.MonkeyPatch]
             patch.setattr(os, name, pause.wrap(getattr(os, name)))
 
     with quick_directory() as directory:
-        yield open_storage(directory).run_dir("run_a"), hold_up
+        yield RunDir(open_storage(directory), "run_a"), hold_up
 
 
 @contextmanager

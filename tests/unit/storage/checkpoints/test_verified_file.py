@@ -18,6 +18,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.checkpoints.verified_file import VerifiedFile
 from storage.errors import CorruptCheckpoint
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 
 LOAD = partial(torch.load, map_location="cpu", weights_only=True)
 STATE = {
@@ -30,7 +31,7 @@ STATE = {
 
 def committed(directory: Path, data: bytes) -> tuple[CheckpointStore, str, Path]:
     """A checkpoint with one file; its store, name, and the file's path."""
-    store = open_storage(str(directory)).run_dir("run_v").checkpoints
+    store = CheckpointStore(RunDir(open_storage(str(directory)), "run_v"))
     with store.begin(1, 1, 1) as writer:
         with writer.write_file("model.pt") as file:
             file.write(data)

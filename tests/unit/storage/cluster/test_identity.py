@@ -20,6 +20,7 @@ from service.db.runs import RunStore
 from service.db.storage_identity import StorageRecords
 from service.storage_identity.adoption import adopt_storage, storage_status
 from service.storage_identity.gate import StorageGate
+from storage.checkpoints.store import CheckpointStore
 from storage.cluster.identity import (
     EXIT_STORAGE,
     IDENTITY_FILE,
@@ -116,7 +117,7 @@ def test_a_lost_checkpoint_that_the_journal_names_is_left_to_the_restore(run_dir
     lost = save(run_dir, 500, 2)
     save(run_dir, 400, 2)
     journalled(run_dir, 2, EventKind.CHECKPOINT_COMMITTED, name=lost.name, step=500)
-    run_dir.checkpoints.delete(lost.name)
+    CheckpointStore(run_dir).delete(lost.name)
     check_known(run_dir, Known(journal=2, checkpoint=lost.name))
 
 
@@ -211,7 +212,7 @@ class TestReconciler:
         """A run that was paused with a checkpoint, as the issue's experiment has it."""
         run = here.create()
         await here.reconciler.tick()
-        name = save(here.storage.run_dir(run.id), 500).name
+        name = save(RunDir(here.storage, run.id), 500).name
         saved = {
             "step": 500,
             "epoch": 0,

@@ -49,7 +49,8 @@ import sys
 from storage.claims import claim_submission
 from storage.errors import AlreadyClaimed
 from storage.filesystem import open_storage
-run_dir = open_storage(sys.argv[1]).run_dir("run_a")
+from storage.run_dir import RunDir
+run_dir = RunDir(open_storage(sys.argv[1]), "run_a")
 print("ready", flush=True)
 sys.stdin.readline()
 number = 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from everstep.spec.run_spec import parse_spec
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import (
     CorruptFile,
     InvalidStorage,
@@ -97,23 +98,23 @@ def test_probe_without_permission(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_travels_between_processes(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     save(run_dir, 50)
     again: RunDir = pickle.loads(pickle.dumps(run_dir))
     assert again == run_dir
-    assert [manifest.step for manifest in pickle.loads(pickle.dumps(again.checkpoints)).list()] == [
-        50
-    ]
+    assert [
+        manifest.step for manifest in pickle.loads(pickle.dumps(CheckpointStore(again))).list()
+    ] == [50]
 
 
 def test_uris_of_a_run() -> None:
-    local = open_storage("/data").run_dir("run_a")
+    local = RunDir(open_storage("/data"), "run_a")
     assert (local.uri, local.local_path, local.parent_uri) == (
         "/data/runs/run_a",
         "/data/runs/run_a",
         "/data/runs",
     )
-    remote = open_storage("s3://bucket/deep/prefix/?region=eu-west-1").run_dir("run_a")
+    remote = RunDir(open_storage("s3://bucket/deep/prefix/?region=eu-west-1"), "run_a")
     assert (remote.uri, remote.local_path) == (
         "s3://bucket/deep/prefix/runs/run_a?region=eu-west-1",
         None,
@@ -123,11 +124,11 @@ def test_uris_of_a_run() -> None:
 @pytest.mark.parametrize("run_id", ["", "..", "a/b", ".hidden", "a\n", "x" * 200])
 def test_run_ids_cannot_leave_their_directory(run_id: str) -> None:
     with pytest.raises(InvalidStorage):
-        open_storage("/data").run_dir(run_id)
+        RunDir(open_storage("/data"), run_id)
 
 
 def test_spec(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     with pytest.raises(StorageNotFound):
         run_dir.read_spec()
     spec = parse_spec(SPEC)
@@ -139,7 +140,7 @@ def test_spec(any_storage: Storage) -> None:
 
 
 def test_stop_requests(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     assert run_dir.stop_requested(1) is None
     run_dir.request_stop(1, "pause")
     assert (run_dir.stop_requested(1), run_dir.stop_requested(2)) == ("pause", None)
@@ -150,7 +151,7 @@ def test_stop_requests(any_storage: Storage) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"stop": "explode"}'])
 def test_a_stop_request_that_is_none(local_storage: Storage, data: bytes) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     run_dir.files.write("runs/run_a/control/s001.stop.json", data)
     with pytest.raises(CorruptFile):
         run_dir.stop_requested(1)
@@ -159,7 +160,7 @@ def test_a_stop_request_that_is_none(local_storage: Storage, data: bytes) -> Non
 def test_submissions_and_deletion(any_storage: Storage) -> None:
     from storage.logs.journal import JournalWriter
 
-    run_dir, other = any_storage.run_dir("run_a"), any_storage.run_dir("run_ab")
+    run_dir, other = RunDir(any_storage, "run_a"), RunDir(any_storage, "run_ab")
     assert run_dir.submissions() == []
     for number in (1, 2, 1000):
         with JournalWriter(run_dir, number) as writer:
@@ -169,8 +170,8 @@ def test_submissions_and_deletion(any_storage: Storage) -> None:
     assert run_dir.submissions() == [1, 2, 1000]
     run_dir.delete()
     run_dir.delete()
-    assert (run_dir.submissions(), run_dir.checkpoints.list()) == ([], [])
-    assert len(other.checkpoints.list()) == 1
+    assert (run_dir.submissions(), CheckpointStore(run_dir).list()) == ([], [])
+    assert len(CheckpointStore(other).list()) == 1
 
 
 def test_checkpoint_names() -> None:
@@ -262,7 +263,7 @@ def test_a_directory_is_deleted_although_somebody_deletes_in_it_too(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two calls for one run, or a reader that gives back what it held."""
-    files = local_storage.run_dir("run_a").files
+    files = RunDir(local_storage, "run_a").files
     for name in ("a", "b", "c"):
         files.write(f"runs/run_a/{name}", b"x")
     unlink = os.unlink

@@ -101,7 +101,7 @@ def local(run_dir: RunDir, relpath: str) -> Path:
 def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(
     local_storage: Storage, put: Callable[[Path], None]
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     put(local(run_dir, "events/s001.jsonl"))
     assert isinstance(in_time(lambda: read_journal(run_dir, 1)), NotRegularFile)
     assert in_time(lambda: journal_stamp(run_dir, 1)) is None
@@ -129,7 +129,7 @@ def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_it(
 def test_a_checkpoint_with_something_else_in_a_files_place_is_damaged_and_the_older_one_is_used(
     local_storage: Storage, put: Callable[[Path], None]
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     older, newer, newest = (save(run_dir, step) for step in (1, 2, 3))
     [relpath] = list(newer.files)[:1]
     put(local(run_dir, f"checkpoints/{newer.name}/{relpath}"))
@@ -146,7 +146,7 @@ def test_a_checkpoint_with_something_else_in_a_files_place_is_damaged_and_the_ol
 
 
 def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> None:
-    mine, theirs = local_storage.run_dir("run_a"), local_storage.run_dir("run_b")
+    mine, theirs = RunDir(local_storage, "run_a"), RunDir(local_storage, "run_b")
     save(theirs, 7)
     with JournalWriter(theirs, 1) as writer:
         writer.append([event(1)])
@@ -172,14 +172,14 @@ def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> No
         ("control/s001.stop.json", lambda run_dir: run_dir.stop_requested(1)),
         (
             "checkpoints/step-000000001.s001/manifest.json",
-            lambda run_dir: run_dir.checkpoints.manifest("step-000000001.s001"),
+            lambda run_dir: CheckpointStore(run_dir).manifest("step-000000001.s001"),
         ),
     ],
 )
 def test_a_sparse_file_is_refused_before_it_is_read(
     local_storage: Storage, relpath: str, look: Callable[[RunDir], object]
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     sparse(local(run_dir, relpath), 800 << 20)
     tracemalloc.start()
     try:
@@ -210,7 +210,7 @@ def test_a_line_without_an_end_costs_no_more_than_the_longest_line(
 ) -> None:
     """Copying what was read of it for every block made the work quadratic: 43 s and 446 MiB for 200
     MiB."""
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1 + n) for n in range(behind)])
     path = local(run_dir, "events/s001.jsonl")
@@ -232,7 +232,7 @@ def test_a_long_line_is_read_with_work_that_grows_with_its_length(
 ) -> None:
     """Eight times the line takes about eight times as long; quadratic reading took sixty times as
     long."""
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1 << 10)
     took_s = []
     for number, kib in ((1, 512), (2, 4096)):
@@ -254,7 +254,7 @@ def test_a_journal_of_long_events_comes_in_pieces(
     monkeypatch.setattr(journal, "_BATCH_BYTES", 5_000)
     monkeypatch.setattr(append_log, "_BATCH_BYTES", 2_000)
     monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1_000)
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(n, text="y" * 1_000) for n in range(1, 21)])
     first, cursor = read_journal(run_dir, 1)
@@ -274,7 +274,7 @@ def test_an_event_that_no_reader_would_take_is_cut_as_it_is_written(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "MAX_LINE_BYTES", 50_000)
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append(
             [event(1, text="z" * 100_000, step=5), event(2, many=list(range(100_000))), event(3)]
@@ -287,7 +287,7 @@ def test_an_event_that_no_reader_would_take_is_cut_as_it_is_written(
 def test_what_is_nested_too_deeply_is_damage(local_storage: Storage) -> None:
     """Python's parser raises RecursionError, which no reader expects; and what it takes, an
     answer's encoder may not."""
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     for depth in (100, 200_000):
         deep = b"[" * depth + b"]" * depth
         path = local(run_dir, "control/deadline.json")
@@ -329,8 +329,8 @@ def test_a_manifest_that_names_other_files_is_no_manifest(
     local_storage: Storage, name: str
 ) -> None:
     """Its digest is right: whoever writes the file writes that, too."""
-    run_dir = local_storage.run_dir("run_a")
-    local_storage.run_dir("run_other").files.write("runs/run_other/spec.json", b"{}")
+    run_dir = RunDir(local_storage, "run_a")
+    RunDir(local_storage, "run_other").files.write("runs/run_other/spec.json", b"{}")
     manifest = save(run_dir, 1)
     path = local(run_dir, f"checkpoints/{manifest.name}/manifest.json")
     raw = json.loads(path.read_bytes())
@@ -354,7 +354,7 @@ def test_a_manifest_that_names_other_files_is_no_manifest(
 
 
 def test_a_manifest_has_no_more_bytes_than_its_limit(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     manifest = save(run_dir, 1)
     path = local(run_dir, f"checkpoints/{manifest.name}/manifest.json")
     path.write_bytes(path.read_bytes() + b" " * MAX_MANIFEST_BYTES)

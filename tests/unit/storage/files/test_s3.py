@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from storage.checkpoints.store import CheckpointStore
 from storage.claims import claim_submission
 from storage.errors import InvalidStorage, LogTakenOver, StorageError, StorageNotFound
 from storage.files.conditional_puts import S3ConditionalPuts
@@ -18,6 +19,7 @@ from storage.filesystem import Storage, open_storage
 from storage.logs.journal import JournalWriter, read_journal
 from storage.logs.rank_logs import LogRecord, RankLogWriter, read_rank_logs
 from storage.make_bucket import main as make_bucket
+from storage.run_dir import RunDir
 from tests.support.storage_places import BUCKET, event, save
 
 pytest_plugins = ["tests.support.storage_fixtures"]
@@ -48,7 +50,7 @@ def requests(caplog: pytest.LogCaptureFixture) -> Requests:
 def test_reading_a_journal_asks_for_the_next_name_and_never_lists(
     s3_storage: Storage, requests: Requests
 ) -> None:
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         for n in range(1, 4):
             writer.append([event(n)])
@@ -70,7 +72,7 @@ def test_reading_a_journal_asks_for_the_next_name_and_never_lists(
 def test_following_a_log_lists_directories_never_segments(
     s3_storage: Storage, requests: Requests
 ) -> None:
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
     with RankLogWriter(run_dir, 1, 1, 0) as writer:
         for n in range(5):
             writer.write([LogRecord(float(n), "INFO", str(n))])
@@ -83,17 +85,18 @@ def test_following_a_log_lists_directories_never_segments(
 
 
 def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> None:
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
+    store = CheckpointStore(run_dir)
     save(run_dir, 50)
     with (
         pytest.raises(ZeroDivisionError),
-        run_dir.checkpoints.begin(100, 1, 1) as writer,
+        store.begin(100, 1, 1) as writer,
         writer.write_file("model.pt") as file,
     ):
         file.write(bytes(12 << 20))
         _ = 1 / 0
-    assert [manifest.step for manifest in run_dir.checkpoints.list()] == [50]
-    newest, rejected = run_dir.checkpoints.newest_valid()
+    assert [manifest.step for manifest in store.list()] == [50]
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 50
     assert rejected == []
 
@@ -101,7 +104,7 @@ def test_an_upload_that_is_given_up_is_no_checkpoint(s3_storage: Storage) -> Non
 def test_of_two_writers_of_one_log_one_hears_that_it_has_written(s3_storage: Storage) -> None:
     """Both have looked, and nothing was there. The other one's lines stay, and its own are written
     behind them."""
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
     one, other = JournalWriter(run_dir, 1), JournalWriter(run_dir, 1)
     one.append([event(1, source="one")])
     with pytest.raises(LogTakenOver):
@@ -153,31 +156,33 @@ def test_a_store_that_ignores_the_condition_is_refused(
     ):
         s3_storage.probe()
     with pytest.raises(InvalidStorage, match="use a store that honours it, or a filesystem"):
-        claim_submission(s3_storage.run_dir("run_a"), 1)
+        claim_submission(RunDir(s3_storage, "run_a"), 1)
     monkeypatch.undo()
     s3_storage.probe()
-    claim_submission(s3_storage.run_dir("run_a"), 1)
+    claim_submission(RunDir(s3_storage, "run_a"), 1)
 
 
 def test_a_large_file_goes_up_in_parts(s3_storage: Storage) -> None:
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
+    store = CheckpointStore(run_dir)
     data = bytes(range(256)) * (100 << 10)
     manifest = save(run_dir, 50, files={"model.pt": data})
-    run_dir.checkpoints.verify(manifest.name)
-    assert run_dir.checkpoints.read_file(manifest.name, "model.pt") == data
+    store.verify(manifest.name)
+    assert store.read_file(manifest.name, "model.pt") == data
 
 
 def test_retention_asks_once_for_each_checkpoint(s3_storage: Storage, requests: Requests) -> None:
-    run_dir = s3_storage.run_dir("run_a")
+    run_dir = RunDir(s3_storage, "run_a")
+    store = CheckpointStore(run_dir)
     for step in (10, 20, 30):
         written = save(run_dir, step)
         requests.take()
-        assert run_dir.checkpoints.retain(3, None, (1, 1), written) == []
+        assert store.retain(3, None, (1, 1), written) == []
     asked = [request for request in requests.take() if request.endswith("manifest.json")]
     assert len(asked) == len(set(asked)) == 3 and all(
         request.startswith("HEAD") for request in asked
     ), asked
-    fresh = s3_storage.run_dir("run_a").checkpoints
+    fresh = CheckpointStore(RunDir(s3_storage, "run_a"))
     assert fresh.retain(3, None, (1, 1)) == []
     read = [
         request

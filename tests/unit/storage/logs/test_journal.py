@@ -41,7 +41,7 @@ def drain(
 
 
 def test_events_come_back_as_they_went_in(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     assert read_journal(run_dir, 1) == ([], "0:0:0")
     sent = JournalEvent(
         kind=EventKind.RESTORED,
@@ -65,7 +65,7 @@ def test_events_come_back_as_they_went_in(any_storage: Storage) -> None:
 
 
 def test_text_that_cannot_be_sent_on_comes_written_out(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1, **{"text": "a\x00\ud800", "n\udce9": [1]})])
     assert read_journal(run_dir, 1)[0][0].data == {"text": "a\\x00\\ud800", "n\\udce9": [1]}
@@ -74,7 +74,7 @@ def test_text_that_cannot_be_sent_on_comes_written_out(local_storage: Storage) -
 def test_what_json_cannot_say(local_storage: Storage) -> None:
     import numpy
 
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append(
             [
@@ -94,7 +94,7 @@ def test_what_json_cannot_say(local_storage: Storage) -> None:
 
 
 def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1), event(2), event(1, source="controller")])
         writer.append([event(2), event(3)])
@@ -117,7 +117,7 @@ def test_an_event_sent_again_is_written_once(any_storage: Storage) -> None:
 
 
 def test_a_torn_line_is_never_read_and_is_cut_off(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1)])
     path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
@@ -131,7 +131,7 @@ def test_a_torn_line_is_never_read_and_is_cut_off(local_storage: Storage) -> Non
 
 
 def test_a_last_line_that_a_crash_spoilt_is_cut_off(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1)])
     path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
@@ -151,7 +151,7 @@ def test_a_line_that_is_written_over_while_it_is_read(
 ) -> None:
     """The reader has half of a torn line when a new writer cuts it off and writes another in its
     place."""
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1)])
     _, cursor = read_journal(run_dir, 1)
@@ -183,7 +183,7 @@ def test_a_line_that_is_written_over_while_it_is_read(
 
 
 def test_a_reader_ahead_of_a_log_that_a_crash_shortened_goes_on(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(n, text="long " * 50) for n in range(1, 6)])
     _, cursor = drain(run_dir)
@@ -197,7 +197,7 @@ def test_a_reader_ahead_of_a_log_that_a_crash_shortened_goes_on(local_storage: S
 
 
 def test_two_writers_do_not_mix(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     old = JournalWriter(run_dir, 1)
     old.append([event(1)])
     new = JournalWriter(run_dir, 1)
@@ -213,7 +213,7 @@ def test_two_writers_do_not_mix(any_storage: Storage) -> None:
 def test_a_full_disk_loses_and_doubles_nothing(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     batch = [event(n) for n in range(1, 6)]
     with JournalWriter(run_dir, 1) as writer, monkeypatch.context() as patch:
         real_write = append_log.write_all
@@ -234,7 +234,7 @@ def test_a_full_disk_loses_and_doubles_nothing(
 def test_opening_a_long_journal_reads_its_end_only(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1, source="early")])
         for first in range(1, 2001, 100):
@@ -297,7 +297,7 @@ def test_a_segment_that_is_not_as_it_was_written() -> None:
 @pytest.mark.parametrize("cursor", ["", "x", "1:2", "1:2:3:4", "1:-2:3", "٣:0:0"])
 def test_foreign_cursors_are_refused(local_storage: Storage, cursor: str) -> None:
     with pytest.raises(InvalidStorage, match="start again"):
-        read_journal(local_storage.run_dir("run_a"), 1, cursor)
+        read_journal(RunDir(local_storage, "run_a"), 1, cursor)
 
 
 def test_a_line_longer_than_a_block(local_storage: Storage) -> None:
@@ -337,7 +337,7 @@ def test_appending_a_batch_takes_a_few_milliseconds(
         for step in range(10)
     ]
     durations: list[float] = []
-    with JournalWriter(local_storage.run_dir("run_a"), 1) as writer:
+    with JournalWriter(RunDir(local_storage, "run_a"), 1) as writer:
         for first in range(1, 1001, 20):
             started = time.thread_time()
             writer.append(
@@ -488,7 +488,7 @@ def test_a_reader_sees_each_event_exactly_once_in_order(
         run_dir, objects = (
             memory_run_dir()
             if where == "objects"
-            else (open_storage(directory).run_dir("run_p"), None)
+            else (RunDir(open_storage(directory), "run_p"), None)
         )
         trial = Trial(run_dir, objects)
         for operation, *arguments in operations:
@@ -510,7 +510,7 @@ def test_a_reader_sees_each_event_exactly_once_in_order(
 
 def test_lines_are_one_json_object_each(local_storage: Storage) -> None:
     """Anything else that reads the run's directory can rely on the documented fields."""
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(1, step=3)])
     line = Path(run_dir.files.path("runs/run_a/events/s001.jsonl")).read_text().splitlines()[0]

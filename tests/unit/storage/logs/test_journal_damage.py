@@ -72,7 +72,7 @@ def test_a_line_with_its_checksum_is_json_that_says_the_same(line: bytes) -> Non
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_no_byte_can_be_changed_into_another_event(place: float, byte: int) -> None:
     with quick_directory() as directory:
-        run_dir = open_storage(directory).run_dir("run_d")
+        run_dir = RunDir(open_storage(directory), "run_d")
         write(
             run_dir,
             [
@@ -232,7 +232,7 @@ async def test_the_service_reads_on_and_says_what_is_lost(here: World, ray: Fake
         (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10}),
         first=4,
     )
-    path = journal_file(here.storage.run_dir(run.id))
+    path = journal_file(RunDir(here.storage, run.id))
     flip(path, 1)
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.SUCCEEDED

@@ -33,7 +33,7 @@ def messages(lines: list[LoggedLine]) -> list[str]:
 
 
 def test_lines_are_merged_by_attempt_then_time(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     assert read_rank_logs(run_dir) == ([], {})
     write(run_dir, 1, 1, 0, (1.0, "a1r0t1"), (3.0, "a1r0t3"))
     write(run_dir, 1, 1, 1, (2.0, "a1r1t2"), (9.0, "a1r1t9"))
@@ -60,7 +60,7 @@ def test_lines_are_merged_by_attempt_then_time(any_storage: Storage) -> None:
 
 
 def test_a_reader_follows_in_small_bites(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     with RankLogWriter(run_dir, 1, 1, 0) as first, RankLogWriter(run_dir, 1, 1, 1) as second:
         first.write([LogRecord(float(n), "INFO", f"first {n}") for n in range(0, 10, 2)])
         second.write([LogRecord(float(n), "INFO", f"second {n}") for n in range(1, 10, 2)])
@@ -76,7 +76,7 @@ def test_a_reader_follows_in_small_bites(any_storage: Storage) -> None:
 
 
 def test_a_line_that_is_torn_waits(local_storage: Storage) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     write(run_dir, 1, 1, 0, (1.0, "whole"))
     path = Path(run_dir.files.path("runs/run_a/logs/s001-a001/rank-0.jsonl"))
     with path.open("ab") as file:
@@ -95,7 +95,7 @@ def test_a_line_that_is_torn_waits(local_storage: Storage) -> None:
 def test_the_writer_goes_on_after_a_full_disk(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = local_storage.run_dir("run_a")
+    run_dir = RunDir(local_storage, "run_a")
     with RankLogWriter(run_dir, 1, 1, 0) as writer:
         with monkeypatch.context() as patch:
 
@@ -125,7 +125,7 @@ def test_every_line_is_read_once_and_in_its_rank_s_order(
 ) -> None:
     with quick_directory() as directory:
         run_dir = (
-            memory_run_dir()[0] if where == "objects" else open_storage(directory).run_dir("run_p")
+            memory_run_dir()[0] if where == "objects" else RunDir(open_storage(directory), "run_p")
         )
         written: list[tuple[tuple[int, int, int | None], int]] = []
         found: list[LoggedLine] = []
@@ -168,7 +168,7 @@ def test_every_line_is_read_once_and_in_its_rank_s_order(
 
 
 def test_a_line_that_is_no_utf_8_can_be_sent_on(any_storage: Storage) -> None:
-    run_dir = any_storage.run_dir("run_a")
+    run_dir = RunDir(any_storage, "run_a")
     write(run_dir, 1, 1, 0, (1.0, "skipping \udce9.jpg"), (2.0, "é \\ud83d 😀"))
     found = messages(read_rank_logs(run_dir)[0])
     assert found == ["skipping \\udce9.jpg", "é \\ud83d 😀"] and all(

@@ -12,6 +12,7 @@ from everstep.spec.run_spec import CheckpointSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter
+from storage.run_dir import RunDir
 from train_fn.checkpoints.cadence import (
     ASSUMED_MTBF_S,
     ObservedFailures,
@@ -119,7 +120,7 @@ def test_auto_saves_early_for_a_price_then_by_it_and_tells_only_news() -> None:
 
 
 def test_failures_are_observed_in_the_journals_of_all_submissions(tmp_path: Path) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_f")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_f")
 
     def tell(submission: int, *entries: tuple[float, EventKind, dict[str, Any]]) -> None:
         with JournalWriter(run_dir, submission) as journal:

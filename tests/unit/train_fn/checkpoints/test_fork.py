@@ -16,6 +16,7 @@ from torch import nn
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -95,14 +96,14 @@ def run(run_dir: RunDir, wanted: RunSpec, *, submission: int = 1) -> Journal:
 def trained() -> Iterator[str]:
     """Storage with a run of 18 steps and checkpoints of steps 4, 8, 12, 16 and 18."""
     with quick_directory() as directory:
-        run(open_storage(directory).run_dir("run_parent"), spec())
+        run(RunDir(open_storage(directory), "run_parent"), spec())
         yield directory
 
 
 @pytest.fixture
 def parent(trained: str, storage: Storage) -> RunDir:
     """A copy of that run."""
-    run_dir = storage.run_dir("run_parent")
+    run_dir = RunDir(storage, "run_parent")
     assert run_dir.local_path is not None
     shutil.copytree(f"{trained}/runs/run_parent", run_dir.local_path)
     return run_dir
@@ -110,7 +111,7 @@ def parent(trained: str, storage: Storage) -> RunDir:
 
 @pytest.fixture
 def child(parent: RunDir) -> RunDir:
-    return parent.storage.run_dir("run_child")
+    return RunDir(parent.storage, "run_child")
 
 
 def fork_of(parent: RunDir, step: int | str = FORK_STEP, **fields: Any) -> RunSpec:
@@ -118,19 +119,19 @@ def fork_of(parent: RunDir, step: int | str = FORK_STEP, **fields: Any) -> RunSp
 
 
 def checkpoint(run_dir: RunDir, step: int) -> Manifest:
-    [found] = [manifest for manifest in run_dir.checkpoints.list() if manifest.step == step]
+    [found] = [manifest for manifest in CheckpointStore(run_dir).list() if manifest.step == step]
     return found
 
 
 def load(run_dir: RunDir, manifest: Manifest, file: str) -> Any:
     return torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(manifest.name, file)), weights_only=True
+        io.BytesIO(CheckpointStore(run_dir).read_file(manifest.name, file)), weights_only=True
     )
 
 
 def final_state(run_dir: RunDir) -> dict[str, Any]:
     """Everything but clocks and names."""
-    manifest = run_dir.checkpoints.list()[-1]
+    manifest = CheckpointStore(run_dir).list()[-1]
     files = {
         name: load(run_dir, manifest, name)
         for name in ("model.pt", "model_ema.pt", "train_state.pt")
@@ -187,7 +188,7 @@ def test_a_fork_goes_on_bit_for_bit_where_its_parent_s_checkpoint_ends(
         epoch["duplicates"],
         epoch["missing"],
     ) == (1, 90, 90, 0, 0)
-    first = child.checkpoints.list()[0]
+    first = CheckpointStore(child).list()[0]
     assert (first.step, first.parent) == (FORK_STEP, f"run_parent/{name}")
 
 
@@ -211,20 +212,21 @@ def test_what_the_spec_says_anew_holds(parent: RunDir, child: RunDir) -> None:
     journal = run(child, wanted)
     assert {point["values"]["lr"] for point in journal.points} == {0.5}
     assert max(point["step"] for point in journal.points) == 3 * STEPS_PER_EPOCH
-    groups = load(child, child.checkpoints.list()[-1], "train_state.pt")["optimizer"][
+    groups = load(child, CheckpointStore(child).list()[-1], "train_state.pt")["optimizer"][
         "param_groups"
     ]
     assert {group["betas"] for group in groups} == {(0.8, 0.999)}
 
 
 def test_an_average_that_the_parent_did_not_keep_begins_at_its_weights(storage: Storage) -> None:
-    parent, child = storage.run_dir("run_parent"), storage.run_dir("run_child")
+    parent, child = RunDir(storage, "run_parent"), RunDir(storage, "run_child")
     run(parent, spec(train={"ema_decay": None, "max_steps": 8}))
     run(child, fork_of(parent, 8, train={"max_steps": 9}))
-    first = child.checkpoints.list()[0]
+    first = CheckpointStore(child).list()[0]
     assert first.step == 8
     assert_same(
-        load(child, first, "model_ema.pt"), load(parent, parent.checkpoints.list()[-1], "model.pt")
+        load(child, first, "model_ema.pt"),
+        load(parent, CheckpointStore(parent).list()[-1], "model.pt"),
     )
 
 
@@ -241,10 +243,10 @@ def test_the_parent_s_best_does_not_count_but_what_was_measured_where_the_run_be
         ),
     )
     assert (
-        load(child, child.checkpoints.list()[0], "train_state.pt")["best"]["checkpoint"]
+        load(child, CheckpointStore(child).list()[0], "train_state.pt")["best"]["checkpoint"]
         == "step-000000018.s001.a001"
     )
-    other = parent.storage.run_dir("run_other")
+    other = RunDir(parent.storage, "run_other")
     run(
         other,
         fork_of(
@@ -254,15 +256,15 @@ def test_the_parent_s_best_does_not_count_but_what_was_measured_where_the_run_be
             checkpoint={"best_metric": "loss", "best_mode": "min"},
         ),
     )
-    assert load(other, other.checkpoints.list()[0], "train_state.pt")["best"] is None
+    assert load(other, CheckpointStore(other).list()[0], "train_state.pt")["best"] is None
 
 
 @pytest.mark.parametrize(("which", "step"), [("latest", 18), ("best", 8)])
 def test_latest_and_best_without_a_service(storage: Storage, which: str, step: int) -> None:
-    parent = storage.run_dir("run_parent")
+    parent = RunDir(storage, "run_parent")
     parent.write_spec(spec(checkpoint={"best_metric": "accuracy"}))
     for at, accuracy in ((4, 0.5), (8, 0.9), (18, 0.7)):
-        with parent.checkpoints.begin(at, 1, 1) as writer:
+        with CheckpointStore(parent).begin(at, 1, 1) as writer:
             with writer.write_file("model.pt") as file:
                 file.write(b"x")
             writer.commit(
@@ -284,7 +286,7 @@ def test_latest_and_best_without_a_service(storage: Storage, which: str, step: i
 
 def spoil(run_dir: RunDir, step: int, file: str) -> str:
     name = checkpoint(run_dir, step).name
-    path = Path(run_dir.checkpoints.path(name)) / file
+    path = Path(CheckpointStore(run_dir).path(name)) / file
     path.write_bytes(path.read_bytes()[:-1])
     return name
 
@@ -292,7 +294,7 @@ def spoil(run_dir: RunDir, step: int, file: str) -> str:
 def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_before(
     storage: Storage,
 ) -> None:
-    run_dir = storage.run_dir("run_a")
+    run_dir = RunDir(storage, "run_a")
     run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 8}))
     name = spoil(run_dir, 8, "model.safetensors")
     journal = run(run_dir, spec(train={"max_steps": 8}), submission=2)
@@ -302,7 +304,7 @@ def test_damage_to_any_file_of_the_newest_checkpoint_sends_a_run_to_the_one_befo
         restored["step"],
         [bad["name"] for bad in restored["rejected"]],
     ) == ("checkpoint", 4, [name])
-    assert [(each.step, each.submission) for each in run_dir.checkpoints.list()][-1] == (8, 2)
+    assert [(each.step, each.submission) for each in CheckpointStore(run_dir).list()][-1] == (8, 2)
 
 
 def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(
@@ -322,7 +324,7 @@ def refusal(run_dir: RunDir, wanted: RunSpec) -> str:
     with pytest.raises(StepFailed) as caught:
         run(run_dir, wanted)
     assert caught.value.type_name == "ForkRefused"
-    assert run_dir.checkpoints.list() == []
+    assert CheckpointStore(run_dir).list() == []
     return caught.value.message
 
 
@@ -348,7 +350,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused_and_not_replaced_by_an_older
     parent: RunDir, child: RunDir
 ) -> None:
     name = checkpoint(parent, FORK_STEP).name
-    path = Path(parent.checkpoints.path(name)) / "model.pt"
+    path = Path(CheckpointStore(parent).path(name)) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
     message = refusal(child, fork_of(parent))
     assert name in message and "model.pt" in message and "another step" in message
@@ -362,13 +364,12 @@ def test_a_damaged_or_missing_checkpoint_is_refused_and_not_replaced_by_an_older
 def test_safetensors_hold_the_same_weights(storage: Storage) -> None:
     from safetensors.torch import load as load_safetensors
 
-    run_dir = storage.run_dir("run_a")
+    run_dir = RunDir(storage, "run_a")
+    store = CheckpointStore(run_dir)
     run(run_dir, spec(checkpoint={"safetensors": True}, train={"max_steps": 4}))
-    manifest = run_dir.checkpoints.list()[-1]
+    manifest = store.list()[-1]
     for name in ("model", "model_ema"):
-        found = load_safetensors(
-            run_dir.checkpoints.read_file(manifest.name, f"{name}.safetensors")
-        )
+        found = load_safetensors(store.read_file(manifest.name, f"{name}.safetensors"))
         assert_same(found, load(run_dir, manifest, f"{name}.pt"))
 
 

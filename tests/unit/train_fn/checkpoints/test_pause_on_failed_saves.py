@@ -14,6 +14,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints import save_failures
 from train_fn.context import WorkerContext
@@ -44,7 +45,7 @@ def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
     ctx = dataclasses.replace(
         one_rank(
             RunSpec.model_validate(SPEC),
-            open_storage(str(place)).run_dir("run_paused"),
+            RunDir(open_storage(str(place)), "run_paused"),
             attempt=number,
         ),
         report_checkpoint=lambda name, metrics: reported.append(name),
@@ -85,4 +86,4 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     assert (restored["source"], restored["step"]) == expected
     assert not snapshot_store(ctx).directory.exists(), "of a run that is done nothing stays"
     assert reported[-1] == "step-000000160.s001.a002"
-    assert ctx.run_dir.checkpoints.list()[-1].step == 160
+    assert ctx.checkpoints.list()[-1].step == 160

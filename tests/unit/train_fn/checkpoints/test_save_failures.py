@@ -98,7 +98,7 @@ def test_training_goes_on_and_every_failure_is_told_until_a_save_succeeds(
     assert saver.stop is None, "the spec does not ask for a pause"
     storage.error = None
     train_until(saver, state, lambda: saver.newest_committed(0) > 0)
-    newest = ctx.run_dir.checkpoints.list()[-1]
+    newest = ctx.checkpoints.list()[-1]
     assert newest.step > failed[-1]["step"] and weight_in(ctx, newest.name) == newest.step
     assert copies.most_held == 1
     storage.error = StorageUnavailable("again")
@@ -149,7 +149,7 @@ def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(
     assert len(told(ctx)) >= 2
     storage.error = None
     saver.save_now()
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [0]
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [0]
     saver.close()
 
 
@@ -215,7 +215,7 @@ def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
     assert told(ctx)[0]["error"].startswith("StorageFull: cannot write"), (
         "the disk's own words, not those of torch.save"
     )
-    store = ctx.run_dir.checkpoints
+    store = ctx.checkpoints
     newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 10 and rejected == []
     (small_disk / "filler").unlink()
@@ -238,7 +238,7 @@ def test_a_disk_that_becomes_read_only_costs_no_step(small_disk: Path) -> None:
         told(ctx)[0]["error"].startswith("StorageDenied: cannot")
         and "Read-only file system" in told(ctx)[0]["error"]
     )
-    newest, rejected = ctx.run_dir.checkpoints.newest_valid()
+    newest, rejected = ctx.checkpoints.newest_valid()
     assert newest is not None and newest.step == 10 and rejected == []
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     train_until(saver, state, lambda: saver.newest_committed(10) > 10)
@@ -319,7 +319,7 @@ def test_a_server_that_fails_every_nth_request(
     server.every = None
     saver.save_now()
     saver.close()
-    store = ctx.run_dir.checkpoints
+    store = ctx.checkpoints
     for manifest in store.list():
         store.verify(manifest.name)
         assert weight_in(ctx, manifest.name) == manifest.step
@@ -368,5 +368,5 @@ def test_a_commit_whose_answer_is_lost_is_found_and_told(
     saver.save_now()
     assert [data["step"] for data in told(ctx)] == [0]
     assert [data["step"] for data in told(ctx, EventKind.CHECKPOINT_COMMITTED)] == [0]
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [0]
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [0]
     saver.close()

@@ -12,6 +12,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -89,7 +90,7 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 @pytest.fixture
 def run_dir() -> Iterator[RunDir]:
     with quick_directory() as directory:
-        yield open_storage(directory).run_dir("run_saved")
+        yield RunDir(open_storage(directory), "run_saved")
 
 
 def run(run_dir: RunDir, submission: int) -> dict[str, object]:
@@ -132,7 +133,7 @@ def test_every_checkpoint_is_the_state_after_its_step_and_a_resume_repeats_no_ot
     run_dir: RunDir, digests: dict[int, str]
 ) -> None:
     run(run_dir, 1)
-    store = run_dir.checkpoints
+    store = CheckpointStore(run_dir)
     written = store.list()
     assert (
         written[-1].step == STEPS == max(digests) and len(written) >= STEPS // SETTLED_EVERY_STEPS

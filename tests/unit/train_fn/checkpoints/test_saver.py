@@ -29,7 +29,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.checkpoints.writer import CheckpointFile
 from storage.claims import claim_attempt
 from storage.filesystem import open_storage
-from storage.run_dir import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.storage_places import quick_directory, record_restored, save
 from train_fn.checkpoints import saver as saver_module
@@ -61,7 +61,7 @@ def make_context(
             "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
         }
     )
-    return one_rank(spec, open_storage(uri or str(tmp_path)).run_dir("run_saver"), rank=rank)
+    return one_rank(spec, RunDir(open_storage(uri or str(tmp_path)), "run_saver"), rank=rank)
 
 
 def make_state() -> TrainState:
@@ -84,9 +84,7 @@ def advance(state: TrainState, step: int) -> None:
 
 
 def weight_in(ctx: WorkerContext, name: str) -> float:
-    model = torch.load(
-        io.BytesIO(ctx.run_dir.checkpoints.read_file(name, "model.pt")), weights_only=True
-    )
+    model = torch.load(io.BytesIO(ctx.checkpoints.read_file(name, "model.pt")), weights_only=True)
     return float(model["weight"][0, 0])
 
 
@@ -157,7 +155,7 @@ def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(
     assert train_step(saver, state, 50)
     saver.save_now()
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_COMMITTED) == [10, 35, 43, 50]
-    assert [weight_in(ctx, manifest.name) for manifest in ctx.run_dir.checkpoints.list()] == [
+    assert [weight_in(ctx, manifest.name) for manifest in ctx.checkpoints.list()] == [
         10,
         35,
         43,
@@ -183,7 +181,7 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
         "what was told is no news"
     )
     names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]
-    assert [manifest.parent for manifest in ctx.run_dir.checkpoints.list()] == [None, *names[:-1]]
+    assert [manifest.parent for manifest in ctx.checkpoints.list()] == [None, *names[:-1]]
     saver.close()
 
 
@@ -244,7 +242,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
         num_saved += due
     saver.save_now()
     saver.close()
-    committed = ctx.run_dir.checkpoints.list()
+    committed = ctx.checkpoints.list()
     assert 15 <= len(committed) <= num_saved + 1 < step, (
         "saves overlapped with steps, and were merged"
     )
@@ -252,7 +250,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
         "one copy of the state, in memory that is used again"
     )
     for manifest in committed:
-        read = functools.partial(ctx.run_dir.checkpoints.read_file, manifest.name)
+        read = functools.partial(ctx.checkpoints.read_file, manifest.name)
         saved = {
             **torch.load(io.BytesIO(read("train_state.pt"))),
             "model": torch.load(io.BytesIO(read("model.pt"))),
@@ -334,7 +332,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         state.best = Best("accuracy", float(step), step, "")
         saver.offer(due=due or step == 1, is_best=False)
     saver.close()
-    committed = ctx.run_dir.checkpoints.list()
+    committed = ctx.checkpoints.list()
     assert committed[0].step == 1 and 4 < len(committed) < step and copies.most_held == 1, (
         "saves overlapped with steps"
     )
@@ -395,7 +393,7 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
         if step == 20:
             state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001.a001")
         saver.save_now(is_best=step == 20)
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [20, 40, 50]
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [20, 40, 50]
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]
     saver.close()
 
@@ -460,12 +458,12 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     saver.close()
     [committed] = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
     make_durable(ctx, [committed] if is_told else [])
-    [manifest] = ctx.run_dir.checkpoints.list()
+    [manifest] = ctx.checkpoints.list()
     ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
     again = Saver(ctx, state, BoundaryCopies(state))
     again.save_now()
     again.close()
-    assert ctx.run_dir.checkpoints.list() == [manifest]
+    assert ctx.checkpoints.list() == [manifest]
     told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
     assert [(data["name"], data["digest"]) for data in told] == (
         [] if is_told else [(manifest.name, manifest.digest)]
@@ -483,7 +481,7 @@ def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -
     state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
     again.save_now()
     again.close()
-    assert [(found.attempt, found.metrics) for found in ctx.run_dir.checkpoints.list()] == [
+    assert [(found.attempt, found.metrics) for found in ctx.checkpoints.list()] == [
         (1, {}),
         (2, {"val_accuracy": 0.5}),
     ]
@@ -514,7 +512,7 @@ def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -
     newer.save_now()
     for saver in (older, newer):
         saver.close()
-    newest, _ = ctx.run_dir.checkpoints.newest_valid()
+    newest, _ = ctx.checkpoints.newest_valid()
     assert newest is not None and newest.attempt == 2
     assert weight_in(ctx, newest.name) == pytest.approx(1.001)
 
@@ -536,7 +534,7 @@ def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and
     for step in (10, 20):
         advance(state, step)
         saver.save_now()
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20], (
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20], (
         "which of them is needed is not known"
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -549,7 +547,7 @@ def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and
         saver.save_now(patience_s=0.1)
     saver.close()
     assert set(replaced) == {"attempt 2 of run run_saver has taken over from attempt 1"}
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [10, 20]
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20]
     assert not [
         entry
         for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path())
@@ -579,7 +577,7 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     saver.offer(due=True, is_best=True)
     saver.save_now()
     saver.close()
-    assert ctx.run_dir.checkpoints.list() == []
+    assert ctx.checkpoints.list() == []
 
 
 @pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])

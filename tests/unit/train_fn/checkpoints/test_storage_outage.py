@@ -89,7 +89,7 @@ def test_a_frozen_filesystem_stops_no_step(
     train_until(saver, state, lambda: saver.newest_committed(0) > before + 50)
     saver.save_now()
     saver.close()
-    newest, rejected = ctx.run_dir.checkpoints.newest_valid()
+    newest, rejected = ctx.checkpoints.newest_valid()
     assert newest is not None and newest.step == state.step and rejected == []
     assert weight_in(ctx, newest.name) == state.step
 
@@ -174,7 +174,7 @@ def test_a_server_that_dies_in_the_middle_of_saves_and_comes_back(
     train_until(saver, state, lambda: saver.newest_committed(last) > last)
     saver.save_now()
     saver.close()
-    store = ctx.run_dir.checkpoints
+    store = ctx.checkpoints
     for manifest in store.list():
         store.verify(manifest.name)
         assert weight_in(ctx, manifest.name) == manifest.step > last

@@ -12,6 +12,7 @@ import pytest
 
 from everstep.wire.drills import DrillKind
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, CorruptFile
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, read_journal
@@ -100,7 +101,7 @@ def of(run_dir: RunDir, kind: EventKind) -> list[JournalEvent]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return open_storage(str(tmp_path)).run_dir("run_d")
+    return RunDir(open_storage(str(tmp_path)), "run_d")
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def rig(run_dir: RunDir) -> Iterator[Rig]:
 
 
 def save(run_dir: RunDir, step: int) -> str:
-    writer = run_dir.checkpoints.begin(step, 1, 1)
+    writer = CheckpointStore(run_dir).begin(step, 1, 1)
     for name, content in (("model.pt", b"weights" * 1000), ("train_state.pt", b"state")):
         with writer.write_file(name) as stream:
             stream.write(content)
@@ -214,15 +215,15 @@ def test_the_newest_checkpoint_is_damaged_while_all_ranks_stand_still(rig: Rig) 
     ]
     assert of(rig.run_dir, EventKind.DRILL_STARTED)[0].data["checkpoint"] == newer
     with pytest.raises(CorruptCheckpoint):
-        rig.run_dir.checkpoints.verify(newer)
-    found, rejected = rig.run_dir.checkpoints.newest_valid()
+        CheckpointStore(rig.run_dir).verify(newer)
+    found, rejected = CheckpointStore(rig.run_dir).newest_valid()
     assert found is not None and found.name == older and [each.name for each in rejected] == [newer]
 
 
 def test_ranks_go_on_where_the_checkpoint_cannot_be_damaged(rig: Rig) -> None:
     save(rig.run_dir, 10)
     newest = save(rig.run_dir, 20)
-    directory = Path(rig.run_dir.checkpoints.path(newest))
+    directory = Path(CheckpointStore(rig.run_dir).path(newest))
     for name in ("model.pt", "train_state.pt"):
         (directory / name).unlink()
     rig.order(DrillKind.CORRUPT_CHECKPOINT)

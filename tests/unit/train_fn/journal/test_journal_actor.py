@@ -22,7 +22,7 @@ from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, Sou
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return open_storage(str(tmp_path)).run_dir("run_j")
+    return RunDir(open_storage(str(tmp_path)), "run_j")
 
 
 def event(

@@ -95,7 +95,7 @@ def server(mlflow: Mlflow) -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    found = open_storage(str(tmp_path)).run_dir("run_m")
+    found = RunDir(open_storage(str(tmp_path)), "run_m")
     found.write_spec(parse_spec(spec(tags={"team": "vision"})))
     return found
 

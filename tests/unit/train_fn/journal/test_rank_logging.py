@@ -32,7 +32,7 @@ from train_fn.samples.loader import loader_options
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return open_storage(str(tmp_path)).run_dir("run_l")
+    return RunDir(open_storage(str(tmp_path)), "run_l")
 
 
 def read(run_dir: RunDir) -> list[str]:

@@ -55,7 +55,7 @@ class Submission:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return open_storage(str(tmp_path)).run_dir("run_t")
+    return RunDir(open_storage(str(tmp_path)), "run_t")
 
 
 def read(

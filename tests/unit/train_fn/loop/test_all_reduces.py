@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn import standalone
 from train_fn.loop.attempt import Attempt
@@ -45,8 +46,8 @@ class Traffic:
 def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
     """Train by the loop itself, wrapped as for several ranks, with a hook on every bucket; the
     traffic and number of parameters."""
-    run_dir = open_storage(str(tmp_path)).run_dir(
-        f"run{spec.train.max_steps}-{spec.train.global_batch_size}"
+    run_dir = RunDir(
+        open_storage(str(tmp_path)), f"run{spec.train.max_steps}-{spec.train.global_batch_size}"
     )
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
     attempt = Attempt(one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt))

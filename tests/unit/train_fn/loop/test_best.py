@@ -12,6 +12,7 @@ from torch import nn
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import best_of
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -103,7 +104,7 @@ def alone(tmp_path: Path, saves: Saves, task: Hooked) -> Iterator[None]:
 @pytest.fixture
 def run_dir() -> Iterator[RunDir]:
     with quick_directory() as directory:
-        yield open_storage(directory).run_dir("run_best")
+        yield RunDir(open_storage(directory), "run_best")
 
 
 class Evaluations:
@@ -140,11 +141,11 @@ def run(
 
 
 def kept(run_dir: RunDir) -> dict[int, dict[str, float]]:
-    return {manifest.step: manifest.metrics for manifest in run_dir.checkpoints.list()}
+    return {manifest.step: manifest.metrics for manifest in CheckpointStore(run_dir).list()}
 
 
 def best_step(run_dir: RunDir) -> int | None:
-    best = best_of(run_dir.checkpoints.list(), "score", "max")
+    best = best_of(CheckpointStore(run_dir).list(), "score", "max")
     return best.step if best else None
 
 

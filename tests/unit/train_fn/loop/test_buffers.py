@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -96,9 +97,10 @@ def storage() -> Iterator[str]:
 
 
 def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    newest = run_dir.checkpoints.list()[-1]
+    store = CheckpointStore(run_dir)
+    newest = store.list()[-1]
     found: dict[str, torch.Tensor] = torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(newest.name, "model.pt")), weights_only=True
+        io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True
     )
     return found
 
@@ -106,7 +108,7 @@ def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
 def trained(
     storage: str, name: str, shared_memory: Path, break_at: int | None
 ) -> dict[str, torch.Tensor]:
-    run_dir = open_storage(storage).run_dir(name)
+    run_dir = RunDir(open_storage(storage), name)
     task = Interrupted()
     with small_task_alone(shared_memory, Saver.offer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_task", lambda spec: task)

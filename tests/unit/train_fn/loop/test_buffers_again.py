@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.integration.moving_buffers import Rows
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC, model_of
@@ -67,7 +68,7 @@ def test_gradient_checkpointing_moves_statistics_once_a_step(
     found = []
     for checkpointed in (False, True):
         run_dir, task = (
-            open_storage(str(tmp_path)).run_dir(f"run_{checkpointed}"),
+            RunDir(open_storage(str(tmp_path)), f"run_{checkpointed}"),
             Task(checkpointed=checkpointed),
         )
         with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from train_fn.loop.restore import claim
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return open_storage(str(tmp_path)).run_dir("run_c")
+    return RunDir(open_storage(str(tmp_path)), "run_c")
 
 
 def context(run_dir: RunDir, flush: Callable[[float], bool]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn import standalone
 from train_fn.errors import StepFailed, StepNotWhole
@@ -88,7 +89,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
     }
     train = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 8}
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})
-    run_dir = open_storage(str(tmp_path / "storage")).run_dir("run_gate")
+    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_gate")
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
     forward_backward, before = Attempt._forward_backward, list[StepTotals]()
 

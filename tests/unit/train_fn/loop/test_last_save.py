@@ -66,7 +66,7 @@ def test_the_newest_state_becomes_a_checkpoint_bit_for_bit(tmp_path: Path) -> No
         3,
         state.ledger.state_dict()["chain"],
     )
-    manifest, loaded, _ = ctx.run_dir.checkpoints.read_newest(
+    manifest, loaded, _ = ctx.checkpoints.read_newest(
         lambda manifest: load_checkpoint(ctx.run_dir, manifest)
     )
     assert manifest == found.manifest and loaded is not None and digest(loaded) == digest(expected)
@@ -166,7 +166,7 @@ def test_old_snapshots_stay_as_long_as_their_run_may_go_on_from_them(
 ) -> None:
     ctx = left(tmp_path / "others", 5)
     end(ctx.run_dir, outcome, code)
-    sweeper = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir("run_sweeps"))
+    sweeper = dataclasses.replace(ctx, run_dir=RunDir(open_storage(str(tmp_path)), "run_sweeps"))
     directory = shared_memory / ctx.run_dir.run_id
 
     def sweep(age_s: float) -> bool:

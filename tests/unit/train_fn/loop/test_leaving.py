@@ -13,6 +13,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
@@ -42,7 +43,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ranks(tmp_path: Path, num: int) -> list[WorkerContext]:
-    run_dir = open_storage(str(tmp_path / "storage")).run_dir("run_left")
+    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_left")
     return [one_rank(SPEC, run_dir, rank=rank) for rank in range(num)]
 
 

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn.checkpoints.saver import Saver
@@ -144,7 +146,8 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
                 batches.append(batch)
             return super().loss(model, batch)
 
-    run_dir, task = open_storage(str(tmp_path)).run_dir("run_modes"), Task()
+    run_dir, task = RunDir(open_storage(str(tmp_path)), "run_modes"), Task()
+    store = CheckpointStore(run_dir)
     torch.manual_seed(0)
     plain = task.build_model()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -162,10 +165,8 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_trains_as_plain_torch_does
         ((errors * batch["tokens"]).sum() / batch["tokens"].sum()).backward()
         optimizer.step()
     assert len(batches) == 4
-    newest = run_dir.checkpoints.list()[-1].name
-    found = torch.load(
-        io.BytesIO(run_dir.checkpoints.read_file(newest, "model.pt")), weights_only=True
-    )
+    newest = store.list()[-1].name
+    found = torch.load(io.BytesIO(store.read_file(newest, "model.pt")), weights_only=True)
     assert found["0.running_mean"].tolist() == [0.25] * 4
     for name, value in right.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

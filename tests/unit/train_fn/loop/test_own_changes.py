@@ -13,6 +13,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
 from train_fn import standalone
@@ -73,7 +74,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
             "checkpoint": {"every_steps": None},
         }
         spec = RunSpec.model_validate(raw)
-        run_dir = open_storage(str(tmp_path / "storage")).run_dir("run_own")
+        run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_own")
         start = standalone.begin_run(run_dir, spec, "test", fresh=True)
         return one_rank(spec, run_dir, submission=start.submission)
 
@@ -359,7 +360,7 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
     assert len({point["values"]["lr"] for point in journal.points}) == 3, (
         "the schedule counts global batches"
     )
-    [manifest] = ctx.run_dir.checkpoints.list()
+    [manifest] = ctx.checkpoints.list()
     state = load_checkpoint(ctx.run_dir, manifest)
     assert state["skipped"] == {"total": 2, "in_a_row": 2} and state["ledger"]["used_once"] == 3 * 8
     decay = (1 + 1) / (10 + 1)

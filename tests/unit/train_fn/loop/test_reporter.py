@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.loop import reporter as reporter_module
@@ -35,7 +36,7 @@ SPEC = RunSpec.model_validate(
         },
     }
 )
-NOWHERE = open_storage("/nowhere").run_dir("run_none")
+NOWHERE = RunDir(open_storage("/nowhere"), "run_none")
 
 
 class Clock:

@@ -15,6 +15,7 @@ import pytest
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.files.local import LocalFiles
 from storage.filesystem import open_storage
@@ -87,9 +88,9 @@ def restored(run_dir: RunDir, submission: int = 1) -> list[dict[str, Any]]:
 def run_dir() -> Iterator[RunDir]:
     """A run whose first attempt ended at step 8, with checkpoints of steps 4 and 8."""
     with quick_directory() as directory:
-        found = open_storage(directory).run_dir("run_missing")
+        found = RunDir(open_storage(directory), "run_missing")
         attempt(found, 1)
-        assert [manifest.name for manifest in found.checkpoints.list()] == NAMES
+        assert [manifest.name for manifest in CheckpointStore(found).list()] == NAMES
         yield found
 
 
@@ -108,7 +109,7 @@ def test_a_checkpoint_that_is_gone_is_named_and_the_one_before_taken(
     last = restored(run_dir, submission)[-1]
     assert (last["source"], last["step"], last["checkpoint"]) == ("checkpoint", 4, NAMES[0])
     assert [bad["name"] for bad in last["rejected"]] == [NAMES[1]]
-    assert run_dir.checkpoints.list()[-1].step == 16
+    assert CheckpointStore(run_dir).list()[-1].step == 16
 
 
 @pytest.mark.parametrize("shown", [[], NAMES[:1]])

@@ -12,6 +12,7 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec, parse_spec
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.api_service import spec as made_spec
 from train_fn.errors import SecretMissing
 from train_fn.journal.rank_logging import RankLog
@@ -68,7 +69,7 @@ def test_values_are_taken_out_of_texts_and_errors() -> None:
 
 
 def test_no_line_of_a_log_holds_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_a")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_a")
     log = RankLog(run_dir, 1, 1, 0)
     redactor = log.redact = Redactor()
     redactor.learn(["hunter2-secret"])

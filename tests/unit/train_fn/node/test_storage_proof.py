@@ -15,7 +15,7 @@ from train_fn.checkpoints.storage_proof import prove_storage
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
-from storage.run_dir import DRIVER_PROBE
+from storage.run_dir import DRIVER_PROBE, RunDir
 from tests.unit.train_fn.checkpoints.test_saver import make_context
 from train_fn.checkpoints import storage_proof
 from train_fn.errors import StorageNotShared
@@ -69,7 +69,7 @@ def prove(places: list[tuple[str, Path]], submission: int = 1) -> list[BaseExcep
 
 
 def write_driver_probe(place: Path, submission: int = 1) -> None:
-    open_storage(str(place)).run_dir("run_saver").write_probe(submission, DRIVER_PROBE)
+    RunDir(open_storage(str(place)), "run_saver").write_probe(submission, DRIVER_PROBE)
 
 
 @pytest.fixture(autouse=True)

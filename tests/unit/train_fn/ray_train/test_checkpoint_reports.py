@@ -12,7 +12,9 @@ import pytest
 import ray.train
 from pyarrow.fs import LocalFileSystem
 
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.storage_places import save
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
 
@@ -45,7 +47,7 @@ class SlowRay:
 def test_reports_hold_nobody_up_and_come_in_order(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_r")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_r")
     slow = SlowRay(monkeypatch, tmp_path / "runs/run_r", rank)
     told: list[int] = []
     reports = CheckpointReports(run_dir, lambda: told.append(len(slow.reported)))
@@ -65,7 +67,7 @@ def test_reports_hold_nobody_up_and_come_in_order(
     for report, name in zip(slow.reported, (names[0], names[2]), strict=True):
         assert report["checkpoint_upload_mode"] is ray.train.CheckpointUploadMode.NO_UPLOAD
         if rank == 0:
-            assert Path(report["checkpoint"].path) == Path(run_dir.checkpoints.path(name)), (
+            assert Path(report["checkpoint"].path) == Path(CheckpointStore(run_dir).path(name)), (
                 "where it lies: nothing is copied"
             )
         else:

@@ -18,6 +18,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.code.store import CodeStore
 from storage.filesystem import Storage, open_storage
+from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.unit.train_fn.tasks.test_own_task import own_node
@@ -96,7 +97,7 @@ def context(storage: Storage, name: str = "train_fn", **config: Any) -> WorkerCo
     digest = CodeStore(storage).put(tar_gz({"mine.py": SOURCE})).digest
     code = {"archive": digest, "train_fn": f"mine:{name}", "config": config}
     return one_rank(
-        RunSpec.model_validate({"name": "own", "code": code}), storage.run_dir("run_own")
+        RunSpec.model_validate({"name": "own", "code": code}), RunDir(storage, "run_own")
     )
 
 
@@ -216,7 +217,7 @@ def test_reports_that_lie_far_apart_are_no_hang() -> None:
 
 def run_list(storage: Storage, names: list[str], steps: list[int]) -> bytes:
     """Ray's list as it writes it, and the directories that it names."""
-    files = storage.run_dir("run_own").files
+    files = RunDir(storage, "run_own").files
     results = [
         {"checkpoint_dir_name": name, "metrics": {"everstep_step": step}}
         for name, step in zip(names, steps, strict=True)
@@ -236,7 +237,7 @@ def run_list(storage: Storage, names: list[str], steps: list[int]) -> bytes:
 
 
 def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
-    run_dir, path = storage.run_dir("run_own"), "runs/run_own/checkpoint_manager_snapshot.json"
+    run_dir, path = RunDir(storage, "run_own"), "runs/run_own/checkpoint_manager_snapshot.json"
     assert latest_reported(run_dir) == (0, None)
     keep = KeepCheckpointList(run_dir)
     reported = SimpleNamespace(
@@ -267,7 +268,7 @@ def test_a_torn_list_is_replaced_by_its_last_copy(storage: Storage) -> None:
 def test_reports_that_are_gone_are_named_and_a_function_does_not_begin_again_for_them(
     storage: Storage, ray_context: RayContext
 ) -> None:
-    run_dir, names = storage.run_dir("run_own"), ["checkpoint_a", "checkpoint_b"]
+    run_dir, names = RunDir(storage, "run_own"), ["checkpoint_a", "checkpoint_b"]
     run_list(storage, names, [1, 5])
     for name in names:
         KeepCheckpointList(run_dir).after_report(
@@ -299,7 +300,7 @@ def test_reports_that_are_gone_are_named_and_a_function_does_not_begin_again_for
 def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(
     storage: Storage, tmp_path: Path, harm: str
 ) -> None:
-    run_dir = storage.run_dir("run_own")
+    run_dir = RunDir(storage, "run_own")
     names, own = ["checkpoint_a", "checkpoint_b"], []
     for rank in range(2):
         local = tmp_path / f"rank-{rank}"

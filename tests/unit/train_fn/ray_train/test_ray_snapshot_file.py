@@ -15,6 +15,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.run_dir import CheckpointName, RunDir
@@ -28,7 +29,7 @@ NAME = "checkpoints/step-000000010.s001"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_r")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_r")
     run_dir.files.write(f"runs/run_r/{NAME}/manifest.json", b"{}")
     return run_dir
 
@@ -81,7 +82,7 @@ class Reported:
     """Ray's own list of a run whose retention deletes all checkpoints but some."""
 
     def __init__(self, root: Path, kept: Collection[int], keep_latest: int) -> None:
-        self.run_dir = open_storage(str(root)).run_dir("run_r")
+        self.run_dir = RunDir(open_storage(str(root)), "run_r")
         self.manager = self.opened()
         self.short = ShortList(self.run_dir, self.manager)
         self._kept, self.keep_latest = kept, keep_latest
@@ -145,9 +146,9 @@ def test_a_list_whose_checkpoints_are_all_kept_is_looked_through_seldom(
 ) -> None:
     reported = Reported(tmp_path, kept=(), keep_latest=1000)
     looks: list[int] = []
-    missing = type(reported.run_dir.checkpoints).missing
+    missing = CheckpointStore.missing
     monkeypatch.setattr(
-        type(reported.run_dir.checkpoints),
+        CheckpointStore,
         "missing",
         lambda *args: (looks.append(1), missing(*args))[1],
     )
@@ -163,7 +164,7 @@ def test_a_storage_that_cannot_be_listed_leaves_the_list_as_it_is(
         raise StorageUnavailable("the storage is away")
 
     reported = Reported(tmp_path, kept=(), keep_latest=1)
-    monkeypatch.setattr(type(reported.run_dir.checkpoints), "missing", missing)
+    monkeypatch.setattr(CheckpointStore, "missing", missing)
     reported.save(range(1, 21))
     assert len(reported.steps(reported.manager)) == 20
     monkeypatch.undo()

@@ -11,6 +11,7 @@ from everstep.wire.events import EventKind
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter
+from storage.run_dir import RunDir
 from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Outcome
 from train_fn.recovery.outcome import Stopping, ending
@@ -82,7 +83,7 @@ def test_what_the_last_event_says() -> None:
 
 
 def test_a_deadline_travels_in_the_run_directory(tmp_path: Path) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_d")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_d")
     assert run_dir.deadline() is None
     run_dir.write_deadline(1234.5)
     assert run_dir.deadline() == 1234.5
@@ -92,7 +93,7 @@ def test_a_deadline_travels_in_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_the_past_tells_whether_every_step_was_done(tmp_path: Path) -> None:
-    run_dir = open_storage(str(tmp_path)).run_dir("run_d")
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_d")
 
     def tell(submission: int, *entries: tuple[EventKind, dict[str, object]]) -> None:
         with JournalWriter(run_dir, submission) as journal:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
@@ -68,7 +69,7 @@ def context(
     spec = RunSpec.model_validate(
         {"name": "small", "task": named, "train": settings, "scaling": {"use_gpu": False}}
     )
-    return one_rank(spec, open_storage(str(tmp_path / "storage")).run_dir("run_small"))
+    return one_rank(spec, RunDir(open_storage(str(tmp_path / "storage")), "run_small"))
 
 
 def refusal(ctx: WorkerContext) -> str:

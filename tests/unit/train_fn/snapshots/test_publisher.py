@@ -21,6 +21,7 @@ from torch import nn
 
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of
 from tests.support.storage_places import quick_directory
 from tests.unit.train_fn.checkpoints.test_saver import advance, make_context, make_state
@@ -231,11 +232,9 @@ def test_saver_and_publisher_work_side_by_side(tmp_path: Path) -> None:
         assert torch.equal(
             store.read(label)["model"]["weight"], torch.full((2, 2), float(label.step))
         )
-    newest = ctx.run_dir.checkpoints.list()[-1]
+    newest = ctx.checkpoints.list()[-1]
     assert newest.step == 29
-    saved = torch.load(
-        Path(ctx.run_dir.checkpoints.path(newest.name)) / "model.pt", weights_only=True
-    )
+    saved = torch.load(Path(ctx.checkpoints.path(newest.name)) / "model.pt", weights_only=True)
     assert torch.equal(saved["weight"], torch.full((2, 2), 29.0))
 
 
@@ -349,7 +348,7 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
 ) -> None:
     ctx, state = make_context(tmp_path), make_state()
     for run_id in ("run_dead", "run_alive"):
-        other = dataclasses.replace(ctx, run_dir=open_storage(str(tmp_path)).run_dir(run_id))
+        other = dataclasses.replace(ctx, run_dir=RunDir(open_storage(str(tmp_path)), run_id))
         assert publish_snapshot(other, state.state_dict()) is None
     long_ago = time.time() - forgotten.FORGOTTEN_S - 60
     dead = shared_memory / "run_dead"
@@ -462,7 +461,7 @@ def test_a_run_of_the_same_id_in_another_directory_meets_no_foreign_snapshot(
     ctx = make_context(tmp_path)
     assert leave_snapshot(ctx, copy_to_cpu(make_state().state_dict())) is None
     assert len(snapshot_store(ctx).labels()) == 1
-    elsewhere = open_storage(str(tmp_path / "elsewhere")).run_dir(ctx.run_dir.run_id)
+    elsewhere = RunDir(open_storage(str(tmp_path / "elsewhere")), ctx.run_dir.run_id)
     assert snapshot_store(dataclasses.replace(ctx, run_dir=elsewhere)).labels() == []
 
 

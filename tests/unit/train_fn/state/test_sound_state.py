@@ -14,6 +14,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -125,7 +126,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     for module in (snapshot, node_dir):
         monkeypatch.setattr(module, "shared_memory_root", lambda: shared)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return open_storage(str(tmp_path / "storage")).run_dir("run_sound")
+    return RunDir(open_storage(str(tmp_path / "storage")), "run_sound")
 
 
 def make_spec(max_steps: int, every_steps: int | None) -> RunSpec:
@@ -172,7 +173,7 @@ def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
         and failed.snapshot_step is None
         and "not finite" in str(failed.snapshot_problem)
     )
-    for manifest in run_dir.checkpoints.list():
+    for manifest in CheckpointStore(run_dir).list():
         assert manifest.step < 4
         assert not_finite(load_checkpoint(run_dir, manifest)["model"]) == []
     labels = snapshot.snapshot_store(ctx).labels()
@@ -190,7 +191,7 @@ def test_a_checkpoint_that_is_not_sound_is_rejected_and_the_one_before_is_taken(
     spec = make_spec(4, None)
     first = standalone.begin_run(run_dir, spec, "test", fresh=True)
     assert train(one_rank(spec, run_dir, submission=first.submission)) is None
-    [whole] = run_dir.checkpoints.list()
+    [whole] = CheckpointStore(run_dir).list()
     state = load_checkpoint(run_dir, whole)
     state |= {"step": 5, "k": 5}
     if fault == "weights":

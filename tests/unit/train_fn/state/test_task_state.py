@@ -15,6 +15,7 @@ from torch import nn
 
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
+from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC
@@ -61,7 +62,7 @@ class Keeping(Counting):
 def test_neither_the_warm_up_nor_a_failed_step_shows_in_the_tasks_state(
     break_at: int | None, tmp_path: Path
 ) -> None:
-    run_dir, task = open_storage(str(tmp_path)).run_dir("run_task"), Keeping()
+    run_dir, task = RunDir(open_storage(str(tmp_path)), "run_task"), Keeping()
     task.break_at = break_at
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_task", lambda spec: task)
@@ -92,7 +93,7 @@ def test_attributes_that_a_pass_changes_are_named_once_and_begin_as_they_were(
             self.model = Stepping()
             return self.model
 
-    task, ctx = Task(), one_rank(SPEC, open_storage(str(tmp_path)).run_dir("run_task"))
+    task, ctx = Task(), one_rank(SPEC, RunDir(open_storage(str(tmp_path)), "run_task"))
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_task", lambda spec: task)
         assert train(ctx) is None

@@ -26,6 +26,7 @@ from service.submission_rules import user_code as code_look
 from storage.code.store import CodeStore
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage, open_storage
+from storage.run_dir import RunDir
 from tests.support.code_archives import TASK, tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.context import WorkerContext
@@ -88,7 +89,7 @@ def context(
     }
     return one_rank(
         RunSpec.model_validate(spec),
-        storage.run_dir("run_own"),
+        RunDir(storage, "run_own"),
         submission=submission,
         attempt=submission,
     )
@@ -201,7 +202,7 @@ def test_the_example_trains_and_is_twenty_lines(storage: Storage) -> None:
     assert set(evaluated["metrics"]) == {"val_loss", "val_accuracy"}
     [epoch] = journal.of_kind(EventKind.EPOCH_COMPLETED)
     assert (epoch["samples"], epoch["used_once"]) == (1500, 1500)
-    assert [manifest.step for manifest in ctx.run_dir.checkpoints.list()] == [3]
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [3]
 
 
 OPTIONAL = """
@@ -234,7 +235,7 @@ def test_passes_are_seeded_where_they_may_draw(
         task = {"name": "image_classification", "model": model, "data": {"name": "digits"}}
         train_spec = {"global_batch_size": 16, "micro_batch_size": 16, "max_steps": 3}
         spec = RunSpec.model_validate({"name": "own", "task": task, "train": train_spec})
-        ctx = one_rank(spec, storage.run_dir("run_own"))
+        ctx = one_rank(spec, RunDir(storage, "run_own"))
     with torch.random.fork_rng():
         assert train(ctx) is None
     assert set(seeded) == ({0} if dropout == 0 else {0, 1, 2}) and (len(seeded) == 1) == (
@@ -559,7 +560,7 @@ def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> 
         for data in journal_of(ctx).of_kind(EventKind.EVALUATED)
     }
     assert losses[3] < losses[6] < losses[9]
-    assert {manifest.step for manifest in ctx.run_dir.checkpoints.list()} == {3, 9}
+    assert {manifest.step for manifest in ctx.checkpoints.list()} == {3, 9}
 
 
 def test_a_length_that_changes_under_one_fingerprint_is_refused(storage: Storage) -> None:
