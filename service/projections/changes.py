@@ -13,7 +13,8 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import NameLimit, lookup, validation_name
 from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
 from service.model.states import is_legal
-from service.projections.checkpoints import stands
+from service.projections.checkpoints import stands, submission_of
+from storage.checkpoints.lineage import is_better
 
 NO_WORKERS: Final[Mapping[str, Any]] = MappingProxyType({"world_size": None, "workers": []})
 """Columns of a run of which nothing trains."""
@@ -156,10 +157,7 @@ def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str
     value = lookup(values, metric) if metric else None
     if value is None:
         return None
-    old = run.best
-    if old is not None and not (
-        value > old["value"] if checkpoint["best_mode"] == "max" else value < old["value"]
-    ):
+    if not is_better(value, run.best["value"] if run.best else None, checkpoint["best_mode"]):
         return None
     return {"metric": metric, "value": value, "step": step}
 
@@ -177,7 +175,7 @@ def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:
     data = event.data
     committed = {
         "step": int(data["step"]),
-        "submission": event.submission,
+        "submission": submission_of(event),
         "name": data["name"],
         "committed_at": event.at,
         "size_bytes": int(data["size_bytes"]),

@@ -7,11 +7,10 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from everstep.wire import Checkpoint
-from everstep.wire.events import BEGINNINGS, EventKind
-from everstep.wire.metric_names import lookup
+from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow
-from storage.checkpoints.lineage import is_newer
-from storage.run_dir import CheckpointName, Origin
+from storage.checkpoints.lineage import best_of, origin_of, restore_point, voided_by
+from storage.run_dir import CheckpointName
 
 KINDS: Final = frozenset(
     {
@@ -47,7 +46,7 @@ def checkpoints(
             found.pop(data["name"], None)
             found[data["name"]] = {
                 **data,
-                "submission": event.submission,
+                "submission": submission_of(event),
                 "committed_at": event.at,
                 "state": "committed",
             }
@@ -71,24 +70,17 @@ def checkpoints(
 
 
 def stands(item: Mapping[str, Any], restored: EventRow) -> bool:
-    """Whether a restore lets a checkpoint stand: it is not of an older attempt, or not beyond where
-    this one went on from."""
-    fresh, step = restored.data.get("source") in BEGINNINGS, int(restored.data["step"])
-    name = CheckpointName(item["step"], item["submission"], _attempt_of(item["name"]))
-    return not is_newer((restored.submission, restored.attempt), name) or (
-        not fresh and item["step"] <= step
-    )
+    """Return whether a checkpoint still counts after a restore."""
+    name = CheckpointName.parse(item["name"]) or CheckpointName(item["step"], item["submission"])
+    point = restore_point(restored.data)
+    return voided_by(name, {(restored.submission, restored.attempt): point}) is None
 
 
-def _attempt_of(name: str) -> int:
-    """The attempt that a checkpoint's name says; 0 for one of an older version, or of a user's
-    function."""
-    parsed = CheckpointName.parse(name)
-    return parsed.attempt if parsed else 0
-
-
-def _origin(item: Checkpoint) -> Origin:
-    return item.submission, _attempt_of(item.name)
+def submission_of(committed: EventRow) -> int:
+    """Return the submission that wrote a checkpoint, by its name: a later one may report it. A
+    user's function names its checkpoints as it likes, and reports them itself."""
+    parsed = CheckpointName.parse(committed.data["name"])
+    return parsed.submission if parsed else committed.submission
 
 
 def choose(
@@ -121,31 +113,22 @@ def choose(
 
 def newest(found: Iterable[Checkpoint]) -> Checkpoint | None:
     """The committed checkpoint of the highest step; of one step that of the newest attempt."""
-    return max(_committed(found), key=lambda item: (item.step, _origin(item)), default=None)
+    return max(_committed(found), key=lambda item: (item.step, origin_of(item)), default=None)
 
 
 def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
     """The checkpoint of a step; where several attempts wrote one, a committed one before others,
     then the newest."""
     same = [item for item in found if item.step == step]
-    return max(same, key=lambda item: (item.state == "committed", _origin(item)), default=None)
+    return max(same, key=lambda item: (item.state == "committed", origin_of(item)), default=None)
 
 
 def best(
     found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]
 ) -> Checkpoint | None:
-    """The committed checkpoint with the best value of a validation metric; of equals the one of the
-    lowest step, which is the one that the run keeps, and of one step that of the newest attempt.
-    None without a metric."""
-    if metric is None:
-        return None
-    sign = 1.0 if mode == "max" else -1.0
-    scored = [
-        (sign * value, -item.step, _origin(item), item)
-        for item in _committed(found)
-        if (value := lookup(item.metrics, metric)) is not None
-    ]
-    return max(scored, key=lambda entry: entry[:3])[3] if scored else None
+    """Return the best committed checkpoint (``best_of``), which is the one that the run keeps. None
+    without a metric."""
+    return None if metric is None else best_of(_committed(found), metric, mode)
 
 
 def _committed(found: Iterable[Checkpoint]) -> list[Checkpoint]:

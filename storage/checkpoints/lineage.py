@@ -1,20 +1,22 @@
-"""Which checkpoints count: what a newer attempt did not go on from is void (invariant I1).
+"""Which checkpoints count, and which of them is the best.
 
-An attempt's restore point is its ``restored`` event, which is durable before the attempt takes a
-step. An older attempt that was slow rather than dead may commit checkpoints after that; they lie
-beyond the restore point and are ignored.
+Pure: storage, ranks and the service share these rules.
+
+What a newer attempt did not go on from is void (invariant I1). An attempt's restore point is its
+``restored`` event, which is durable before the attempt takes a step. An older attempt that was slow
+rather than dead may commit checkpoints after that; they lie beyond the restore point and are
+ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
-from everstep.wire.events import BEGINNINGS, EventKind
-from storage.logs.journal import JournalEvent, read_journal
-from storage.run_dir import CheckpointName, Origin, RunDir
-
-_BATCH = 5000
+from everstep.wire.events import BEGINNINGS
+from everstep.wire.metric_names import lookup
+from storage.run_dir import CheckpointName, Origin
 
 
 @dataclass(frozen=True)
@@ -27,91 +29,91 @@ class RestorePoint:
     """It began anew, or again from another run's checkpoint: nothing older counts at all."""
 
 
-class RestorePoints:
-    """Where each attempt of a run began, by (submission, attempt); attempts that never began to
-    train are left out."""
+class Scored(Protocol):
+    """A checkpoint with the metrics of its evaluation: a manifest, or a record of the service."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
-        self._cursors: dict[int, str] = {}
-        self.found: dict[Origin, RestorePoint] = {}
-
-    def update(self) -> dict[Origin, RestorePoint]:
-        """Look through all journals for what is new since the last time. Raises StorageError."""
-        for submission in self._run_dir.submissions():
-            while True:
-                cursor = self._cursors.get(submission)
-                events, self._cursors[submission] = read_journal(
-                    self._run_dir,
-                    submission,
-                    cursor,
-                    _BATCH,
-                    (EventKind.RESTORED,),
-                    past_damage=True,
-                )
-                for event in events:
-                    # the first one stays the first
-                    self.found.setdefault((submission, event.attempt), _point(event))
-                if not events:
-                    break
-        return self.found
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def submission(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
-def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
-    """Where each attempt of the run began. Looks through all journals."""
-    return RestorePoints(run_dir).update()
+S = TypeVar("S", bound=Scored)
 
 
-def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
-    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a
-    listing of the storage ought to show.
-
-    Looks through all journals. An older one that is not there may have been deleted by a process
-    that died before it told.
-    """
-    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
-    told: set[CheckpointName] = set()
-    for submission in run_dir.submissions():
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(
-                run_dir, submission, cursor, _BATCH, kinds, past_damage=True
-            )
-            for event in events:
-                name = CheckpointName.parse(str(event.data.get("name")))
-                if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
-                    told.add(name)
-                elif name is not None:
-                    told.discard(name)
-            if not events:
-                break
-    return told
-
-
-def _point(event: JournalEvent) -> RestorePoint:
-    return RestorePoint(int(event.data["step"]), event.data.get("source") in BEGINNINGS)
+def restore_point(data: Mapping[str, Any]) -> RestorePoint:
+    """Return the restore point that a ``restored`` event's data names."""
+    return RestorePoint(int(data["step"]), data.get("source") in BEGINNINGS)
 
 
 def in_lineage(
     names: Iterable[CheckpointName], restore_points: Mapping[Origin, RestorePoint]
 ) -> list[CheckpointName]:
-    """Names that every newer attempt's restore point lets stand, oldest first.
+    """Return the names that count, oldest first.
 
     Args:
-        restore_points: by (submission, attempt); those without one have not chosen yet and void
+        restore_points: by (submission, attempt); attempts without one have not chosen yet and void
             nothing.
     """
+    return sorted(name for name in names if voided_by(name, restore_points) is None)
 
-    def counts(name: CheckpointName) -> bool:
-        return all(
-            not is_newer(origin, name) or (not point.fresh and name.step <= point.step)
-            for origin, point in restore_points.items()
-        )
 
-    return sorted(filter(counts, names))
+def voided_by(
+    name: CheckpointName, restore_points: Mapping[Origin, RestorePoint]
+) -> RestorePoint | None:
+    """Return the restore point that voids a state: a fresh one if any does, else the lowest. None
+    where the state counts.
+
+    A state counts if every newer attempt began at its step or beyond, and none began anew.
+    """
+    voiding = [
+        point
+        for origin, point in restore_points.items()
+        if is_newer(origin, name) and (point.fresh or name.step > point.step)
+    ]
+    return min(voiding, key=lambda point: (not point.fresh, point.step), default=None)
 
 
 def is_newer(origin: Origin, name: CheckpointName) -> bool:
-    """Whether an attempt comes after the one that writes a checkpoint. Of a name that says only the
-    submission no attempt is known: attempts of the same one are not newer."""
+    """Return whether an attempt comes after the one that wrote a state.
+
+    A name of an older version says no attempt: no attempt of its own submission is newer then.
+    """
     return origin > name.origin if name.attempt else origin[0] > name.submission
+
+
+def is_better(value: float, best: float | None, mode: Literal["min", "max"]) -> bool:
+    """Return whether a metric's value beats the best one so far (None: there is none). An equal
+    value does not, nor does NaN."""
+    if value != value:
+        return False
+    return best is None or (value > best if mode == "max" else value < best)
+
+
+def best_of(found: Iterable[S], metric: str, mode: Literal["min", "max"]) -> S | None:
+    """Return the checkpoint with the best value of a validation metric; None where none has it.
+
+    Of equal values the lowest step wins, as during training, and of one step the newest attempt.
+    """
+    best: tuple[float, S] | None = None
+    for each in sorted(found, key=_earliest_step_newest_attempt):
+        value = lookup(each.metrics, metric)
+        if value is not None and is_better(value, best[0] if best else None, mode):
+            best = value, each
+    return best[1] if best else None
+
+
+def origin_of(checkpoint: Scored) -> Origin:
+    """Return the submission and attempt that wrote a checkpoint, attempt 0 where its name says
+    none: of an older version, or of a user's function."""
+    parsed = CheckpointName.parse(checkpoint.name)
+    return parsed.origin if parsed else (checkpoint.submission, 0)
+
+
+def _earliest_step_newest_attempt(checkpoint: Scored) -> tuple[int, int, int]:
+    submission, attempt = origin_of(checkpoint)
+    return checkpoint.step, -submission, -attempt

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 import blake3 as blake3_module
 from pydantic import (
@@ -23,7 +22,6 @@ from pydantic import (
 
 from everstep.spec import plain_text
 from everstep.wire import relative_names
-from everstep.wire.metric_names import lookup
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
 
@@ -158,20 +156,6 @@ class Manifest(_Frozen):
         fields."""
         fields = self.model_dump(mode="json")
         return _canonical({**fields, "digest": _digest(fields)})
-
-
-def best_of(
-    manifests: Iterable[Manifest], metric: str, mode: Literal["min", "max"]
-) -> Manifest | None:
-    """The checkpoint with the best value of a validation metric, the first of equals; None where
-    none has it."""
-    sign = 1.0 if mode == "max" else -1.0
-    scored = [
-        (sign * value, each)
-        for each in manifests
-        if (value := lookup(each.metrics, metric)) is not None
-    ]
-    return max(scored, key=lambda entry: entry[0])[1] if scored else None
 
 
 def parse_manifest(data: bytes) -> Manifest:

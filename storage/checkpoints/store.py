@@ -12,12 +12,12 @@ from functools import partial
 from typing import IO, Literal, TypeVar, cast
 
 from storage.checkpoints.holds import SeenHolds, held_checkpoints
-from storage.checkpoints.lineage import RestorePoints, in_lineage
+from storage.checkpoints.journal_records import RestorePoints
+from storage.checkpoints.lineage import best_of, in_lineage
 from storage.checkpoints.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Manifest,
-    best_of,
     parse_manifest,
 )
 from storage.checkpoints.tar_stream import Archive, file_blocks

@@ -7,7 +7,7 @@ import json
 import uuid
 from dataclasses import asdict, dataclass
 
-from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.journal_records import told_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage

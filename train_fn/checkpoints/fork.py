@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from everstep.spec.run_spec import ResumeFrom, RunSpec
-from storage.checkpoints.manifest import Manifest, best_of
+from storage.checkpoints.lineage import best_of
+from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
@@ -109,7 +110,7 @@ def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
     if resume_from.step == "best":
         checkpoint = run_dir.read_spec().checkpoint
         best = (
-            best_of(lineage[::-1], checkpoint.best_metric, checkpoint.best_mode)
+            best_of(lineage, checkpoint.best_metric, checkpoint.best_mode)
             if checkpoint.best_metric
             else None
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.journal_records import told_checkpoints
 from storage.checkpoints.manifest import Manifest
 from storage.run_dir import CheckpointName
 from train_fn.context import WorkerContext

@@ -12,7 +12,7 @@ import torch
 
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import lookup
-from storage.checkpoints.manifest import best_of
+from storage.checkpoints.lineage import best_of, is_better
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
@@ -186,8 +186,7 @@ def _is_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) ->
             f"{sorted(metrics)}"
         )
     value = metrics[name]
-    sign = 1 if checkpoint.best_mode == "max" else -1
-    if value != value or (state.best is not None and sign * value <= sign * state.best.value):
+    if not is_better(value, state.best.value if state.best else None, checkpoint.best_mode):
         return False
     state.best = Best(name, value, state.step, str(ctx.checkpoint_name(state.step)))
     return True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.lineage import attempt_starts, told_checkpoints
+from storage.checkpoints.journal_records import attempt_starts, told_checkpoints
 from storage.checkpoints.manifest import Manifest
 from storage.claims import claim_attempt, successor
 from storage.errors import CorruptCheckpoint, StorageUnavailable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from storage.checkpoints.lineage import RestorePoint
+from storage.checkpoints.lineage import RestorePoint, voided_by
+from storage.run_dir import CheckpointName
 from train_fn.snapshots.store import Label, Origin
 
 
@@ -86,12 +87,11 @@ def in_lineage(
     standing, rejected = [], []
     for offer in offers:
         label = offer.label
-        later = [point for origin, point in starts.items() if origin > label.origin]
-        start = min((-1 if point.fresh else point.step for point in later), default=label.step)
-        if label.step <= start:
+        start = voided_by(CheckpointName(label.step, *label.origin), starts)
+        if start is None:
             standing.append(offer)
         else:
-            went_on = "began anew" if start < 0 else f"went on from step {start}"
+            went_on = "began anew" if start.fresh else f"went on from step {start.step}"
             rejected.append(Rejection(snapshot_name(label), f"a later attempt {went_on}"))
     return standing, tuple(rejected)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.spec.run_spec import RunSpec
-from storage.checkpoints.lineage import attempt_starts
+from storage.checkpoints.journal_records import attempt_starts
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointExists

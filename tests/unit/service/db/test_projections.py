@@ -492,6 +492,26 @@ def test_checkpoints_of_the_lineage() -> None:
     assert deleted is not None and deleted.state == "deleted"
 
 
+def test_a_checkpoint_that_a_later_submission_reports_is_of_the_one_that_wrote_it() -> None:
+    """Submission 1 died after attempt 5 had committed and before it could report that."""
+    reported = committed(60, 2)
+    reported.data["name"] = "step-000000060.s001.a005"
+    history = [
+        replace(event(EventKind.RESTORED, 1, step=60, epoch=0, source="checkpoint"), submission=2),
+        reported,
+    ]
+    back = event(
+        EventKind.RESTORED, 3, submission=2, attempt=3, step=30, epoch=0, source="snapshot"
+    )
+    run = run_row()
+    for row in history:
+        run = replace(run, **project(run, row).columns)
+    assert [item["submission"] for item in run.recent_checkpoints] == [1]
+    assert [item.submission for item in checkpoints.checkpoints(history, {})] == [1]
+    assert checkpoints.checkpoints([*history, back], {}) == []
+    assert project(run, back).columns["recent_checkpoints"] == []
+
+
 def test_what_an_older_attempt_commits_beyond_a_newer_ones_beginning_is_not_in_the_lineage() -> (
     None
 ):

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.lineage import RestorePoint, attempt_starts, in_lineage
+from storage.checkpoints.journal_records import attempt_starts
+from storage.checkpoints.lineage import RestorePoint, in_lineage
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointReplaced, CorruptFile

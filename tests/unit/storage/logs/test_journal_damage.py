@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.projections import failures
-from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.journal_records import told_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter, read_journal

@@ -11,7 +11,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.manifest import best_of
+from storage.checkpoints.lineage import best_of
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir

@@ -14,7 +14,7 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.lineage import told_checkpoints
+from storage.checkpoints.journal_records import told_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.files.local import LocalFiles

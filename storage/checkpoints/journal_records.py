@@ -1,0 +1,72 @@
+"""What a run's journals say of its checkpoints: where each attempt began, and which ones were
+committed."""
+
+from __future__ import annotations
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.lineage import RestorePoint, restore_point
+from storage.logs.journal import read_journal
+from storage.run_dir import CheckpointName, Origin, RunDir
+
+_BATCH = 5000
+
+
+class RestorePoints:
+    """Where each attempt of a run began, by (submission, attempt); attempts that never began to
+    train are left out."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._cursors: dict[int, str] = {}
+        self.found: dict[Origin, RestorePoint] = {}
+
+    def update(self) -> dict[Origin, RestorePoint]:
+        """Look through all journals for what is new since the last time. Raises StorageError."""
+        for submission in self._run_dir.submissions():
+            while True:
+                cursor = self._cursors.get(submission)
+                events, self._cursors[submission] = read_journal(
+                    self._run_dir,
+                    submission,
+                    cursor,
+                    _BATCH,
+                    (EventKind.RESTORED,),
+                    past_damage=True,
+                )
+                for event in events:
+                    # the first one stays the first
+                    self.found.setdefault((submission, event.attempt), restore_point(event.data))
+                if not events:
+                    break
+        return self.found
+
+
+def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
+    """Where each attempt of the run began. Looks through all journals."""
+    return RestorePoints(run_dir).update()
+
+
+def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
+    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a
+    listing of the storage ought to show.
+
+    Looks through all journals. An older one that is not there may have been deleted by a process
+    that died before it told.
+    """
+    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
+    told: set[CheckpointName] = set()
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(
+                run_dir, submission, cursor, _BATCH, kinds, past_damage=True
+            )
+            for event in events:
+                name = CheckpointName.parse(str(event.data.get("name")))
+                if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
+                    told.add(name)
+                elif name is not None:
+                    told.discard(name)
+            if not events:
+                break
+    return told
