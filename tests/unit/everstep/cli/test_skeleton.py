@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import yaml
 
 from everstep.cli.skeleton import write_skeleton
 from everstep.errors import UsageError
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -67,3 +70,13 @@ def test_a_name_that_cannot_be_imported_is_refused(name: str, tmp_path: Path) ->
 def test_nothing_is_overwritten(written: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         write_skeleton("two_spirals", written.parent)
+
+
+def test_the_wheel_has_every_template() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = declared["tool"]["setuptools"]["package-data"]["everstep"]
+    folder = ROOT / "everstep"
+    templates = sorted((folder / "cli" / "skeleton_files").iterdir())
+    assert [path.name for path in templates if path.suffix != ".template"] == []
+    included = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert len(templates) == 5 and included >= set(templates)
