@@ -151,10 +151,6 @@ class RunDir:
         """The directory's path on this machine; None on an object store."""
         return self.files.path(self._path()) if self.storage.is_local else None
 
-    @property
-    def tensorboard_uri(self) -> str:
-        return self.storage.child_uri(self._path("tensorboard"))
-
     def tensorboard_path(self, name: str) -> str:
         return self._path(f"tensorboard/{name}")
 

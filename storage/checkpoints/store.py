@@ -91,34 +91,24 @@ class CheckpointStore:
         files are not read."""
         return self._manifests(_named(self._entries()))
 
-    def lineage(self, before_submission: int | None = None) -> builtins.list[Manifest]:
-        """Those of ``list`` that count: without what a newer attempt did not restore from. Oldest
-        first.
+    def lineage(self) -> builtins.list[Manifest]:
+        """Return the checkpoints of ``list`` that count, oldest first: all but those that a newer
+        attempt did not go on from."""
+        return self._manifests(self._lineage_names())
 
-        Args:
-            before_submission: look only at what submissions older than this one wrote and chose;
-                None looks at all.
-        """
-        return self._manifests(self._lineage_names(before_submission))
-
-    def newest_valid(
-        self, before_submission: int | None = None
-    ) -> tuple[Manifest | None, builtins.list[Rejected]]:
+    def newest_valid(self) -> tuple[Manifest | None, builtins.list[Rejected]]:
         """The newest checkpoint of the lineage that verifies, read back whole, and the newer ones
         that do not.
 
         Raises StorageError when the storage itself is in trouble: that must not send a run back to
         an older checkpoint.
         """
-        newest, _, rejected = self.read_newest(
-            lambda manifest: self.verify(manifest.name), before_submission
-        )
+        newest, _, rejected = self.read_newest(lambda manifest: self.verify(manifest.name))
         return newest, rejected
 
     def read_newest(
         self,
         read: Callable[[Manifest], T],
-        before_submission: int | None = None,
         told: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
         """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is
@@ -136,7 +126,7 @@ class CheckpointStore:
         """
         rejected: builtins.list[Rejected] = []
         num_missing = 0
-        for name in reversed(self._lineage_names(before_submission, told)):
+        for name in reversed(self._lineage_names(told)):
             try:
                 manifest = self.manifest(str(name))
                 return manifest, read(manifest), rejected
@@ -400,15 +390,10 @@ class CheckpointStore:
         return (name.origin, name.step) < (newest.origin, newest.step)
 
     def _lineage_names(
-        self, before_submission: int | None, told: Collection[CheckpointName] = ()
+        self, told: Collection[CheckpointName] = ()
     ) -> builtins.list[CheckpointName]:
-        names, points = {*self._committed(self._entries()), *told}, self._points.update()
-        if before_submission is not None:
-            names = {name for name in names if name.submission < before_submission}
-            points = {
-                origin: point for origin, point in points.items() if origin[0] < before_submission
-            }
-        return in_lineage(names, points)
+        names = {*self._committed(self._entries()), *told}
+        return in_lineage(names, self._points.update())
 
     def _entries(self) -> set[str]:
         """Names of what lies beside each other where checkpoints do."""

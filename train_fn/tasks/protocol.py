@@ -27,11 +27,3 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Sum]:
         """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum
         over)."""
-
-
-class MetricsTask(Task, Protocol):
-    """A task that measures more than its loss on the validation set."""
-
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Sum, Sum]]:
-        """For each name (sum, weight) over the micro-batch; their quotient over all micro-batches
-        is the metric."""

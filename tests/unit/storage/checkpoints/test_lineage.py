@@ -34,11 +34,8 @@ pytest_plugins = ["tests.support.storage_fixtures"]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def lineage(run_dir: RunDir, before_submission: int | None = None) -> list[tuple[int, int]]:
-    return [
-        (manifest.step, manifest.submission)
-        for manifest in CheckpointStore(run_dir).lineage(before_submission)
-    ]
+def lineage(run_dir: RunDir) -> list[tuple[int, int]]:
+    return [(manifest.step, manifest.submission) for manifest in CheckpointStore(run_dir).lineage()]
 
 
 def test_an_older_submission_that_commits_after_a_newer_one_restored_is_ignored(
@@ -129,13 +126,13 @@ def test_a_snapshot_between_checkpoints_keeps_those_below_it(run_dir: RunDir) ->
 def test_what_a_submission_sees_of_its_elders(run_dir: RunDir) -> None:
     save(run_dir, 50)
     save(run_dir, 100)
+    assert lineage(run_dir) == [(50, 1), (100, 1)]
     record_restored(run_dir, 2, 50)
     save(run_dir, 75, submission=2)
+    assert lineage(run_dir) == [(50, 1), (75, 2)]
     record_restored(run_dir, 3, 0, "fresh")
     save(run_dir, 10, submission=3)
-    assert lineage(run_dir, before_submission=2) == [(50, 1), (100, 1)]
-    assert lineage(run_dir, before_submission=3) == [(50, 1), (75, 2)]
-    assert lineage(run_dir) == lineage(run_dir, before_submission=4) == [(10, 3)]
+    assert lineage(run_dir) == [(10, 3)]
 
 
 def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> None:
@@ -143,7 +140,7 @@ def test_restoring_an_older_checkpoint_past_a_corrupt_one(run_dir: RunDir) -> No
     save(run_dir, 50)
     bad = save(run_dir, 100)
     run_dir.files.write(f"runs/run_a/checkpoints/{bad.name}/model.pt", b"bad")
-    newest, rejected = store.newest_valid(before_submission=2)
+    newest, rejected = store.newest_valid()
     assert newest is not None and newest.step == 50
     assert [one.name for one in rejected] == [bad.name]
     record_restored(run_dir, 2, 50)
