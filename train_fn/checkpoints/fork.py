@@ -18,7 +18,7 @@ from storage.run_dir import RunDir
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
-from train_fn.state.optim import unpacked
+from train_fn.state.packed_moments import unpacked
 from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
 

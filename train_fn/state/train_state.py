@@ -21,7 +21,7 @@ from train_fn.samples.stream_set import Bookmarks
 from train_fn.state.contents import DRAW_ALIKE, Contents, few
 from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
-from train_fn.state.optim import Packer, unpacked
+from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
 from train_fn.step.modes import BuiltModes

@@ -40,7 +40,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.journal.local_journal import open_local_journal
 from train_fn.samples.ledger import Count
-from train_fn.state.optim import unpacked
+from train_fn.state.packed_moments import unpacked
 from train_fn.state.tensor_tree import size_bytes, take_apart
 from train_fn.state.train_state import Best, TrainState
 
@@ -124,6 +124,22 @@ def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(
     assert weight_in(ctx, "step-000000010.s001.a001") == 10
     assert weight_in(ctx, "step-000000011.s001.a001") == 11
     saver.close()
+
+
+def test_retention_knows_what_restoring_found_to_be_corrupt(tmp_path: Path) -> None:
+    """With keep_latest 2 the sound one goes where the corrupt one is counted in its place."""
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    for step in (10, 20):
+        advance(state, step)
+        saver.save_now()
+    (Path(ctx.checkpoints.path("step-000000020.s001.a001")) / "model.pt").write_bytes(b"bad")
+    newest, rejected = ctx.checkpoints.newest_valid()  # as restoring does
+    assert newest is not None and (newest.step, len(rejected)) == (10, 1)
+    advance(state, 30)
+    saver.save_now()
+    saver.close()
+    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20, 30]
 
 
 def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False) -> bool:
