@@ -11,7 +11,7 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
-from train_fn.state.event_tail import NUM_POINTS
+from train_fn.state.event_tail import NUM_OTHERS, NUM_POINTS
 from train_fn.state.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ class Reporter:
         """Report something that happens between steps; the clock of the next step starts after
         it."""
         self.hand_over()
-        self._state.tail.others.append({"kind": kind.value, "at": head_clock.now(), "data": data})
+        entry = {"kind": kind.value, "at": head_clock.now(), "data": data, "step": self._state.step}
+        self._state.tail.add_other(entry, self._told_step)
         if self._journal is not None:
             self._journal.emit(kind, data)
 
@@ -122,9 +123,10 @@ class Reporter:
         untold, late = points[:-NUM_POINTS], points[-NUM_POINTS:]
         late = untold + [entry for entry in late if entry["at"] >= newest_at - TAIL_S]
         self._late_points = [entry["data"] for entry in late]
-        for entry in tail.others:
-            if entry["at"] >= newest_at - OTHERS_S:
-                self._journal.emit(EventKind(entry["kind"]), entry["data"])
+        others = list(tail.others)
+        recent = [each for each in others[-NUM_OTHERS:] if each["at"] >= newest_at - OTHERS_S]
+        for entry in others[:-NUM_OTHERS] + recent:
+            self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:
         """How long the epoch that ends now took in this attempt."""

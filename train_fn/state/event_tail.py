@@ -16,8 +16,10 @@ NUM_POINTS = 64
 MOST_POINTS = 4096
 """Of so many steps in all: what a rank remembers while rank 0 is cut off from the journal."""
 NUM_OTHERS = 16
-"""Ends of epochs, evaluations and the like. Apart from the metrics: short steps must not push out
-what is told once an epoch."""
+"""Ends of epochs, evaluations and the like, and those before them that the journal does not know
+of. Apart from the metrics: short steps must not push out what is told once an epoch."""
+MOST_OTHERS = 1024
+"""Of these in all."""
 _METRICS_KIND = EventKind.METRICS.value
 
 
@@ -27,7 +29,8 @@ class EventTail:
     def __init__(self, entries: list[dict[str, Any]] | None = None) -> None:
         self.points: deque[dict[str, Any]] = deque()
         """Those of metrics. Every step appends one (``add_point``)."""
-        self.others: deque[dict[str, Any]] = deque(maxlen=NUM_OTHERS)
+        self.others: deque[dict[str, Any]] = deque()
+        """What happened between steps (``add_other``)."""
         for entry in entries or ():
             (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
 
@@ -43,6 +46,19 @@ class EventTail:
             len(points) > MOST_POINTS or points[0]["data"]["step"] <= told_step()
         ):
             points.popleft()
+
+    def add_other(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
+        """Append what happened between steps, and let go of the oldest as ``add_point`` does.
+
+        ``entry`` holds the step, too. Of entries of older versions, which do not, none is kept
+        beyond NUM_OTHERS.
+        """
+        others = self.others
+        others.append(entry)
+        while len(others) > NUM_OTHERS and (
+            len(others) > MOST_OTHERS or others[0].get("step", -1) < told_step()
+        ):
+            others.popleft()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """By time."""

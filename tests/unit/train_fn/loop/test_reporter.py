@@ -23,7 +23,7 @@ from train_fn.loop import reporter as reporter_module
 from train_fn.loop.reporter import HAND_OVER_S, Reporter
 from train_fn.ray_train.rank_process import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
-from train_fn.state.event_tail import MOST_POINTS, NUM_POINTS, EventTail
+from train_fn.state.event_tail import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, EventTail
 from train_fn.state.train_state import TrainState
 
 SPEC = RunSpec.model_validate(
@@ -105,11 +105,17 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     survivor = Reporter(other, state)
     for step in range(1, 101):
         end_step(survivor, state)
+        survivor.emit(EventKind.EVALUATED, {"step": step})
+        assert len(state.tail.others) == min(step, NUM_OTHERS)
         assert [entry["data"]["step"] for entry in state.tail.points] == list(
             range(max(1, step - NUM_POINTS + 1), step + 1)
         )
+    ended: list[int] = []
     for _ in range(500):
         end_step(survivor, state)
+        if state.step % 10 == 0:
+            ended.append(state.step)
+            survivor.emit(EventKind.EPOCH_COMPLETED, {"epoch": state.step})
     left = make_state()
     left.tail = EventTail(json.loads(state.tail.dump()))  # as it travels with the state
     left.step = state.step
@@ -119,8 +125,11 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     end_step(again, left)
     again.close()
     assert sorted(told(journal_of(ctx))) == list(range(101, 602))
+    assert [data["epoch"] for data in journal_of(ctx).of_kind(EventKind.EPOCH_COMPLETED)] == ended
     for _ in range(MOST_POINTS):
         end_step(survivor, state)
+        survivor.emit(EventKind.EPOCH_COMPLETED, {"epoch": state.step})
+    assert len(state.tail.others) == MOST_OTHERS
     assert len(state.tail.points) == MOST_POINTS
     assert state.tail.points[0]["data"]["step"] == state.step - MOST_POINTS + 1
 
