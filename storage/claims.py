@@ -1,10 +1,10 @@
 """Who owns a run: every submission and every attempt claims it by a file of its own, and marks
-those before it as succeeded.
+older claims as succeeded.
 
-An attempt does both before it looks at what there is to go on from. So who asks by its own claim
-whether it is still the newest, and hears yes, was so when it asked, whatever it did or did not hear
-from anybody else: a rank that is cut off from all but the storage knows, too. The claim is opened
-by its name; a listing of a network filesystem may be a minute old.
+An attempt does both before it looks for a state to go on from. So an attempt whose own claim is not
+marked was still the newest when it read the claim, whatever messages it missed: even a rank that
+reaches nothing but the storage knows. The claim is opened by name, since a listing of a network
+filesystem may be a minute old.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from storage.process_nonce import process_nonce
 from storage.run_dir import Origin, RunDir
 
 _GAP = 3
-"""How many numbers in a row may be of submissions, or attempts, that never came to claim
-anything."""
+"""How many submissions, or attempts, in a row may have died before they claimed anything."""
 
 
 def claim_submission(run_dir: RunDir, submission: int) -> None:
-    """Take a submission's number for this process.
+    """Claim a submission's number for this process.
 
     Raises:
         AlreadyClaimed: another process has it.
-        InvalidStorage: the storage cannot tell them apart.
+        InvalidStorage: the storage does not refuse to create a file twice.
     """
     path = run_dir.claim_path((submission, 0))
     require_exclusive_creates(run_dir.files, path.rpartition("/")[0])
@@ -42,7 +41,7 @@ def claim_submission(run_dir: RunDir, submission: int) -> None:
 
 
 def succeed_submission(run_dir: RunDir, submission: int) -> None:
-    """Mark older submissions as succeeded by this one: what is left of them commits and deletes
+    """Mark older submissions as succeeded by this one: their remaining processes commit and delete
     nothing any more."""
     for older in range(submission - 1, max(0, submission - 1 - _GAP), -1):
         if _is_succeeded(run_dir, (older, 0), submission):
@@ -52,7 +51,7 @@ def succeed_submission(run_dir: RunDir, submission: int) -> None:
 def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
     """Claim an attempt for this process, and mark the older ones of its submission as succeeded.
 
-    Raises AlreadyClaimed where a newer one has succeeded it, or another process has claimed it.
+    Raises AlreadyClaimed if a newer attempt has succeeded it, or another process has claimed it.
     """
     submission, attempt = origin
     if not run_dir.files.create_new(run_dir.claim_path(origin), _claim()):
@@ -72,16 +71,16 @@ def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
 
 
 def newest_attempt(run_dir: RunDir, submission: int, known: int) -> int:
-    """The newest attempt of a submission that its journal knows, or that has claimed the run and
-    died before it was told of."""
+    """Return the newest attempt of a submission. It may have claimed the run and died before the
+    journal knew: ``known`` is the newest in the journal."""
     while run_dir.files.exists(run_dir.claim_path((submission, known + 1))):
         known += 1
     return known
 
 
 def successor(run_dir: RunDir, origin: Origin) -> str | None:
-    """Who has taken over from an attempt, in words; None while it is the newest. Raises
-    StorageError."""
+    """Return what has taken over from an attempt, as text for people; None while it is the newest.
+    Raises StorageError."""
     for claim, what in (((origin[0], 0), "submission"), (origin, "attempt")):
         number = _read(run_dir, claim).get("successor")
         if number is not None:
@@ -93,16 +92,16 @@ def successor(run_dir: RunDir, origin: Origin) -> str | None:
 
 
 def _claim() -> bytes:
-    """The same whenever this process claims: to claim again what is its own is no second claim
-    (``Files.create_new``)."""
+    """Return the content of this process's claim, always the same: claiming twice is no second
+    claim (``Files.create_new``)."""
     return json.dumps(
         {"writer": process_nonce(), "host": os.uname().nodename, "pid": os.getpid()}
     ).encode()
 
 
 def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:
-    """Whether a claim was marked before; it is now. One that is not there yet is made: it can be
-    claimed no more."""
+    """Return whether a claim was marked before, and mark it. A claim that does not exist is
+    created: nobody can claim it any more."""
     found = _read(run_dir, claim)
     if "successor" in found:
         return True
@@ -111,7 +110,7 @@ def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:
 
 
 def _read(run_dir: RunDir, claim: Origin) -> dict[str, Any]:
-    """What a claim says; nothing where there is none, or one that is just being written."""
+    """Return a claim's content; {} where there is none, or it is just being written."""
     try:
         found = json.loads(run_dir.files.read(run_dir.claim_path(claim)))
     except (StorageNotFound, ValueError):

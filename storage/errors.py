@@ -100,7 +100,8 @@ class NotRegularFile(CorruptFile):
 
 
 class LinkedFile(NotRegularFile, StorageDenied):
-    """Damage to a reader that can do without the file, and no permission to one that cannot."""
+    """A link: damage to a reader that can do without the file, missing permission to one that
+    cannot."""
 
 
 class FileTooLarge(CorruptFile):
@@ -116,8 +117,8 @@ class AlreadyClaimed(StorageError):
 
 
 class CheckpointExists(StorageError):
-    """``name`` is committed and verifies. Who wrote it its manifest tells; only that process may
-    take it for its own save."""
+    """``name`` is committed and verifies. Its manifest names the writer; only that process may take
+    it for its own save."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -147,8 +148,7 @@ class CorruptCheckpoint(StorageError):
 
 
 def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | None:
-    """Ours for an error of the OS or of pyarrow; None for anything else, which is a bug and stays
-    what it is."""
+    """Return our error for one of the OS or of pyarrow; None for anything else, which is a bug."""
     if not isinstance(exc, OSError) and not type(exc).__module__.startswith("pyarrow"):
         return None
     number = getattr(exc, "errno", None)
@@ -170,15 +170,15 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
     if number in _FULL:
         return StorageFull(f"{text}; free some space, or choose another storage URI")
     if number in _UNREADABLE:
-        return StorageUnreadable(f"{text}; the medium is failing")
+        return StorageUnreadable(f"{text}; the medium is failing: replace it")
     return StorageUnavailable(f"{text}; check that the storage is mounted and reachable")
 
 
 class mapped:
-    """Raise errors of the OS and of pyarrow as ours; ``action`` and ``path`` complete "cannot
+    """Raise errors of the OS and of pyarrow as ours. ``action`` and ``path`` complete "cannot
     ACTION PATH".
 
-    A class, since a generator in its place costs several times as much, and a save enters it forty
+    A class, since a generator costs several times as much, and a save enters this block forty
     times.
     """
 

@@ -1,4 +1,4 @@
-"""Where runs are kept: one root, named by a URI, on a local filesystem or an object store."""
+"""The storage of all runs: one root, named by a URI, on a local filesystem or an object store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OBJECT_SCHEMES = ("s3", "gs")
 
 @dataclass(frozen=True)
 class Storage:
-    """The root of all runs. Picklable: the other side opens the URI again, with the credentials of
-    its own environment."""
+    """The root of all runs. Picklable: unpickling opens the URI again, with the credentials of that
+    process's environment."""
 
     uri: str
 
     @cached_property
     def files(self) -> Files:
-        """The filesystem below the root; pyarrow is imported only when an object store is first
+        """The filesystem below the root. pyarrow is imported only when an object store is first
         used."""
         if self.is_local:
             return LocalFiles(Path(self.uri))
@@ -38,7 +38,7 @@ class Storage:
 
     @property
     def can_append(self) -> bool:
-        """Whether logs are one growing file (local) or sealed segments (object stores)."""
+        """Return whether a log is one growing file (local) or sealed segments (object stores)."""
         return self.is_local
 
     @property
@@ -49,12 +49,12 @@ class Storage:
 
     @property
     def batch_s(self) -> float:
-        """How long a log's writer should gather lines, in seconds: on an object store every append
-        is an object of its own."""
+        """Return how many seconds a log's writer should gather lines: on an object store every
+        append is a new object."""
         return 0.25 if self.can_append else 2.0
 
     def child_uri(self, relpath: str) -> str:
-        """The URI of something below the root, with the root's own options."""
+        """Return the URI of a path below the root, with the root's own options."""
         head, mark, query = self.uri.partition("?")
         return f"{head.rstrip('/')}/{relpath}{mark}{query}"
 
@@ -72,7 +72,7 @@ class Storage:
             raise type(exc)(f"storage {self.uri} cannot be used: {exc}") from exc
         if found != data:
             raise StorageUnavailable(
-                f"storage {self.uri} gave back other bytes than were written; choose another "
+                f"storage {self.uri} returned other bytes than were written; choose another "
                 "storage URI"
             )
 
@@ -81,8 +81,8 @@ class Storage:
 
 
 def require_exclusive_creates(files: Files, directory: str) -> None:
-    """Raise InvalidStorage where the storage creates a file that is there already: two processes
-    would overwrite each other's."""
+    """Raise InvalidStorage if the storage creates a file that exists already: two processes would
+    overwrite each other's files."""
     relpath = f"{directory}/.create-{secrets.token_hex(6)}".lstrip("/")
     try:
         honoured = files.create_new(relpath, b"1") and not files.create_new(relpath, b"2")
@@ -90,16 +90,15 @@ def require_exclusive_creates(files: Files, directory: str) -> None:
         files.delete_file(relpath)
     if not honoured:
         raise InvalidStorage(
-            f"{files.path(directory)} creates a file although there is one: an object store that "
-            "ignores If-None-Match: * on "
-            "a put, by which processes would overwrite each other's journals; use a store that "
-            "honours it, or a filesystem"
+            f"{files.path(directory)} overwrites a file instead of refusing to create it twice: "
+            "this object store ignores If-None-Match: * on a put, so that processes would "
+            "overwrite each other's journals; use a store that honours it, or a filesystem"
         )
 
 
 def open_storage(uri: str) -> Storage:
-    """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``.
-    Nothing is touched yet.
+    """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``,
+    without access to it yet.
 
     Raises InvalidStorage for a URI that cannot work.
     """

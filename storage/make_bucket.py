@@ -1,7 +1,7 @@
-"""``python -m storage.make_bucket URI``: make the bucket of an object store's URI, where it is not
-there yet.
+"""``python -m storage.make_bucket URI``: create the bucket of an object store's URI, if it does not
+exist.
 
-Exit code 0 when it is there, 1 when the store does not answer or refuses, with the reason.
+Exit code 0 when it exists then, 1 when the store does not answer or refuses, with the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from storage.filesystem import open_storage
 
 
 def make_bucket(uri: str) -> None:
-    """Make it, unless it is there. Raises StorageError; a path, or a store that is not S3, is
-    refused."""
+    """Create the bucket, unless it exists. Raises StorageError, also for a path or a store that is
+    not S3."""
     from storage.errors import InvalidStorage
     from storage.files.object_store import make_s3_bucket
 
@@ -28,7 +28,7 @@ def make_bucket(uri: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command, and return the exit code."""
     if len(argv) != 1:
         print(
             "usage: python -m storage.make_bucket s3://BUCKET/PREFIX?endpoint_override=…",

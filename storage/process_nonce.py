@@ -1,5 +1,5 @@
-"""A name that no other process ever has: by it a process knows what it wrote itself from what
-another wrote under the same name."""
+"""A name that no other process ever has: by it a process tells its own files from another's of the
+same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _nonce: str | None = None
 
 
 def process_nonce() -> str:
-    """The same for the life of this process. A forked child has another one."""
+    """Return the name, the same for the life of this process. A forked child has another one."""
     global _nonce
     if _nonce is None:
         _nonce = secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""A run's directory: the only place that knows where its files lie (contract, "Files in a run
+"""A run's directory: the only module that knows where its files are (contract, "Files in a run
 directory")."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 @dataclass(frozen=True, order=True)
 class RankLog:
-    """One rank's log in one attempt; ``rank`` -1 is the driver's, whose attempt is 0. A long log
-    has several parts, from 1."""
+    """One rank's log in one attempt. ``rank`` -1 is the driver's, whose attempt is 0. A long log
+    has several parts, counted from 1."""
 
     submission: int
     attempt: int
@@ -52,15 +52,15 @@ class RankLog:
 
     @property
     def name(self) -> str:
-        """Of its file or directory, without suffix."""
+        """Return the name of its file or directory, without suffix."""
         whose = "driver" if self.rank < 0 else f"rank-{self.rank}"
         return whose if self.part == 1 else f"{whose}.{self.part}"
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """``step-000000150.s002.a003``: what a directory's name says, whether or not there is a
-    checkpoint in it. Ordered by step."""
+    """A parsed name such as ``step-000000150.s002.a003``, whether or not there is such a
+    checkpoint. Ordered by step."""
 
     step: int
     submission: int
@@ -78,7 +78,7 @@ class CheckpointName:
 
     @staticmethod
     def parse(name: str) -> CheckpointName | None:
-        """None where it is not such a name, or is one that nobody would write."""
+        """Parse a name; None where it is not a checkpoint's, or not in the form that is written."""
         match = _CHECKPOINT.fullmatch(name)
         found = CheckpointName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
         return found if str(found) == name else None
@@ -86,34 +86,34 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class DrillOrder:
-    """A drill on its way from the service to a submission's driver."""
+    """A drill that the service orders from a submission's driver."""
 
     id: str
     kind: DrillKind
     rank: int
     attempt: int
-    """Worker group that was meant; another one is not to be hit."""
+    """The attempt that is meant; no other one may be hit."""
 
 
 @dataclass(frozen=True)
 class ProfileOrder:
-    """A profile on its way from the service to a rank."""
+    """A profile that the service orders from a rank."""
 
     id: str
     rank: int
     steps: int
     attempt: int
-    """Worker group that was meant; the same rank of another one is not to be recorded."""
+    """The attempt that is meant; the same rank of another one is not recorded."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the service tells a run's retention of its checkpoints."""
+    """What the service tells a run's retention about its checkpoints."""
 
     steps: frozenset[int] = frozenset()
-    """Steps whose checkpoints other runs are to begin from."""
+    """Steps of the checkpoints that other runs are to begin from."""
     corrupt: frozenset[str] = frozenset()
-    """Names of checkpoints that were found to be damaged when they were read back."""
+    """Names of checkpoints that were damaged when they were read back."""
 
 
 @dataclass(frozen=True)
@@ -137,29 +137,29 @@ class RunDir:
 
     @property
     def uri(self) -> str:
-        """URI of the run's directory."""
+        """Return the URI of the run's directory."""
         return self.storage.child_uri(self._path())
 
     @property
     def parent_uri(self) -> str:
-        """URI of the directory of all runs: Ray Train's ``storage_path``, where ``run_id`` is its
-        ``name``."""
+        """Return the URI of the directory of all runs: Ray Train's ``storage_path``, with
+        ``run_id`` as its ``name``."""
         return self.storage.child_uri("runs")
 
     @property
     def local_path(self) -> str | None:
-        """The directory's path on this machine; None on an object store."""
+        """Return the directory's path on this machine; None on an object store."""
         return self.files.path(self._path()) if self.storage.is_local else None
 
     def tensorboard_path(self, name: str) -> str:
         return self._path(f"tensorboard/{name}")
 
     def write_spec(self, spec: RunSpec) -> None:
-        """Keep the resolved spec."""
+        """Write the resolved spec."""
         self.files.write(self._path("spec.json"), spec.model_dump_json(indent=2).encode())
 
     def read_spec(self) -> RunSpec:
-        """Raises StorageNotFound, or CorruptFile when it is not a spec."""
+        """Return the resolved spec. Raises StorageNotFound, or CorruptFile if it is not a spec."""
         from pydantic import ValidationError
 
         from everstep.spec.run_spec import RunSpec
@@ -171,21 +171,20 @@ class RunDir:
             raise CorruptFile(f"{self.files.path(path)} is not a run's spec: {exc}") from exc
 
     def submissions(self) -> list[int]:
-        """Submissions that have a journal, oldest first."""
+        """Return the submissions that have a journal, oldest first."""
         matches = (
             _SUBMISSION.fullmatch(entry.name) for entry in self.files.list(self._path("events"))
         )
         return sorted({int(match[1]) for match in matches if match})
 
     def request_stop(self, submission: int, stop: Stop) -> None:
-        """Ask a submission's driver to stop. A pause may become a cancel, never the other way
-        round."""
+        """Ask a submission's driver to stop. A pause may become a cancel, never the reverse."""
         if stop == "pause" and self.stop_requested(submission) == "cancel":
             return
         self._write_control(_stop_file(submission), {"stop": stop})
 
     def stop_requested(self, submission: int) -> Stop | None:
-        """What was asked of a submission's driver. Raises CorruptFile."""
+        """Return the stop that was requested of a submission's driver. Raises CorruptFile."""
 
         def read(found: Any) -> Stop:
             for stop in STOPS:
@@ -196,12 +195,12 @@ class RunDir:
         return self._read_control(_stop_file(submission), read, "is not a stop request")
 
     def order_drill(self, submission: int, order: DrillOrder) -> None:
-        """Leave a drill for a submission's driver; it takes the place of an earlier one."""
+        """Order a drill from a submission's driver. It replaces an earlier order."""
         self._write_control(_drill_file(submission), asdict(order))
 
     def drill_ordered(self, submission: int) -> DrillOrder | None:
-        """The newest drill that was left for a submission's driver, also one that it has carried
-        out. Raises CorruptFile."""
+        """Return the newest drill ordered from a submission's driver, also if it was carried out.
+        Raises CorruptFile."""
 
         def read(found: Any) -> DrillOrder:
             return DrillOrder(
@@ -214,12 +213,11 @@ class RunDir:
         return self._read_control(_drill_file(submission), read, "is not a drill")
 
     def order_profile(self, submission: int, order: ProfileOrder) -> None:
-        """Leave a profile for a submission's driver; it takes the place of an earlier one."""
+        """Order a profile from a submission's ranks. It replaces an earlier order."""
         self._write_control(_profile_file(submission), asdict(order))
 
     def profile_ordered(self, submission: int) -> ProfileOrder | None:
-        """The newest profile that was left for a submission's driver, also one that is done. Raises
-        CorruptFile."""
+        """Return the newest profile ordered, also if it is done. Raises CorruptFile."""
 
         def read(found: Any) -> ProfileOrder:
             return ProfileOrder(
@@ -229,26 +227,26 @@ class RunDir:
         return self._read_control(_profile_file(submission), read, "is not an order for a profile")
 
     def trace_path(self, profile_id: str) -> str:
-        """Of a profile's trace, gzipped JSON."""
+        """Return the path of a profile's trace, gzipped JSON."""
         if not _NAME.fullmatch(profile_id):
             raise InvalidStorage(f"{profile_id!r} cannot name a profile")
         return self._path(f"profiles/{profile_id}.json.gz")
 
     def write_deadline(self, at: float) -> None:
-        """Keep when the run has to have ended, in unix seconds: its driver holds to it also while
-        the service is away."""
+        """Write when the run must have ended, in unix seconds. Its driver keeps to it also while
+        the service is down."""
         self._write_control(_DEADLINE, {"at": at})
 
     def deadline(self) -> float | None:
-        """When the run has to have ended, in unix seconds; None for a run without such. Raises
-        CorruptFile."""
+        """Return when the run must have ended, in unix seconds; None for a run without a deadline.
+        Raises CorruptFile."""
         return self._read_control(
             _DEADLINE, lambda found: float(found["at"]), "does not hold a deadline"
         )
 
     def keep_steps(self, steps: Collection[int], corrupt: Collection[str] = ()) -> None:
-        """Have retention leave the checkpoints of these steps alone, and of no others: other runs
-        are to begin from them.
+        """Make retention keep the checkpoints of exactly these steps, from which other runs are to
+        begin.
 
         Args:
             corrupt: names of checkpoints that retention must not count as sound.
@@ -269,22 +267,21 @@ class RunDir:
         return self.kept().steps
 
     def write_probe(self, submission: int, name: str) -> None:
-        """Leave a file by which other nodes see that this one's storage is theirs. ``name`` is a
+        """Write a file by which other nodes check that they see the same storage. ``name`` is a
         node's id or DRIVER_PROBE."""
         self.files.write(self._probe_path(submission, name), probe_bytes(self, submission, name))
 
     def read_probe(self, submission: int, name: str) -> bytes:
-        """What is to be equal to ``probe_bytes``. Raises StorageNotFound where this node does not
-        see it."""
+        """Return a probe, which should equal ``probe_bytes``. Raises StorageNotFound where this
+        node does not see it."""
         return self.files.read(self._probe_path(submission, name), _PROBE_BYTES)
 
     def write_workers_limit(self, limit: int | None) -> None:
-        """Keep how many ranks the run may use, where that is fewer than its spec asks for; None is
-        no limit."""
+        """Limit the run to fewer ranks than its spec asks for; None is no limit."""
         self._write_control(_WORKERS, {"limit": limit})
 
     def workers_limit(self) -> int | None:
-        """How many ranks the run may use; None for as many as its spec asks for. Raises
+        """Return how many ranks the run may use; None for as many as its spec asks for. Raises
         CorruptFile."""
 
         def read(found: Any) -> int | None:
@@ -293,7 +290,7 @@ class RunDir:
         return self._read_control(_WORKERS, read, "does not hold a limit of workers")
 
     def delete(self) -> None:
-        """The whole directory with everything in it, durably."""
+        """Delete the directory with everything in it, durably."""
         self.files.delete_dir(self._path())
         with suppress(StorageNotFound):  # no run was ever written there
             self.files.sync_dir(_RUNS)
@@ -305,7 +302,7 @@ class RunDir:
         return self._path(f"logs/s{log.submission:03d}-a{log.attempt:03d}/{log.name}")
 
     def rank_logs(self) -> list[RankLog]:
-        """Every part of every rank's log, by submission, attempt, rank and part."""
+        """Return every part of every rank's log, by submission, attempt, rank and part."""
         found: set[RankLog] = set()
         for directory in self.files.list(self._path("logs")):
             attempt = _ATTEMPT_LOGS.fullmatch(directory.name)
@@ -314,7 +311,7 @@ class RunDir:
         return sorted(found)
 
     def rank_logs_of(self, submission: int, attempt: int) -> list[RankLog]:
-        """Every part of every rank's log of one attempt, by rank and part; of the driver's for
+        """Return every part of every rank's log of one attempt, by rank and part; the driver's for
         attempt 0."""
         entries = self.files.list(self._path(f"logs/s{submission:03d}-a{attempt:03d}"))
         matches = {match for entry in entries if (match := _RANK_LOG.fullmatch(entry.name))}
@@ -332,10 +329,10 @@ class RunDir:
         self.files.write(self._path(f"control/{name}"), json.dumps(content).encode())
 
     def _read_control(self, name: str, read: Callable[[Any], T], problem: str) -> T | None:
-        """What a small JSON file says, made of its content by ``read``; None where there is none.
+        """Return what ``read`` makes of a small JSON file's content; None where there is no file.
 
-        Raises CorruptFile, which tells ``problem``, where ``read`` cannot: it raises ValueError,
-        KeyError or TypeError.
+        Raises CorruptFile, with ``problem`` in its text, where ``read`` raises ValueError, KeyError
+        or TypeError.
         """
         path = self._path(f"control/{name}")
         try:
@@ -349,7 +346,7 @@ class RunDir:
         return self._path(f"control/holds/{name}" if name else "control/holds")
 
     def claim_path(self, origin: Origin) -> str:
-        """Of the claim of an attempt, or with attempt 0 of a submission."""
+        """Return the path of an attempt's claim, or with attempt 0 of a submission's."""
         submission, attempt = origin
         return self._path(
             f"control/claims/s{submission:03d}" + (f".a{attempt:03d}" if attempt else "") + ".json"
@@ -365,7 +362,7 @@ class RunDir:
 
 
 def probe_bytes(run_dir: RunDir, submission: int, name: str) -> bytes:
-    """What a probe holds: whoever reads it knows it without being told."""
+    """Return a probe's content, which every reader can compute."""
     return hashlib.shake_128(f"{run_dir.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
 
 

@@ -1,5 +1,5 @@
-"""Holds: who reads a checkpoint says so beside it, and retention leaves it alone until the reader
-is done or was not heard of."""
+"""Holds: a reader of a checkpoint renews a small file beside it, and retention keeps the checkpoint
+until the reader is done or stops renewing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SeenHolds = dict[str, tuple[bytes, float]]
 
 
 class CheckpointHold:
-    """One reader's hold on a checkpoint. A storage that takes no hold (full, read-only) is read
-    from without."""
+    """One reader's hold on a checkpoint. If the storage cannot take a hold (full, read-only),
+    reading goes on without."""
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
-        """Taken at once: what is there after this stays there."""
+        """Take the hold at once: a checkpoint that exists after this stays."""
         self._files = run_dir.files
         self._path = run_dir.holds_path(f"{name}.{secrets.token_hex(6)}")
         self._renewed_at = float("-inf")
@@ -34,7 +34,7 @@ class CheckpointHold:
         self.renew()
 
     def renew(self) -> None:
-        """Call it again and again while reading; most calls cost nothing."""
+        """Renew the hold if it is due. Call it often while reading; most calls cost nothing."""
         now = time.monotonic()
         if now - self._renewed_at >= _RENEW_S:
             self._renewed_at = now

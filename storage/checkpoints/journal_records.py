@@ -12,8 +12,8 @@ _BATCH = 5000
 
 
 class RestorePoints:
-    """Where each attempt of a run began, by (submission, attempt); attempts that never began to
-    train are left out."""
+    """Where each attempt of a run began, by (submission, attempt). Attempts that never trained are
+    left out."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -21,7 +21,8 @@ class RestorePoints:
         self.found: dict[Origin, RestorePoint] = {}
 
     def update(self) -> dict[Origin, RestorePoint]:
-        """Look through all journals for what is new since the last time. Raises StorageError."""
+        """Read what is new in all journals since the last call, and return all restore points.
+        Raises StorageError."""
         for submission in self._run_dir.submissions():
             while True:
                 cursor = self._cursors.get(submission)
@@ -42,16 +43,16 @@ class RestorePoints:
 
 
 def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
-    """Where each attempt of the run began. Looks through all journals."""
+    """Return where each attempt of the run began. Reads all journals."""
     return RestorePoints(run_dir).update()
 
 
 def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
-    """Checkpoints that the journals tell were committed, and do not tell were deleted: what a
-    listing of the storage ought to show.
+    """Return checkpoints that the journals report as committed and not as deleted: what a listing
+    of the storage should show.
 
-    Looks through all journals. An older one that is not there may have been deleted by a process
-    that died before it told.
+    Reads all journals. An older one may be missing nevertheless, if the process that deleted it
+    died before it could report that.
     """
     kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
     told: set[CheckpointName] = set()

@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: its last file, and the commit. A directory without a valid one is
-not a checkpoint."""
+"""A checkpoint's manifest: its last file, whose write is the commit. A directory without a valid
+manifest is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MAX_MANIFEST_BYTES = 8 << 20
 
 
 def check_file_name(name: str) -> str:
-    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for one
-    that may not be."""
+    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for a
+    name that is not allowed."""
     if fault := relative_names.fault_of(name):
         raise ValueError(f"the file name {name[:200]!r} {fault}")
     if name == MANIFEST:
@@ -53,7 +53,7 @@ class _Frozen(BaseModel):
 
 
 class Hash(Protocol):
-    """Takes a file's bytes in order. Both kinds let go of the interpreter meanwhile."""
+    """Takes a file's bytes in order. Both kinds release the interpreter meanwhile."""
 
     def update(self, data: Any, /) -> object: ...
 
@@ -61,8 +61,8 @@ class Hash(Protocol):
 
 
 def new_hash() -> Hash:
-    """What files are written with: BLAKE3, which is no slower than memory where SHA-256 would be
-    slower than a disk."""
+    """Return the hash for new files: BLAKE3, which is as fast as memory; SHA-256 would be slower
+    than a disk."""
     return blake3_module.blake3()
 
 
@@ -74,7 +74,7 @@ class FileEntry(_Frozen):
     sha256: HexDigest | None = None
 
     def new_hash(self) -> Hash:
-        """Of the kind that the digest is of."""
+        """Return a hash of the kind of ``digest``."""
         return new_hash() if self.blake3 else hashlib.sha256()
 
     @property
@@ -82,8 +82,8 @@ class FileEntry(_Frozen):
         return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
 
     def digest_of(self, hashed: Hash) -> str:
-        """What to compare with ``digest``; ``hashed`` comes from ``new_hash`` and was given the
-        whole file."""
+        """Return the digest to compare with ``digest``. ``hashed`` comes from ``new_hash`` and has
+        taken the whole file."""
         return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
 
     @model_validator(mode="after")
@@ -134,7 +134,8 @@ class Manifest(_Frozen):
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Manifests of older versions have no writer, and their digest was taken without."""
+        """Leave out ``writer`` where it is None: manifests of older versions have none, and neither
+        has their digest."""
         return {
             name: value
             for name, value in handler(self).items()
@@ -143,24 +144,23 @@ class Manifest(_Frozen):
 
     @property
     def size_bytes(self) -> int:
-        """Sum of its files, the manifest not counted."""
+        """Return the sum of the files' sizes, without the manifest."""
         return sum(entry.size_bytes for entry in self.files.values())
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest's canonical JSON; it covers every file's own digest."""
+        """Return the SHA-256 of the manifest's canonical JSON, which has every file's digest."""
         return _digest(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``: canonical JSON with its own digest beside the
+        """Return the content of ``manifest.json``: canonical JSON with its own digest beside the
         fields."""
         fields = self.model_dump(mode="json")
         return _canonical({**fields, "digest": _digest(fields)})
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read ``manifest.json``, of which not one byte may differ from what was written. Raises
-    CorruptFile."""
+    """Parse ``manifest.json``. Raises CorruptFile if one byte differs from what was written."""
     try:
         raw = plain_text.parse_json(data)
         version = raw.get("schema_version")
@@ -174,7 +174,7 @@ def parse_manifest(data: bytes) -> Manifest:
     except (ValueError, AttributeError, ValidationError) as exc:
         raise CorruptFile(f"not a manifest: {exc}") from exc
     if data != manifest.to_bytes():  # the digest is part of it
-        raise CorruptFile("its content is not what its digest was taken of")
+        raise CorruptFile("its content does not match its digest")
     return manifest
 
 

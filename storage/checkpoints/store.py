@@ -1,5 +1,4 @@
-"""The checkpoints of a run: which there are, which of them count, and whether they are what was
-written."""
+"""The checkpoints of a run: list them, read them verified, and delete old ones."""
 
 from __future__ import annotations
 
@@ -47,11 +46,10 @@ class Rejected:
 
 
 class CheckpointStore:
-    """All checkpoints of one run. Picklable; not thread-safe as to deleting while another thread
-    reads.
+    """All checkpoints of one run. Picklable. Do not delete in one thread while another reads.
 
-    A store remembers which checkpoints it found to be corrupt: who reads and who deletes in one
-    process share one store.
+    A store remembers which checkpoints it found to be corrupt: code that restores and code that
+    deletes share one store in a process.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -67,11 +65,11 @@ class CheckpointStore:
         return CheckpointStore, (self._run_dir,)
 
     def begin(self, step: int, submission: int, attempt: int) -> CheckpointWriter:
-        """Start writing ``step-STEP.sSUBMISSION.aATTEMPT``. What an earlier writer left unfinished
-        or corrupt there is replaced.
+        """Begin to write ``step-STEP.sSUBMISSION.aATTEMPT``. Replace what an earlier writer left
+        there unfinished or corrupt.
 
         Raises:
-            CheckpointExists: it is committed and verifies. By whom its manifest tells.
+            CheckpointExists: it is committed and verifies. Its manifest names the writer.
         """
         name = CheckpointName(step, submission, attempt)
 
@@ -87,8 +85,8 @@ class CheckpointStore:
         return begin_checkpoint(self._run_dir, name, is_sound)
 
     def list(self) -> builtins.list[Manifest]:
-        """Every checkpoint with a valid manifest, oldest first (step, submission, attempt); its
-        files are not read."""
+        """Return every checkpoint with a valid manifest, oldest first (step, submission, attempt).
+        Their files are not read."""
         return self._manifests(_named(self._entries()))
 
     def lineage(self) -> builtins.list[Manifest]:
@@ -97,11 +95,11 @@ class CheckpointStore:
         return self._manifests(self._lineage_names())
 
     def newest_valid(self) -> tuple[Manifest | None, builtins.list[Rejected]]:
-        """The newest checkpoint of the lineage that verifies, read back whole, and the newer ones
-        that do not.
+        """Return the newest checkpoint of the lineage that verifies, and the newer ones that do
+        not. Every file is read back.
 
-        Raises StorageError when the storage itself is in trouble: that must not send a run back to
-        an older checkpoint.
+        Raises StorageError where the storage itself fails: that must not send a run back to an
+        older checkpoint.
         """
         newest, _, rejected = self.read_newest(lambda manifest: self.verify(manifest.name))
         return newest, rejected
@@ -111,18 +109,18 @@ class CheckpointStore:
         read: Callable[[Manifest], T],
         told: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
-        """As ``newest_valid``, with what ``read`` made of the checkpoint: verified while it is
-        read, and read once.
+        """Return the newest checkpoint that verifies, what ``read`` made of it, and the newer ones
+        that do not. Each file is read once.
 
         Args:
-            read: raises CorruptCheckpoint where the checkpoint is not what its manifest says, as
+            read: raises CorruptCheckpoint if the checkpoint is not what its manifest says, as
                 ``read_file`` does.
-            told: checkpoints that must be there (``told_checkpoints``), whether or not they are
-                listed. Those that are not are rejected like damaged ones.
+            told: checkpoints that must exist (``told_checkpoints``), listed or not. Missing ones
+                are rejected like damaged ones.
 
         Raises:
-            StorageUnavailable: not one of those that were told is there, nor any other: the storage
-                is not what it was, and a run must not begin again for that.
+            StorageUnavailable: all of ``told`` are missing and there is no other checkpoint. The
+                storage has lost its content, and the run must not begin anew for that.
         """
         rejected: builtins.list[Rejected] = []
         num_missing = 0
@@ -136,7 +134,7 @@ class CheckpointStore:
                     rejected.append(
                         Rejected(
                             str(name),
-                            "it was committed, as the journal tells, and is not there any more",
+                            "the journal says it was committed, but it does not exist any more",
                         )
                     )
             except CorruptCheckpoint as exc:
@@ -144,16 +142,15 @@ class CheckpointStore:
                 rejected.append(Rejected(str(name), str(exc)))
         if num_missing and num_missing == len(rejected):
             raise StorageUnavailable(
-                f"run {self._run_dir.run_id} committed {rejected[0].name}, as its journal tells, "
-                f"but {self._run_dir.uri} holds no "
-                "checkpoint at all; mount or put back what is missing there. To begin again, "
-                "submit the spec as a new run"
+                f"run {self._run_dir.run_id} committed {rejected[0].name}, its journal says, but "
+                f"{self._run_dir.uri} holds no checkpoint at all; mount or restore what is missing "
+                "there. To begin again, submit the spec as a new run"
             )
         return None, None, rejected
 
     def manifest(self, name: str) -> Manifest:
-        """Raises StorageNotFound when there is no such checkpoint, CorruptCheckpoint when its
-        manifest is not valid."""
+        """Return a checkpoint's manifest. Raises StorageNotFound for no such checkpoint,
+        CorruptCheckpoint for a manifest that is not valid."""
         path = f"{self._directory(name)}/{MANIFEST}"
         try:
             manifest = parse_manifest(self._files.read(path, MAX_MANIFEST_BYTES))
@@ -177,19 +174,19 @@ class CheckpointStore:
         StorageNotFound for no checkpoint.
 
         Args:
-            on_block: told the size of every block that was read; it may wait to hold a rate, or
-                raise to break off.
+            on_block: called with the size of every block read. It may wait, to limit the rate, or
+                raise, to stop.
         """
         manifest = self.manifest(name)
         for relpath in sorted(manifest.files):
             self._verify_file(manifest, relpath, on_block)
 
     def verify_file(self, name: str, relpath: str) -> None:
-        """Read back one of its files. Raises as ``verify``."""
+        """Read back one file of a checkpoint. Raises as ``verify``."""
         self._verify_file(self.manifest(name), relpath, lambda num_bytes: None)
 
     def read_file(self, name: str, relpath: str) -> bytes:
-        """A file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
+        """Return a file's bytes, verified. Raises CorruptCheckpoint, StorageNotFound."""
         manifest = self.manifest(name)
         if relpath not in manifest.files:
             raise StorageNotFound(
@@ -198,12 +195,12 @@ class CheckpointStore:
         return b"".join(self._blocks(manifest, relpath))
 
     def load_file(self, name: str, relpath: str, load: Callable[[IO[bytes]], T]) -> T:
-        """What ``load`` makes of a file, as torch.load does: verified, also in the place of an
-        error that damage caused in it.
+        """Return what ``load`` (such as torch.load) makes of a file, verified. Damage raises
+        CorruptCheckpoint, also where it made ``load`` fail first.
 
-        On a local filesystem ``load`` reads straight from the file, into its own memory. It is
-        called again where it did not read front to back, and then is given a copy of the verified
-        bytes, as from an object store.
+        On a local filesystem ``load`` reads from the file straight into its own memory. If it did
+        not read front to back, it is called again with a copy of the verified bytes, as on an
+        object store.
 
         Raises CorruptCheckpoint, StorageNotFound, StorageError.
         """
@@ -220,7 +217,8 @@ class CheckpointStore:
         return load(io.BytesIO(self.read_file(name, relpath)))
 
     def archive(self, name: str) -> Archive:
-        """The checkpoint as a tar file, to be streamed in blocks that are verified as they pass.
+        """Return the checkpoint as a tar file, to be streamed in blocks that are verified as they
+        pass.
 
         Raises StorageNotFound or CorruptCheckpoint at once for the manifest; CorruptCheckpoint in
         the stream for a file.
@@ -229,18 +227,19 @@ class CheckpointStore:
         return Archive(manifest, partial(self._blocks, manifest))
 
     def path(self, name: str) -> str:
-        """The checkpoint's directory as the filesystem names it."""
+        """Return the checkpoint's directory as the filesystem names it."""
         return self._files.path(self._directory(name))
 
     def delete(self, name: str) -> None:
-        """The manifest first, so that a crash leaves no checkpoint rather than half of one."""
+        """Delete a checkpoint, the manifest first: a crash leaves no checkpoint rather than half of
+        one."""
         directory = self._directory(name)
         self._files.delete_file(f"{directory}/{MANIFEST}")
         self._files.delete_dir(directory)
 
     def damage(self, name: str) -> str:
         """Flip one byte of a checkpoint's smallest file, as a failing disk would: for drills.
-        Returns the file's relative path.
+        Return the file's relative path.
 
         Raises StorageNotFound, CorruptCheckpoint for one whose manifest is damaged already.
         """
@@ -264,22 +263,20 @@ class CheckpointStore:
         written: Manifest | None = None,
         best_by: tuple[str, Literal["min", "max"]] | None = None,
     ) -> builtins.list[str]:
-        """Delete what need not be kept, and the leavings of dead writers; the names of deleted
-        checkpoints, oldest first.
+        """Delete checkpoints that need not be kept, and what dead writers left. Return the names of
+        deleted checkpoints, oldest first.
 
-        Kept are the ``keep_latest`` of the lineage (at least one) that were committed last and that
-        neither this object nor the service found to be corrupt, ``written``, ``best``, those that
-        other runs are to begin from, and those that somebody reads (``CheckpointHold``). What is
-        corrupt goes once the sound ones that are kept are all newer. Call it only from the one
-        process that saves, between saves.
+        Kept are: the ``keep_latest`` of the lineage (at least one) that were committed last and are
+        not known to be corrupt; ``written``; ``best``; those that other runs begin from; and those
+        that are being read (``CheckpointHold``). A corrupt one goes once all sound ones that are
+        kept are newer. Call it only from the one process that saves, between saves.
 
         Args:
-            origin: submission and attempt of who asks. Where a newer one has begun, nothing is
-                deleted, also where it begins
-                meanwhile: it may go on from just this checkpoint.
-            written: what the caller has just committed, and need not be read back.
-            best_by: metric and mode by which the best of those that are there is kept as well:
-                ``best`` itself may never have been committed, where its rank died with it.
+            origin: submission and attempt of the caller. Where a newer one has begun, or begins
+                meanwhile, nothing is deleted: it may go on from just this checkpoint.
+            written: the checkpoint that the caller has just committed; it is not read back.
+            best_by: metric and mode. The best checkpoint that exists is kept too: ``best`` itself
+                may never have been committed, if its rank died first.
         """
         if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
             return []
@@ -329,16 +326,16 @@ class CheckpointStore:
         return deleted
 
     def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
-        """Of checkpoints that were told of those that are not there, oldest first, but for what is
-        newer than all that is: that may not be listed yet."""
+        """Return which of these reported checkpoints do not exist, oldest first. One that is newer
+        than all that exist is left out: it may not be listed yet."""
         there = set(self._committed(self._entries()))
         return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
 
     def collect_orphans(self) -> builtins.list[str]:
-        """Remove what writers left that is no checkpoint, of a run that has ended: nobody who
-        counts writes there any more.
+        """Remove directories of a run that has ended that are not checkpoints. Return their names.
 
-        Who was only slow finds its marker gone, and cannot commit. Returns the directories' names.
+        Nobody who counts writes there any more. A slow writer finds its marker gone and cannot
+        commit.
         """
         entries = self._entries()
         rest = entries - {str(name) for name in self._committed(entries)}
@@ -350,14 +347,14 @@ class CheckpointStore:
     def _delete_unless_held(
         self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None
     ) -> bool:
-        """Whether it is gone. A hold that was taken since they were listed counts: its reader had
-        found a valid manifest. So does an attempt that has begun since."""
+        """Delete a checkpoint and return True, unless a hold was taken, or a newer attempt began,
+        since the listing: its reader may have found a valid manifest."""
         path = self._manifest_path(name)
         self._files.delete_file(path)
         if manifest is not None and (
             str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)
         ):
-            # which are the bytes that it was read from
+            # the bytes that it was read from
             self._files.write(path, manifest.to_bytes())
             return False
         self._files.delete_dir(self._directory(str(name)))
@@ -374,8 +371,8 @@ class CheckpointStore:
                 self._clear(each)
 
     def _clear(self, entry: str) -> None:
-        """Remove a directory that is no checkpoint. What was set aside and is one after all is put
-        back: who had set it aside died before it could."""
+        """Remove a directory that is not a checkpoint. One that was set aside and is a checkpoint
+        after all is put back: the process that set it aside died before it could."""
         path = self._run_dir.checkpoints_path(entry)
         if entry.startswith(TRASH) and put_back(
             self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]
@@ -385,8 +382,8 @@ class CheckpointStore:
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
-        """Whether nobody who counts can still be writing it: the newest attempt's steps only
-        rise."""
+        """Return whether no writer that counts can still be writing it: the newest attempt's steps
+        only rise."""
         return (name.origin, name.step) < (newest.origin, newest.step)
 
     def _lineage_names(
@@ -396,16 +393,16 @@ class CheckpointStore:
         return in_lineage(names, self._points.update())
 
     def _entries(self) -> set[str]:
-        """Names of what lies beside each other where checkpoints do."""
+        """Return the names in the directory of checkpoints."""
         return {entry.name for entry in self._files.list(self._run_dir.checkpoints_path())}
 
     def _committed(self, entries: Iterable[str]) -> builtins.list[CheckpointName]:
-        """Names of directories with a manifest, valid or not, oldest first."""
+        """Return the names of directories with a manifest, valid or not, oldest first."""
         return [name for name in _named(entries) if self._files.exists(self._manifest_path(name))]
 
     def _read_committed(self, entries: Iterable[str]) -> dict[CheckpointName, Manifest | None]:
-        """As ``_committed``, with their manifests; None for one that is not valid. Each one is read
-        once, and then looked for."""
+        """Return as ``_committed``, with their manifests; None for one that is not valid. Each
+        manifest is read once; later calls only check that it exists."""
         found: dict[CheckpointName, Manifest | None] = {}
         for name in _named(entries):
             known = self._known.get(name)
@@ -437,7 +434,7 @@ class CheckpointStore:
             on_block(len(block))
 
     def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
-        """As ``file_blocks``, with a missing or unreadable file told as what it is."""
+        """Yield as ``file_blocks``, with a missing or unreadable file reported as damage."""
         with self._as_damage(manifest, relpath):
             yield from file_blocks(
                 self._files, self._directory(manifest.name), manifest, relpath, offset
@@ -445,7 +442,8 @@ class CheckpointStore:
 
     @contextmanager
     def _as_damage(self, manifest: Manifest, relpath: str) -> Iterator[None]:
-        """A missing or unreadable file is a corrupt or a deleted checkpoint."""
+        """Raise CorruptCheckpoint for a file that is missing or unreadable; StorageNotFound where
+        the whole checkpoint was deleted."""
         entry = manifest.files[relpath]
         try:
             yield
@@ -481,22 +479,22 @@ def _name_of(manifest: Manifest) -> CheckpointName:
 
 
 def _unfinished(entry: str) -> CheckpointName | None:
-    """Which checkpoint was begun in a directory that is none; None for one in which none was."""
+    """Return the name of the checkpoint that was begun in a directory; None where none was."""
     return CheckpointName.parse(
         entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry
     )
 
 
 def _named(entries: Iterable[str]) -> list[CheckpointName]:
-    """Of these directories those that are named as checkpoints are, oldest first."""
+    """Return those of these directories that are named as checkpoints, oldest first."""
     return sorted(filter(None, map(CheckpointName.parse, entries)))
 
 
 def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
     """Return a key that sorts checkpoints by the order of their commits.
 
-    No clock is asked, since ranks of different attempts may have different ones. The step alone
-    would not do: an attempt that fell back past a corrupt checkpoint commits sound ones below its
-    step. Within an attempt steps only rise.
+    It uses no clock, since attempts may run on hosts with different ones. The step alone would not
+    do: an attempt that fell back past a corrupt checkpoint commits sound ones below its step.
+    Within an attempt steps only rise.
     """
     return manifest.submission, manifest.attempt, manifest.step

@@ -1,8 +1,7 @@
-"""A checkpoint as an uncompressed tar file: made block by block in constant memory, verified as it
-passes, the same every time.
+"""A checkpoint as an uncompressed tar file, made in constant memory and verified as it passes.
 
-Its bytes follow from the manifest alone, so that a download that broke off goes on at the byte
-where it stopped.
+Its bytes follow from the manifest alone, so that an interrupted download resumes at the byte where
+it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Blocks = Callable[[str, int], Iterator[bytes]]
 
 @dataclass(frozen=True)
 class _Part:
-    """A stretch of the archive; ``read`` gives its bytes from an offset within it on."""
+    """A stretch of the archive; ``read`` returns its bytes from an offset within it."""
 
     size_bytes: int
     read: Callable[[int], Iterator[bytes]]
@@ -33,8 +32,8 @@ class Archive:
     """``manifest.json``, then every file, at the archive's root.
 
     Args:
-        blocks: a file's bytes, verified where they are asked for from the first one on. Where it
-            raises, the stream ends there.
+        blocks: returns a file's bytes from an offset on, verified if that is 0. The stream ends
+            where it raises.
     """
 
     def __init__(self, manifest: Manifest, blocks: Blocks) -> None:
@@ -43,10 +42,10 @@ class Archive:
         self.size_bytes = sum(part.size_bytes for part in self._parts)
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """The bytes from ``start`` up to, not including, ``stop``; None is the end.
+        """Yield the bytes from ``start`` up to ``stop`` (exclusive; None is the end).
 
-        A file of which not all lies in between is not compared with its digest: whoever puts the
-        pieces together does that.
+        A file that is not wholly in that range is not compared with its digest: the client that
+        joins the pieces does that.
         """
         stop = self.size_bytes if stop is None else max(start, min(stop, self.size_bytes))
         begin = 0
@@ -85,10 +84,10 @@ def _file(relpath: str, size_bytes: int, blocks: Blocks) -> _Part:
 def file_blocks(
     files: Files, directory: str, manifest: Manifest, relpath: str, offset: int = 0
 ) -> Iterator[bytes]:
-    """A file's bytes from ``offset`` on in blocks, never more than the manifest says.
+    """Yield a file's bytes from ``offset`` on in blocks, never more than the manifest says.
 
-    Raises CorruptCheckpoint, at the latest after the last, where the size differs, or where all was
-    read (``offset`` 0) the digest.
+    Raises CorruptCheckpoint, after the last block at the latest, if the size differs, or, with
+    ``offset`` 0, the digest.
     """
     entry = manifest.files[relpath]
     path = f"{directory}/{relpath}"

@@ -1,5 +1,4 @@
-"""A checkpoint's file that is verified while it is read straight into its reader's memory, in the
-order that the reader chooses."""
+"""A checkpoint's file that is verified while a reader loads it into its own memory."""
 
 from __future__ import annotations
 
@@ -22,11 +21,12 @@ _BLOCK_BYTES = 512 << 10
 
 
 class VerifiedFile(io.RawIOBase):
-    """For use in a ``with``; what was read may be believed once that was left without an exception.
+    """A file for use in a ``with``. Trust what was read only after the block ended without an
+    exception.
 
-    Every byte is read once and hashed where it was read to. That takes large reads at rising
-    offsets, as torch.load makes them of what torch.save wrote; ``came_back`` says that a reader
-    went another way, and was given bytes that nobody verified.
+    Every byte is read once and hashed where it was read to. That requires large reads at rising
+    offsets, as torch.load makes them. ``came_back`` is True where a reader went another way and got
+    bytes that were not verified.
     """
 
     def __init__(self, stream: io.FileIO, checkpoint: str, relpath: str, entry: FileEntry) -> None:
@@ -100,8 +100,8 @@ class VerifiedFile(io.RawIOBase):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Compare the digest. Raises CorruptCheckpoint, also in the place of what a reader made of
-        damaged bytes; StorageError."""
+        """Compare the digest. Raises CorruptCheckpoint, also in place of an error that damaged
+        bytes caused in the reader; StorageError."""
         try:
             if kind is not None and not issubclass(kind, Exception):
                 return
@@ -133,8 +133,7 @@ class VerifiedFile(io.RawIOBase):
                 view = view[count:]
 
     def _take(self, block: memoryview) -> None:
-        """The next bytes of the file: into the digest, and compared with what was read of them
-        before."""
+        """Hash the next bytes of the file, and compare them with parts that were read before."""
         self._hash.update(block)
         begin, end = self._hashed_bytes, self._hashed_bytes + len(block)
         while self._ahead and self._ahead[0][0] < end:

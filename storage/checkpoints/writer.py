@@ -1,4 +1,4 @@
-"""Writing one checkpoint: files first, each hashed as it is written, then the manifest, which
+"""Write one checkpoint: first the files, each hashed as it is written, then the manifest, which
 commits them."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ and a random part follow."""
 
 
 class _HashedStream(io.RawIOBase):
-    """A file's bytes on their way to the storage: hashed and counted. What follows a failed write
-    is dropped."""
+    """A file's bytes on their way to the storage: hashed and counted. Writes after a failed one are
+    dropped."""
 
     def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
         super().__init__()
@@ -101,11 +101,11 @@ class _HashedStream(io.RawIOBase):
 
 
 class CheckpointFile(io.BufferedWriter):
-    """A binary file that is hashed and counted as it is written; whole and durable once closed
-    without an exception.
+    """A binary file that is hashed and counted as it is written. It is whole and durable once
+    closed without an exception.
 
-    Small pieces are gathered: torch writes five for every tensor, and what each one cost on its way
-    was a third of a small save.
+    Small pieces are gathered: torch writes five per tensor, and their overhead was a third of a
+    small save.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CheckpointFile(io.BufferedWriter):
         super().__init__(self._bytes, _BUFFER_BYTES)
 
     def close(self) -> None:
-        """Make the file durable. Raises StorageError, and then it is not part of the checkpoint."""
+        """Make the file durable. On StorageError it is not part of the checkpoint."""
         if self.closed:
             return
         super().close()
@@ -145,8 +145,8 @@ class CheckpointFile(io.BufferedWriter):
 
 
 class CheckpointWriter:
-    """One checkpoint in the making. Nothing of it is a checkpoint before ``commit``; leaving the
-    context without aborts it."""
+    """One checkpoint in the making. It is no checkpoint before ``commit``; leaving the context
+    without a commit aborts it."""
 
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._run_dir = run_dir
@@ -166,7 +166,7 @@ class CheckpointWriter:
             self._files.touch(self._marker)  # fences the living; commit makes the directory durable
 
     def _may_go_on(self) -> bool:
-        """Whether nobody has begun the same checkpoint again."""
+        """Return whether nobody has begun the same checkpoint again."""
         return self._files.exists(self._marker)
 
     def _promote(self, manifest: str, data: bytes) -> bool:
@@ -186,7 +186,7 @@ class CheckpointWriter:
         Args:
             on_write: called whenever the storage took bytes of it.
 
-        Raises InvalidStorage for a path that may not be, CheckpointReplaced.
+        Raises InvalidStorage for a path that is not allowed, CheckpointReplaced.
         """
         if fault := relative_names.fault_of(relpath):
             raise InvalidStorage(
@@ -217,15 +217,15 @@ class CheckpointWriter:
         metrics: Mapping[str, float],
         created_at: datetime | None = None,
     ) -> Manifest:
-        """Write the manifest last; from then on, also after a crash of the machine, this is a
-        checkpoint.
+        """Write the manifest last. From then on this is a checkpoint, also after a crash of the
+        machine.
 
         Args:
-            metrics: of this state's own evaluation; those that are not finite are left out.
+            metrics: of this state's own evaluation; values that are not finite are left out.
 
         Raises:
             CheckpointReplaced: another writer began the same checkpoint; this one is not committed.
-            StorageError: not committed as far as can be told.
+            StorageError: the commit failed, or its result is not known.
         """
         entries = {relpath: entry for relpath, entry in self._entries.items() if entry is not None}
         unfinished = sorted(self._entries.keys() - entries.keys())
@@ -274,7 +274,8 @@ class CheckpointWriter:
 
     @contextmanager
     def _as_replaced(self) -> Iterator[None]:
-        """Whoever begins the same checkpoint takes this writer's directory away."""
+        """Raise CheckpointReplaced for a missing directory: whoever begins the same checkpoint
+        removes this writer's."""
         try:
             yield
         except StorageNotFound as exc:
@@ -303,9 +304,11 @@ class CheckpointWriter:
 
 
 class ObjectCheckpointWriter(CheckpointWriter):
-    """The same where nothing can be renamed, and a put overwrites what another has put: all that is
-    written lies at its place from the beginning, and the place belongs to the first process that
-    begins there, for as long as its marker is there."""
+    """Write a checkpoint where nothing can be renamed and a put overwrites another's.
+
+    Everything is written in its final place. The place belongs to the first process that begins
+    there, as long as its marker exists.
+    """
 
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._owner = f"{process_nonce()} {secrets.token_hex(6)}".encode()
@@ -331,7 +334,7 @@ class ObjectCheckpointWriter(CheckpointWriter):
         return True
 
     def clear_leavings(self, *, is_corrupt: bool) -> None:
-        """Remove what lies there."""
+        """Remove what an earlier writer left in this place."""
         if is_corrupt:
             self._files.delete_file(f"{self._directory}/{MANIFEST}")
         for entry in self._files.list(self._directory):
@@ -350,7 +353,7 @@ class ObjectCheckpointWriter(CheckpointWriter):
         self._files.delete_file(self._marker)
 
     def release(self) -> None:
-        """Leave what lies there to whoever comes next."""
+        """Give up the place without a checkpoint, and keep what is there."""
         self._ended = True
         self._files.delete_file(self._marker)
 
@@ -358,14 +361,14 @@ class ObjectCheckpointWriter(CheckpointWriter):
 def begin_checkpoint(
     run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]
 ) -> CheckpointWriter:
-    """Clear away what an earlier writer left under this name, and begin.
+    """Remove what an earlier writer left under this name, and begin to write.
 
     Args:
-        is_sound: whether a checkpoint of this name is committed and verifies; asked only where
-            there is a manifest.
+        is_sound: returns whether a checkpoint of this name is committed and verifies; called only
+            where there is a manifest.
 
     Raises:
-        CheckpointExists: it is.
+        CheckpointExists: there is one.
         CheckpointReplaced: on an object store, another process has begun it.
     """
     files, directory = run_dir.files, run_dir.checkpoints_path(str(name))
@@ -378,7 +381,7 @@ def begin_checkpoint(
             raise CheckpointExists(str(name))
         writer.clear_leavings(is_corrupt=is_there)
         return writer
-    # who was slow, not dead, cannot commit any more
+    # a slow writer cannot commit after this
     for entry in files.list(run_dir.checkpoints_path()):
         if entry.name.startswith(f"{BEGUN}{name}-"):
             _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
@@ -386,7 +389,7 @@ def begin_checkpoint(
     if judged and is_sound():
         raise CheckpointExists(str(name))
     # Renamed before it is deleted, and judged by what was renamed: another writer may have
-    # committed since we looked.
+    # committed in between.
     aside = _aside(run_dir, name)
     if files.set_aside(directory, aside):
         if _content(files, f"{aside}/{MANIFEST}") != judged:
@@ -398,9 +401,11 @@ def begin_checkpoint(
 
 
 def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
-    """Bring a committed checkpoint that was set aside back to its place, where there is none now.
-    Whether it is one: then it must not be removed, also where its place is taken by somebody
-    else."""
+    """Move a committed checkpoint that was set aside back to its place, if that is free.
+
+    Return whether it is a committed checkpoint. If so it must not be removed, even if its place was
+    taken meanwhile.
+    """
     files = run_dir.files
     if CheckpointName.parse(name) is None or not files.exists(f"{aside}/{MANIFEST}"):
         return False
@@ -413,7 +418,7 @@ def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
 
 
 def _clear(run_dir: RunDir, name: CheckpointName, begun: str) -> None:
-    """End another writer, and remove what it wrote."""
+    """Fence off another writer, and remove what it wrote."""
     aside = _aside(run_dir, name)
     if run_dir.files.set_aside(begun, aside):
         run_dir.files.delete_file(f"{aside}/{MANIFEST}")  # it was about to commit
@@ -425,7 +430,7 @@ def _aside(run_dir: RunDir, name: CheckpointName) -> str:
 
 
 def _content(files: Files, relpath: str) -> bytes:
-    """A file's bytes; none where there is no such file, or the medium cannot give them back."""
+    """Return a file's bytes; b"" where there is no such file, or the medium cannot read it."""
     try:
         return files.read(relpath)
     except (StorageNotFound, StorageUnreadable):

@@ -1,5 +1,4 @@
-"""Files of checks of a deployment: ``cluster/checks/ID/`` with a probe for each node, and the
-report."""
+"""Files of deployment checks: ``cluster/checks/ID/`` with a probe for each node, and the report."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ _ROOT = "cluster/checks"
 
 
 def probe(check_id: str, node_id: str) -> bytes:
-    """What a node writes: whoever reads it knows it without being told."""
+    """Return what a node writes, which every reader can compute."""
     return hashlib.shake_128(f"{check_id} {node_id}".encode()).digest(PROBE_BYTES)
 
 
 def write_probe(storage: Storage, check_id: str, node_id: str, data: bytes) -> None:
-    """Raises StorageError."""
+    """Write a node's probe. Raises StorageError."""
     storage.files.write(f"{_ROOT}/{check_id}/probes/{node_id}", data)
 
 
 def read_probe(storage: Storage, check_id: str, node_id: str) -> bytes:
-    """Raises StorageNotFound where this machine does not see it, StorageError."""
+    """Return a node's probe. Raises StorageNotFound where this machine does not see it,
+    StorageError."""
     return storage.files.read(f"{_ROOT}/{check_id}/probes/{node_id}")
 
 
 def write_report(storage: Storage, check_id: str, data: bytes) -> None:
-    """Leave the report, take away the probes and what is left of old checks. Raises
-    StorageError."""
+    """Write the report, and delete the probes and old checks. Raises StorageError."""
     storage.files.write(f"{_ROOT}/{check_id}/report.json", data)
     storage.files.delete_dir(f"{_ROOT}/{check_id}/probes")
     # sorted, which is by time
@@ -40,7 +39,7 @@ def write_report(storage: Storage, check_id: str, data: bytes) -> None:
 
 
 def read_report(storage: Storage, check_id: str) -> bytes | None:
-    """The report; None where there is none. Raises StorageError."""
+    """Return the report; None where there is none. Raises StorageError."""
     try:
         return storage.files.read(f"{_ROOT}/{check_id}/report.json")
     except StorageNotFound:

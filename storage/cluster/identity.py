@@ -1,5 +1,5 @@
-"""A storage's identity: a UUID in a file at its root, by which a storage that was replaced is told
-from the one that was known."""
+"""A storage's identity: a UUID in a file at its root, which tells a replaced storage from the known
+one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def new_identity() -> str:
 
 
 def read_identity(storage: Storage) -> str | None:
-    """Return the storage's id; None where it has none. Raises StorageError, CorruptFile where the
+    """Return the storage's id; None where it has none. Raises StorageError, or CorruptFile if the
     file holds no id."""
     try:
         data = storage.files.read(IDENTITY_FILE)
@@ -52,20 +52,20 @@ def read_identity(storage: Storage) -> str | None:
 
 
 def write_identity(storage: Storage, identity: str) -> str:
-    """Give a storage an id unless it has one. Returns the id that it then has. Raises
+    """Give a storage an id unless it has one, and return the id that it has then. Raises
     StorageError."""
     storage.files.create_new(IDENTITY_FILE, json.dumps({"id": identity}).encode() + b"\n")
     found = read_identity(storage)
     if found is None:
         raise StorageMismatch(
-            f"storage {storage.uri} does not give back the identity file that was just written "
-            f"there. {REMEDY}"
+            f"storage {storage.uri} does not return the identity file that was just written "
+            f"to it. {REMEDY}"
         )
     return found
 
 
 def check_identity(storage: Storage, known: str) -> None:
-    """Raises StorageMismatch where the storage has another id than the known one, or none;
+    """Raise StorageMismatch if the storage has another id than the known one, or none;
     StorageError."""
     found = read_identity(storage)
     if found != known:
@@ -96,20 +96,20 @@ class Known:
 
     @staticmethod
     def parse(text: str | None) -> Known:
-        """Read back what ``to_text`` wrote; what a newer service says besides is left out. Raises
+        """Parse what ``to_text`` returned; fields of a newer service are ignored. Raises
         ValueError."""
         found = json.loads(text) if text else {}
         return Known(found.get("storage"), int(found.get("journal", 0)), found.get("checkpoint"))
 
 
 def check_known(run_dir: RunDir, known: Known) -> None:
-    """See that the storage holds at least what is known of a run.
+    """Check that the storage holds at least what the database knows of a run.
 
-    A checkpoint that a journal names may be missing: a restore then says so, and takes the one
+    A checkpoint that a journal names may be missing: restoring reports that, and takes the one
     before it.
 
     Raises:
-        StorageMismatch: it holds less; says what is missing.
+        StorageMismatch: it holds less; the error says what is missing.
         StorageError: it could not be read.
     """
     if known.storage is not None:

@@ -1,8 +1,7 @@
-"""Which nodes may take no rank, as the service tells drivers: one small file of the storage,
-``cluster/nodes.json``.
+"""Which nodes may take no rank: one small file of the storage, ``cluster/nodes.json``, from the
+service to drivers.
 
-The service is its only writer and replaces it whole; whoever looks for room for ranks reads it. A
-file that is not there marks no node.
+The service is its only writer and replaces it whole. Without the file no node is marked.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MarkState = Literal["cordoned", "draining"]
 
 @dataclass(frozen=True)
 class NodeMark:
-    """One node that takes no new rank; from one that is ``draining`` ranks leave, too. Times are
-    unix seconds."""
+    """One node that takes no new rank. Ranks leave a node that is ``draining``. Times are unix
+    seconds."""
 
     node_id: str
     state: MarkState
@@ -38,7 +37,7 @@ class NodeMark:
 
 
 def encode_marks(marks: Iterable[NodeMark]) -> bytes:
-    """The file's bytes: equal for equal marks."""
+    """Return the file's bytes, equal for equal marks."""
     nodes = {}
     for mark in sorted(marks, key=lambda mark: mark.node_id):
         fields = asdict(mark)
@@ -50,8 +49,7 @@ NO_MARKS = encode_marks(())
 
 
 def read_marks_file(storage: Storage) -> bytes:
-    """The file as it lies there; where there is none, what it says of no marks. Raises
-    StorageError."""
+    """Return the file's bytes; NO_MARKS where there is no file. Raises StorageError."""
     try:
         return storage.files.read(PATH)
     except StorageNotFound:
@@ -64,9 +62,9 @@ def write_marks_file(storage: Storage, data: bytes) -> None:
 
 
 def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
-    """The marks by node id. Fields that a newer service added are passed over.
+    """Return the marks by node id. Fields of a newer service are ignored.
 
-    Raises StorageError: CorruptFile where the file is something else.
+    Raises StorageError: CorruptFile if the file is something else.
     """
     data = read_marks_file(storage)
     try:

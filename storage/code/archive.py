@@ -1,5 +1,5 @@
-"""Archives of users' code: read without trust, file by file, within limits that no header can talk
-its way around."""
+"""Archives of users' code, read without trust: file by file, within limits that no header can
+evade."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BROKEN = (
 
 @dataclass(frozen=True)
 class Member:
-    """One file of an archive. ``path`` is relative, with ``/``, and leads nowhere else."""
+    """One file of an archive. ``path`` is relative, with ``/``, and stays inside."""
 
     path: str
     data: bytes
@@ -49,10 +49,10 @@ class Member:
 
 
 def read_members(data: bytes) -> Iterator[Member]:
-    """Every file of a zip or tar.gz, in the archive's order; nothing is written anywhere.
+    """Yield every file of a zip or tar.gz, in the archive's order. Nothing is written.
 
-    Raises InvalidArchive, at the latest at the end: for what is neither, is broken or too large, or
-    holds anything but files and directories with plain relative paths.
+    Raises InvalidArchive, at the end at the latest: for another format, a broken or too large
+    archive, or anything but files and directories with plain relative paths.
     """
     if len(data) > MAX_ARCHIVE_BYTES:
         raise InvalidArchive(
@@ -74,8 +74,8 @@ def read_members(data: bytes) -> Iterator[Member]:
 
 
 def unpack(data: bytes, directory: Path) -> dict[str, int]:
-    """Write every file below ``directory``, which must be empty; their sizes in bytes by path.
-    Raises InvalidArchive."""
+    """Write every file below ``directory``, which must be empty. Return their sizes in bytes by
+    path. Raises InvalidArchive."""
     sizes = {}
     for member in read_members(data):
         path = directory / member.path
@@ -88,7 +88,7 @@ def unpack(data: bytes, directory: Path) -> dict[str, int]:
 
 
 class _Checked:
-    """What was seen so far, and what that leaves room for."""
+    """What was read so far, and how much room is left."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -97,7 +97,7 @@ class _Checked:
         self._bytes_left = MAX_UNPACKED_BYTES
 
     def path(self, name: str) -> str:
-        """The path that a file's entry means. Raises InvalidArchive."""
+        """Return the path that a file's entry means. Raises InvalidArchive."""
         self._count()
         path = _plain_path(name)
         parents = ["/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 1)]
@@ -117,7 +117,7 @@ class _Checked:
             _plain_path(name.rstrip("/"))
 
     def read(self, stream: IO[bytes], path: str, declared_bytes: int) -> bytes:
-        """A file's bytes; no more are ever read than there is room for, whatever its header
+        """Return a file's bytes. It reads no more than there is room for, whatever the header
         declares."""
         if declared_bytes > self._bytes_left:
             raise InvalidArchive(_too_large(path))
@@ -142,8 +142,8 @@ class _Checked:
 
 
 def _plain_path(name: str) -> str:
-    """``name`` without leading ``./``. Raises InvalidArchive for one that leads elsewhere, or that
-    systems read differently."""
+    """Return ``name`` without leading ``./``. Raises InvalidArchive for one that leads outside, or
+    that systems read differently."""
     parts = [part for part in name.split("/") if part != "."]
     path = "/".join(parts)
     if relative_names.fault_of(path) or name[1:2] == ":" or not name.isprintable():
@@ -186,7 +186,7 @@ def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
 
 
 def _gunzip(data: bytes, plain: IO[bytes]) -> None:
-    """Unpacked to a file, so that a tar's headers cannot ask for more memory than there are
+    """Decompress into a file, so that a tar's headers cannot ask for more memory than there are
     bytes."""
     size_bytes = 0
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
@@ -231,8 +231,7 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
 
 
 def _check_directory(data: bytes) -> None:
-    """Refuse a directory that is larger than the limits allow, before zipfile makes an object of
-    each of its entries."""
+    """Refuse a directory over the limits, before zipfile makes an object of each of its entries."""
     end = data.rfind(b"PK\x05\x06")
     if end < 0 or len(data) < end + 22:
         raise InvalidArchive("the archive is broken: its directory is missing")

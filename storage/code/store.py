@@ -1,5 +1,5 @@
-"""Uploaded code: archives in storage, named by what they hold, so that every node can fetch them
-and none is stored twice."""
+"""Uploaded code: archives in storage, named by their digest, so that every node can fetch them and
+none is stored twice."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ class CodeStore:
         self._files = storage.files
 
     def put(self, data: bytes) -> StoredCode:
-        """Keep an archive; one that is there already stays as it is. Raises InvalidArchive for what
-        is not safe, or of no use."""
+        """Store an archive; one that exists stays as it is. Raises InvalidArchive if it is unsafe
+        or useless."""
         looked_at = look_at(data)
         self.keep(looked_at, data)
         return looked_at
 
     def keep(self, looked_at: StoredCode, data: bytes) -> None:
-        """Keep the bytes of an archive that was looked at before."""
+        """Store the bytes of an archive that ``look_at`` has checked."""
         if not self._holds(looked_at.digest):
             self._files.write(_path(looked_at.digest), data)
 
     def read(self, digest: str) -> bytes:
-        """The archive's bytes, verified. Raises StorageNotFound, or CorruptFile where they are not
-        those that were stored."""
+        """Return the archive's bytes, verified. Raises StorageNotFound, or CorruptFile if they are
+        not those that were stored."""
         path = _path(digest)
         data = self._files.read(path, MAX_ARCHIVE_BYTES)
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if found != digest:
             raise CorruptFile(
-                f"{self._files.path(path)} holds {found}; upload the code again, which puts it "
-                "right"
+                f"{self._files.path(path)} holds {found}; upload the code again to replace it"
             )
         return data
 
@@ -64,8 +63,8 @@ class CodeStore:
 
 
 def look_at(data: bytes) -> StoredCode:
-    """Return what an archive holds, without keeping it. Raises InvalidArchive for what is not safe,
-    or of no use."""
+    """Return what an archive holds, without storing it. Raises InvalidArchive if it is unsafe or
+    useless."""
     paths = {member.path for member in read_members(data)}
     if problems := collisions(paths):
         raise InvalidArchive("; ".join(problems))
@@ -79,5 +78,5 @@ def look_at(data: bytes) -> StoredCode:
 
 def _path(digest: str) -> str:
     if not re.fullmatch(DIGEST_PATTERN, digest):
-        raise InvalidStorage(f"{digest!r} names no code; it is sha256: and 64 hex digits")
+        raise InvalidStorage(f"{digest!r} is not a digest of code; write sha256: and 64 hex digits")
     return f"code/{digest.replace(':', '-')}"

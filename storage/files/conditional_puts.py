@@ -1,8 +1,8 @@
-"""Creating an object only where there is none: what pyarrow cannot ask of an object store.
+"""Create an object only if it does not exist: what pyarrow cannot ask of an object store.
 
-S3 has it as ``If-None-Match: *`` since August 2024, MinIO and others as well. A store that ignores
-the condition is refused (``storage.filesystem.require_exclusive_creates``): there two writers would
-both be told that they have written.
+S3 has it as ``If-None-Match: *`` since August 2024; MinIO and others have it as well. A store that
+ignores the condition is refused (``storage.filesystem.require_exclusive_creates``): there two
+writers would both believe that they have written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MISSING = {"NoSuchBucket", "404"}
 
 
 class S3ConditionalPuts:
-    """By botocore, with the credentials that it finds where pyarrow finds them."""
+    """Conditional puts by botocore, which finds the same credentials as pyarrow."""
 
     def __init__(
         self, options: Mapping[str, str], connect_timeout_s: float, request_timeout_s: float
@@ -50,7 +50,7 @@ class S3ConditionalPuts:
                 continue  # two puts met, of which neither may have won
             return True
         raise StorageUnavailable(
-            f"cannot create {bucket}/{key}: others put it at the same time, again and again; try "
+            f"cannot create {bucket}/{key}: other processes keep putting it at the same time; try "
             "again later"
         )
 
@@ -99,8 +99,7 @@ class S3ConditionalPuts:
 
 
 class _Conflict(Exception):
-    """The condition did not hold; its code as the text. Only for this module: a caller hears of no
-    error."""
+    """The condition did not hold; the text is its code. Only for this module."""
 
 
 def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:
@@ -119,8 +118,8 @@ def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:
         return StorageDenied(f"{words}; check the credentials and the bucket's policy")
     if status == 501:
         return InvalidStorage(
-            f"{words}; this store does not know If-None-Match: * on a put; use one that does, or "
-            "a filesystem"
+            f"{words}; this store does not support If-None-Match: * on a put; use one that does, "
+            "or a filesystem"
         )
     if status == 507:
         return StorageFull(words)

@@ -1,5 +1,4 @@
-"""An object store through pyarrow: whole objects appear at once, nothing is appended, renamed or
-locked.
+"""An object store through pyarrow: objects appear whole; none is appended, renamed or locked.
 
 Credentials come from the environment (AWS_ACCESS_KEY_ID and so on, or the machine's role), never
 from the URI.
@@ -49,8 +48,7 @@ def open_object_files(parts: SplitResult) -> ObjectFiles:
 
 
 def check_object_uri(parts: SplitResult) -> None:
-    """Find what is wrong with an object store's URI without asking the store. Raises
-    InvalidStorage."""
+    """Check an object store's URI without access to the store. Raises InvalidStorage."""
     _options(parts)
 
 
@@ -79,7 +77,7 @@ def _options(parts: SplitResult) -> dict[str, str]:
 
 
 def make_s3_bucket(parts: SplitResult) -> None:
-    """Make the bucket of an ``s3://`` URI where it is not there yet. Raises StorageError."""
+    """Create the bucket of an ``s3://`` URI, if it does not exist. Raises StorageError."""
     from pyarrow import fs
 
     with mapped("make bucket", parts.netloc):
@@ -113,8 +111,8 @@ class ObjectFiles:
     can_append = False
 
     def __init__(self, filesystem: Any, base: str, puts: S3ConditionalPuts | None = None) -> None:
-        """``puts`` is None of Google's store, whose conditions pyarrow does not speak: there a look
-        comes before the put."""
+        """``puts`` is None for Google's store, whose conditions pyarrow does not support; there
+        a check comes before the put."""
         self._fs = filesystem
         self.base = base
         self._puts = puts
@@ -175,10 +173,10 @@ class ObjectFiles:
         self.create(relpath).close()
 
     def make_dir(self, relpath: str) -> None:
-        """Nothing: an object's name is all there is to its directory."""
+        """Do nothing: an object store has no directories."""
 
     def sync_dir(self, relpath: str) -> None:
-        """Nothing: an object that was closed is durable."""
+        """Do nothing: an object that was closed is durable."""
 
     def set_aside(self, relpath: str, aside: str) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""What storage asks of a filesystem: the seam between a run's layout and where its bytes lie."""
+"""What storage needs of a filesystem: the interface between a run's layout and its bytes."""
 
 from __future__ import annotations
 
@@ -39,67 +39,69 @@ class WriteStream(Protocol):
 
 
 class Files(Protocol):
-    """Files below a root; every path is relative to it, with ``/``. All methods raise StorageError,
+    """Files below a root. Every path is relative to it, with ``/``. All methods raise StorageError,
     nothing else."""
 
     @property
     def can_append(self) -> bool:
-        """Whether a file can grow after it was closed. Only local filesystems can."""
+        """Return whether a file can grow after it was closed. Only local filesystems can."""
 
     def path(self, relpath: str) -> str:
-        """The path as the filesystem itself names it."""
+        """Return the path as the filesystem itself names it."""
 
     def exists(self, relpath: str) -> bool:
-        """Whether there is such a file. Never lists."""
+        """Return whether there is such a file. Never lists."""
 
     def read(self, relpath: str, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
         """Return the whole file. Raises StorageNotFound, NotRegularFile, FileTooLarge. Never lists,
         never waits for a writer."""
 
     def open_read(self, relpath: str, offset: int = 0) -> ReadStream:
-        """Stream a file from a byte on. Raises StorageNotFound, NotRegularFile."""
+        """Open a file for reading from a byte on. Raises StorageNotFound, NotRegularFile."""
 
     def list(self, relpath: str) -> list[Entry]:
-        """Names directly below a directory, sorted; none where there is no such directory."""
+        """Return the names directly below a directory, sorted; none where there is no such
+        directory."""
 
     def write(self, relpath: str, data: bytes) -> None:
         """Create or replace a small file at once: readers see the old one or the new one. Durable
         on return."""
 
     def create_new(self, relpath: str, data: bytes) -> bool:
-        """Create a small file, unless there is one: False, and nothing has happened. Of several
-        that try at once one succeeds.
+        """Create a small file. Return False, and do nothing, if it exists. Of several simultaneous
+        calls one succeeds.
 
-        A try whose answer was lost counts as successful where the file holds just ``data``. Durable
-        on return.
+        A call whose reply was lost counts as successful if the file holds just ``data``. Durable on
+        return.
         """
 
     def create(self, relpath: str) -> WriteStream:
         """Begin a new file, which must not exist yet where the filesystem can tell."""
 
     def touch(self, relpath: str) -> None:
-        """Make a new empty file in a directory that is made for it. Neither survives a crash of the
-        machine until it is synced."""
+        """Create an empty file in a new directory. Neither survives a crash of the machine until it
+        is synced."""
 
     def make_dir(self, relpath: str) -> None:
-        """Make a directory and its parents durably, where directories are a thing."""
+        """Create a directory and its parents durably, where the filesystem has directories."""
 
     def sync_dir(self, relpath: str) -> None:
-        """Make the names in a directory durable, where that is a thing."""
+        """Make the names in a directory durable, where the filesystem has directories."""
 
     def set_aside(self, relpath: str, aside: str) -> bool:
-        """Rename a directory at once; False where nothing is there or renames are not a thing."""
+        """Rename a directory at once; False where it does not exist, or the filesystem cannot
+        rename."""
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        """Write ``data`` as ``relpath``, which must not exist, provided that ``marker`` still
-        exists, which it uses up; else False.
+        """Write ``data`` as ``relpath``, which must not exist, if ``marker`` still exists, and use
+        the marker up; else return False.
 
         The directory of ``marker`` becomes that of ``relpath``, with all in it. Only where
         directories can be renamed.
         """
 
     def delete_file(self, relpath: str) -> None:
-        """Durably; nothing happens where there is no such file."""
+        """Delete a file durably, if it exists."""
 
     def delete_dir(self, relpath: str) -> None:
-        """With all in it, not durably; nothing happens where there is no such directory."""
+        """Delete a directory with all in it, not durably, if it exists."""

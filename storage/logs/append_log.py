@@ -1,9 +1,9 @@
-"""One append-only log of JSON lines, under two shapes that read alike.
+"""One append-only log of JSON lines, in two forms that are read alike.
 
-Where the filesystem appends, ``STEM.jsonl`` grows. Where it cannot, ``STEM/000001.jsonl``,
-``STEM/000002.jsonl`` … are sealed segments with consecutive names: a reader asks for the next name
-and never lists. A log has one writer at a time; one that finds that somebody else wrote stops with
-LogTakenOver instead of mixing its lines in.
+Where the filesystem can append, ``STEM.jsonl`` grows. Where it cannot, ``STEM/000001.jsonl``,
+``STEM/000002.jsonl`` … are sealed segments with consecutive names: a reader opens the next name and
+never lists. A log has one writer at a time; a writer that finds another's lines stops with
+LogTakenOver.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _BLOCK_BYTES = 1 << 20
 FIRST_SEGMENT = 1
 _SEGMENT = re.compile(r"([0-9]{6,9})\.jsonl")
 MAX_LINE_BYTES = 8 << 20
-"""Longest line of a log. A longer one is damage: no writer makes it."""
+"""Longest line of a log. A longer one is damage: no writer writes it."""
 _BATCH_BYTES = 32 << 20
-"""How much is read of a log at a time, about, whatever number of lines was asked for."""
+"""About how much of a log one call reads, whatever its limit of lines."""
 MAX_SEGMENT_BYTES = 64 << 20
 """Largest segment of a log where files cannot grow."""
 
 
 @dataclass(frozen=True, order=True)
 class LogCursor:
-    """The place after a line: segment (0 in a growing file), byte in it, and lines before it over
-    all segments."""
+    """The place after a line: segment (0 in a growing file), byte in it, and number of lines before
+    it in all segments."""
 
     segment: int = 0
     offset_bytes: int = 0
@@ -53,7 +53,7 @@ class LogCursor:
 
     @staticmethod
     def parse(text: str | None) -> LogCursor:
-        """Read back what ``str`` wrote; None is the start. Raises InvalidStorage."""
+        """Parse what ``str`` returned; None is the start. Raises InvalidStorage."""
         if text is None:
             return LogCursor()
         parts = text.split(":")
@@ -74,7 +74,7 @@ class LogWriter(Protocol):
     """The writing end of a log."""
 
     mark_every_bytes: int
-    """How much may be written between two marks for ``tail`` to stay cheap; 0 asks for one in every
+    """How much may be written between two marks so that ``tail`` stays cheap; 0: a mark in every
     append."""
 
     @property
@@ -82,29 +82,29 @@ class LogWriter(Protocol):
         """Where the log ends now, for ``arrived``."""
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write lines without newlines in one go. After an error any part of them may be there:
-        open the log again."""
+        """Write lines, given without newlines, in one go. After an error any part of them may be
+        written: open the log again."""
 
     def arrived(self, place: int, lines: Sequence[bytes]) -> int:
-        """How many of ``lines`` are there, in a log that was opened again after it could not append
-        them at ``place``."""
+        """Return how many of ``lines`` were written, after the log was opened again because
+        appending them at ``place`` failed."""
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
-        """Complete lines from the newest mark on, or all where there is none."""
+        """Return the complete lines from the newest mark on, or all where there is no mark."""
 
     def cut(self, num_bytes: int) -> None:
-        """Take back the last bytes, which a crash of the machine spoilt. Raises CorruptFile where
-        that cannot be."""
+        """Remove the last bytes, which a crash of the machine spoilt. Raises CorruptFile where that
+        is not possible."""
 
     def close(self) -> None: ...
 
 
 def open_log(files: Files, stem: str, *, durable: bool) -> LogWriter:
-    """Go on writing a log, or begin it. A last line that a dead writer left torn is cut off.
+    """Open a log to continue it, or begin it. A torn last line of a dead writer is cut off.
 
     Args:
-        durable: whether append() returns only when the lines survive a crash of the machine (object
-            stores: always).
+        durable: append() returns only once the lines survive a crash of the machine (object stores:
+            always).
     """
     return (
         AppendedLog(files, stem, durable=durable) if files.can_append else SegmentedLog(files, stem)
@@ -115,7 +115,7 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
     """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or
     where there is no such log (yet).
 
-    Raises CorruptFile for a line, or a segment, that is longer than any that was written.
+    Raises CorruptFile for a line or a segment that is longer than any writer's.
     """
     if limit <= 0:
         return []
@@ -127,11 +127,11 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
 
 
 def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
-    """What is another one whenever a growing log is, cheaply; None where there is no such log
-    (yet), or it does not grow.
+    """Return a cheap stamp (inode, size, mtime) that changes whenever a growing log does; None
+    where there is no such log (yet), or it does not grow.
 
-    The file is opened for it: on NFS only that is sure to see what others have written, and a stat
-    may be a minute old.
+    The file is opened for it: on NFS only that is sure to see other hosts' writes; a stat may be a
+    minute old.
     """
     if not files.can_append:
         return None
@@ -149,7 +149,7 @@ def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
 
 
 def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
-    """Complete lines at the end of a log, in about its last ``num_bytes``, oldest first; none where
+    """Return the complete lines in about the last ``num_bytes`` of a log, oldest first; none where
     there is no such log."""
     try:
         return (
@@ -212,8 +212,8 @@ class AppendedLog:
             found = os.fstat(self._fd).st_size
             if found != self._size_bytes:
                 raise LogTakenOver(
-                    f"{self._path} has {found} bytes, not the {self._size_bytes} of this writer: "
-                    "another one writes it"
+                    f"{self._path} has {found} bytes instead of this writer's "
+                    f"{self._size_bytes}: another process writes it; end one of the two"
                 )
             write_all(self._fd, data)
             if self._durable:
@@ -268,7 +268,7 @@ def _read_between(fd: int, start: int, end: int) -> bytes:
 
 
 def _end_of_last_line(fd: int) -> int:
-    """Size in bytes of the file's complete lines."""
+    """Return the size in bytes of the file's complete lines."""
     end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - _BLOCK_BYTES)
@@ -291,8 +291,7 @@ class SegmentedLog:
 
     def append(self, lines: Sequence[bytes]) -> None:
         relpath = _segment(self._stem, self._next)
-        # Under a condition: of two writers that put the same segment one hears that it has, and is
-        # told so.
+        # A conditional put: of two writers of the same segment, one learns that it exists.
         if not self._files.create_new(relpath, b"".join(line + b"\n" for line in lines)):
             raise LogTakenOver(
                 f"{self._files.path(relpath)} exists: another process writes this log"
@@ -324,11 +323,11 @@ class SegmentedLog:
         )
 
     def close(self) -> None:
-        """Nothing: every segment was sealed as it was written."""
+        """Do nothing: every segment was sealed as it was written."""
 
 
 def _split(data: bytes) -> list[bytes]:
-    """Complete lines; bytes.splitlines() would also split at carriage returns."""
+    """Return complete lines. bytes.splitlines() would also split at carriage returns."""
     return data.split(b"\n")[:-1]
 
 
@@ -337,8 +336,8 @@ def _segment(stem: str, number: int) -> str:
 
 
 def _first_missing(exists: Callable[[int], bool]) -> int:
-    """The first number from FIRST_SEGMENT on that does not exist, where they exist without gaps:
-    doubling, then halving."""
+    """Return the first number from FIRST_SEGMENT on that does not exist, by doubling, then halving.
+    Numbers have no gaps."""
     if not exists(FIRST_SEGMENT):
         return FIRST_SEGMENT
     low, high = FIRST_SEGMENT, FIRST_SEGMENT * 2
@@ -391,7 +390,7 @@ def _lines_from(files: Files, relpath: str, cursor: LogCursor, limit: int) -> li
                     break  # what comes before it first
                 where = f"line {cursor.num_lines + 1} of {files.path(relpath)}"
                 raise CorruptFile(
-                    f"{where} is longer than {MAX_LINE_BYTES} bytes: no log has such a line"
+                    f"{where} is longer than {MAX_LINE_BYTES} bytes, the limit: it is damaged"
                 )
             if not newline:
                 continue
@@ -415,8 +414,7 @@ def _read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> li
             if lines:
                 break  # what comes before it first
             raise CorruptFile(
-                f"{files.path(_segment(stem, number))} does not end in a newline: it is not as it "
-                "was written"
+                f"{files.path(_segment(stem, number))} does not end in a newline: it is damaged"
             )
         offset = skip_bytes
         for line in data[skip_bytes:].split(b"\n")[:-1][: limit - len(lines)]:

@@ -1,6 +1,8 @@
-"""TensorBoard's event files in a run's directory: bytes that anyone can work out again from the
-journals, so that a writer which died is followed by one that writes the same bytes to the same
-places."""
+"""TensorBoard's event files in a run's directory.
+
+Their bytes follow from the journals alone: a writer that takes over from a dead one writes the same
+bytes to the same places.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,29 @@ from storage.files.regular_file import open_regular
 from storage.run_dir import RunDir
 
 PART_BYTES = 1 << 20
-"""An object cannot grow, and is put whole: it is given up for the next one at about this size."""
+"""An object cannot grow and is put whole: at about this size the next one begins."""
 
 
 class EventFile(Protocol):
     """Records of one submission, in order from the first."""
 
     def add(self, size_bytes: int) -> bool:
-        """Make room for the next record; whether it has to be given, by ``put``, since it is not
-        there yet."""
+        """Make room for the next record. Return whether the caller must ``put`` it, since it is not
+        stored yet."""
 
     def put(self, record: bytes) -> None:
-        """The bytes of the record that room was made for."""
+        """Add the bytes of the record that room was made for."""
 
     def flush(self) -> None:
         """Make visible what was put. Raises StorageError: call it again later."""
 
 
 def open_event_file(run_dir: RunDir, name: str, header: bytes) -> EventFile:
-    """Begin a file at its first record, whether or not it is there.
+    """Open a file at its first record, whether or not it exists.
 
     Args:
-        name: Of the file; where files cannot grow, of its first part, with a number behind it.
-        header: First record of every file.
+        name: of the file; where files cannot grow, parts are numbered behind it.
+        header: first record of every file.
     """
     if run_dir.files.can_append:
         return GrowingEventFile(run_dir, name, header)
@@ -44,8 +46,8 @@ def open_event_file(run_dir: RunDir, name: str, header: bytes) -> EventFile:
 
 
 class GrowingEventFile:
-    """One file that grows. What is there is passed over, and a record that was torn is written
-    again in its place."""
+    """One file that grows. Stored records are skipped, and a torn one is written again in its
+    place."""
 
     def __init__(self, run_dir: RunDir, name: str, header: bytes) -> None:
         self._path = run_dir.tensorboard_path(name)
@@ -84,7 +86,7 @@ class GrowingEventFile:
 
 
 class PartedEventFile:
-    """Objects NAME.000001, NAME.000002, …; the last one is put anew as it grows."""
+    """Objects NAME.000001, NAME.000002, …; the last one is put again as it grows."""
 
     def __init__(self, run_dir: RunDir, name: str, header: bytes) -> None:
         self._run_dir = run_dir

@@ -27,15 +27,15 @@ from storage.run_dir import RunDir
 
 _MARK_PREFIX = b'{"mark":'
 _KIND_BYTES = 120
-"""Of a line's beginning, in which its kind stands."""
+"""The kind is within this many bytes of a line's beginning."""
 _MOST, _MOST_SECONDS = 2**31 - 1, 1e11
 """Largest number that a column of the database holds, and a time some thousand years from now."""
 _LONG_TEXT_CHARS = 10_000
 _MOST_LOST = 1000
-"""So many events are told to be lost in one place; a number of more is none that a writer gave."""
+"""Most events that are reported as lost in one place; a larger gap is no writer's number."""
 _LINES_TOLD = 20
 _BATCH_BYTES = 32 << 20
-"""How much is read of a journal at a time, whatever number of events was asked for."""
+"""How much of a journal one call reads, whatever its limit of events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class JournalEvent:
     """JSON; see everstep/wire/events.py for each kind's. Floats that are not finite are written as
     null."""
     source: str
-    """The process that tells of it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". One that starts
-    again needs another name, since its ``source_n`` begins again; hence the random part."""
+    """The process that reports it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". The random part gives
+    a restarted process a new name, since its ``source_n`` begins again."""
     source_n: int
     """Position among that source's events, rising from 1."""
     n: int = 0
@@ -62,16 +62,16 @@ class JournalEvent:
 
 @dataclass
 class _Written:
-    """What the journal holds: the last number given, the last event of each source, and the newest
-    attempt that began."""
+    """What the journal holds: the last number, the last event of each source, and the newest
+    attempt."""
 
     last_n: int = 0
     sources: dict[str, int] = field(default_factory=dict)
     attempt: int = 0
 
     def admit(self, event: JournalEvent) -> JournalEvent | None:
-        """Number an event; None when its source sent it before, or is a rank of an attempt that a
-        newer one has replaced."""
+        """Number an event. Return None if its source sent it before, or is a rank of an attempt
+        that was replaced."""
         if event.source_n <= self.sources.get(event.source, 0):
             return None
         if is_rank(event.source) and event.attempt < self.attempt:
@@ -82,7 +82,7 @@ class _Written:
         return replace(event, n=self.last_n)
 
     def note_attempt(self, source: str, kind: str, attempt: int) -> None:
-        """A rank may tell of its attempt before the controller does."""
+        """Remember the newest attempt. A rank may report before the controller does."""
         if is_rank(source) or kind == EventKind.ATTEMPT_STARTED:
             self.attempt = max(self.attempt, attempt)
 
@@ -95,10 +95,9 @@ class _Written:
 class JournalWriter:
     """The one writer of a submission's journal. Not thread-safe.
 
-    It numbers events, and drops those that a source sends again because it never heard that they
-    had arrived. It refuses what ranks tell of an attempt once a newer one has begun: they were
-    given up, and what they do is no part of the run. A process that takes over from a dead one goes
-    on where that one's last complete line ends.
+    It numbers events, and drops those that a source sends again because it missed the reply. Once a
+    newer attempt has begun, it refuses events of the older one's ranks: what they do is not part of
+    the run. A process that takes over from a dead one continues after its last complete line.
     """
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
@@ -119,11 +118,11 @@ class JournalWriter:
         return self._written.sources.get(source, 0)
 
     def append(self, events: Sequence[JournalEvent]) -> list[JournalEvent]:
-        """Number and write events; durable on return. Returns those that were written: neither
-        dropped nor refused.
+        """Number and write events, durably. Return those that were written, neither dropped nor
+        refused.
 
         Raises:
-            StorageError: some of them may be written. Appending the same ones again writes each
+            StorageError: some of them may be written. Append the same ones again: each is written
                 once.
             LogTakenOver: another process has written this journal; the next append goes on after
                 its events.
@@ -157,7 +156,7 @@ class JournalWriter:
         self.close()
 
     def _open(self) -> LogWriter:
-        """Open the log and learn from its end what it holds."""
+        """Open the log and learn its state from its end."""
         log = open_log(
             self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True
         )
@@ -172,7 +171,7 @@ class JournalWriter:
         return log
 
     def _newest_attempt(self) -> int:
-        """From a journal whose marks do not say, being of an older version."""
+        """Return the newest attempt of a journal whose marks do not name it (older versions)."""
         newest, cursor = self._written.attempt, None
         kinds = (EventKind.ATTEMPT_STARTED, EventKind.RESTORED)
         while True:
@@ -182,20 +181,23 @@ class JournalWriter:
             newest = max(newest, *(event.attempt for event in events))
 
     def _forget_log(self) -> None:
-        """After a failed append: what is there is learnt again from the log itself."""
+        """Close the log after a failed append: its state is read again when it is opened."""
         with suppress(StorageError):  # the append's own error says more
             self.close()
 
 
 def is_rank(source: str) -> bool:
-    """Whether a source is a rank of an attempt, not the driver or the controller."""
+    """Return whether a source is a rank of an attempt, not the driver or the controller."""
     return source.startswith("rank-")
 
 
 def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
-    """What a log holds, the bytes since its last mark, and whether that mark says the newest
-    attempt; lines that a crash of the machine spoilt at the end are cut off. Spoilt ones that
-    events follow stay, and readers tell of them."""
+    """Return a log's state, the bytes since its last mark, and whether that mark names the newest
+    attempt.
+
+    Spoilt lines at the end, which a crash of the machine leaves, are cut off. Spoilt lines before
+    events stay, and readers report them.
+    """
     state, num_bytes, knows_attempt, end = _Written(), 0, True, 0
     lines = log.tail(_is_mark)
     for index, line in enumerate(lines):
@@ -222,8 +224,8 @@ def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
 
 
 def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | None:
-    """What is another one whenever a submission's journal has more to read; None where that cannot
-    be told without reading."""
+    """Return a value that changes whenever a submission's journal grows; None where only reading
+    can tell."""
     return log_stamp(run_dir.files, run_dir.journal_stem(submission))
 
 
@@ -237,26 +239,26 @@ def read_journal(
     past_damage: bool = False,
     is_over: bool = False,
 ) -> tuple[list[JournalEvent], str]:
-    """Events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
+    """Return events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
-    They are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``):
-    ask again until none is left.
+    There are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``):
+    call again until none is left.
 
-    Never returns a line that is still being written. A journal that does not exist (yet) has no
+    A line that is still being written is never returned. A journal that does not exist (yet) has no
     events.
 
     Args:
-        kinds: only these; lines of others are not even parsed, which makes a long journal ten times
-            quicker to read.
-        past_damage: whether to read on behind lines that are not what was written. In the place of
-            each event that is lost a ``journal_damaged`` one stands, which names file and line. A
-            spoilt end is left for the next writer to cut off.
-        is_over: with ``past_damage``: nobody writes the journal any more, so that a spoilt end is
-            told as well.
+        kinds: only these. Lines of other kinds are not parsed, which makes a long journal ten times
+            faster to read.
+        past_damage: read on after damaged lines. Each lost event is replaced by a
+            ``journal_damaged`` one, which names file and line. A damaged end is left for the next
+            writer to cut off.
+        is_over: with ``past_damage``: nobody writes the journal any more, so a damaged end is
+            reported too.
 
     Raises:
-        CorruptFile: without ``past_damage``: the line at the cursor is complete and not what was
-            written; what comes before it was returned first.
+        CorruptFile: without ``past_damage``, if the line at the cursor is complete and damaged.
+            What comes before it was returned first.
         InvalidStorage: the cursor was not made here.
     """
     position = LogCursor.parse(cursor)
@@ -305,8 +307,8 @@ def read_journal(
 
 
 def may_be_cut(before: str | None, after: str) -> bool:
-    """Return whether ``read_journal``, which got from one cursor to the other, may have stopped for
-    the length of its events."""
+    """Return whether ``read_journal``, between these two cursors, may have stopped because events
+    are long."""
     begin, end = LogCursor.parse(before), LogCursor.parse(after)
     if end.segment:
         return end.segment > begin.segment + 1  # how long a segment is, its cursor does not say
@@ -314,8 +316,7 @@ def may_be_cut(before: str | None, after: str) -> bool:
 
 
 def _check_types(event: JournalEvent) -> None:
-    """Raise ValueError for a field that no writer of a journal makes so: whoever runs code can
-    write its lines, too."""
+    """Raise ValueError for a field that no writer writes: user code can write lines, too."""
     numbers = (event.submission, event.attempt, event.source_n, event.n)
     if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
         raise ValueError("submission, attempt, source_n and n must be whole numbers from 0")
@@ -326,8 +327,7 @@ def _check_types(event: JournalEvent) -> None:
 
 
 class _Damage:
-    """Lines that are not what was written, until the next one that is says how many events were
-    lost with them."""
+    """Damaged lines, until the next sound line tells how many events were lost."""
 
     def __init__(self, run_dir: RunDir, submission: int, *, knows_last: bool) -> None:
         self._run_dir, self._submission = run_dir, submission
@@ -344,8 +344,8 @@ class _Damage:
         self.end = line.end
 
     def before(self, event: JournalEvent | None) -> list[JournalEvent]:
-        """Return what stands for the lost events before ``event``, or before the journal's end;
-        often nothing."""
+        """Return the events that replace those lost before ``event``, or before the journal's end
+        if None; often none."""
         told: list[JournalEvent] = []
         if self.end is not None:
             count = len(self._lines)
@@ -397,7 +397,7 @@ def _is_mark(line: bytes) -> bool:
 
 
 def _encode(event: JournalEvent) -> bytes:
-    """Return the event's line. Of one that no reader would take, long texts are cut."""
+    """Return the event's line. Long texts are cut if the line would be too long for readers."""
     fields = {
         "n": event.n,
         "at": event.at,
@@ -417,7 +417,7 @@ def _encode(event: JournalEvent) -> bytes:
 
 
 def _cut(value: Any) -> Any:
-    """Return the same with every text cut to what a person would read."""
+    """Return the value with every text cut to what a person would read."""
     if isinstance(value, str):
         return (
             value
@@ -443,15 +443,15 @@ def _to_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A number of an array library as a number, all else in words: an event that cannot be written
-    would be sent for ever."""
+    """Return a number of an array library as a number, anything else as text: an event that cannot
+    be encoded would be sent for ever."""
     return (
         value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
     )
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for every float that JSON cannot say."""
+    """Return the value with null for every float that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -462,13 +462,12 @@ def _finite(value: Any) -> Any:
 
 
 def _decode(line: LogLine, is_whole: bool) -> JournalEvent | None:
-    """The event in a line; None for a mark. Raises ValueError for what is neither.
+    """Return the event in a line; None for a mark. Raises ValueError for anything else.
 
-    Text that cannot be kept or sent on, as messages of errors may be, comes written out, so that
-    whoever reads may do either.
+    Text that cannot be stored or sent on (lone surrogates, as in some error messages) is escaped.
 
     Args:
-        is_whole: whether its checksum fits; lines of older versions have none.
+        is_whole: whether its checksum matches; lines of older versions have none.
     """
     if _is_mark(line.data):
         if not is_whole:

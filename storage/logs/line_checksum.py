@@ -17,8 +17,8 @@ def with_checksum(line: bytes) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return whether the line has one; those of older versions have none. Raises ValueError where
-    it does not fit."""
+    """Return whether the line has a checksum; lines of older versions have none. Raises ValueError
+    for a wrong one."""
     found = _SUFFIX.search(line, max(0, len(line) - CHECKSUM_BYTES - 1))
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""What every rank and the driver logged, kept in the run's directory and merged into one order for
+"""The logs of all ranks and the driver, kept in the run's directory and merged into one order for
 readers."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from storage.logs.append_log import LogCursor, LogWriter, open_log, read_end, re
 from storage.run_dir import DRIVER_ATTEMPT, RankLog, RunDir
 
 PART_BYTES = 32 << 20
-"""How much of a log lies in one part, about."""
+"""About the size of one part of a log."""
 KEPT_PARTS = 4
-"""Parts of one rank's log in one attempt that are kept, the newest."""
+"""How many of the newest parts of one rank's log in one attempt are kept."""
 _END_BYTES = 256 << 10
-"""How far back the last lines are looked for."""
+"""How far back ``last_rank_lines`` reads in each part."""
 
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One line that a rank logs."""
+    """One line to log."""
 
     at: float
     """Unix seconds."""
@@ -35,7 +35,7 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class LoggedLine:
-    """One line as it is read back."""
+    """One logged line as it is read back."""
 
     submission: int
     attempt: int
@@ -53,7 +53,8 @@ class RankLogWriter:
     """The log of one rank in one attempt, or (``rank`` None) the driver's. Not thread-safe.
 
     On an object store every ``write`` makes an object: gather lines for ``storage.batch_s`` first.
-    A log that grows goes on in another part, and the oldest part goes: no rank fills the storage.
+    A long log goes on in a new part, and the oldest part is deleted, so that no rank fills the
+    storage.
     """
 
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
@@ -75,11 +76,11 @@ class RankLogWriter:
         self._log = self._open()
 
     def write(self, lines: Sequence[LogRecord]) -> None:
-        """Readers see them on return; they survive a crash of the process, not (before close) one
-        of the machine.
+        """Write lines. Readers see them on return; they survive a crash of the process, but before
+        ``close`` not one of the machine.
 
-        Raises StorageError. Written again, first and in the same order, what arrived all the same
-        is not repeated.
+        Raises StorageError. Write the same lines again then, first and in the same order: those
+        that were written are not repeated.
         """
         if not lines:
             return
@@ -105,7 +106,7 @@ class RankLogWriter:
         self._part_bytes += sum(len(line) + 1 for line in encoded)
 
     def _next_part(self, at: float) -> LogWriter:
-        """Go on in a new part, without the oldest one."""
+        """Begin a new part, and delete the oldest."""
         self.close()
         self._where = replace(self._where, part=self._where.part + 1)
         log = self._open()
@@ -142,7 +143,7 @@ class RankLogWriter:
 
 
 def delete_rank_log(run_dir: RunDir, log: RankLog) -> None:
-    """One part of a log; nothing happens where it is gone."""
+    """Delete one part of a log, if it exists."""
     stem = run_dir.rank_log_stem(log)
     if run_dir.files.can_append:
         run_dir.files.delete_file(f"{stem}.jsonl")
@@ -157,11 +158,11 @@ def read_rank_logs(
     attempt: int | None = None,
     limit: int = 1000,
 ) -> tuple[list[LoggedLine], dict[str, str]]:
-    """Lines after ``cursor`` by submission, attempt and time, at most ``limit``, and the cursor
-    after them.
+    """Return lines after ``cursor`` by submission, attempt and time, at most ``limit``, and the
+    cursor after them.
 
-    The cursor is a JSON object with one place for each log, so nothing is skipped or repeated while
-    logs grow and new attempts appear; a line that an older attempt writes late comes late.
+    The cursor is a JSON object with one place per log, so nothing is skipped or repeated while logs
+    grow and attempts begin. A line that an older attempt writes late comes late.
 
     Args:
         rank: only this rank's lines; None for all ranks and the driver.
@@ -195,11 +196,11 @@ def last_rank_lines(
     limit: int,
     before: float | None = None,
 ) -> list[LoggedLine]:
-    """The last lines of one rank in one attempt (``rank`` None: of the driver), oldest first, at
-    most ``limit``.
+    """Return the last lines of one rank in one attempt (``rank`` None: of the driver), oldest
+    first, at most ``limit``.
 
     Args:
-        before: only lines that were logged before this (unix seconds).
+        before: only lines that were logged before this time (unix seconds).
     """
     number, place = (-1, DRIVER_ATTEMPT) if rank is None else (rank, attempt)
     found: list[LoggedLine] = []
@@ -219,7 +220,7 @@ def last_rank_lines(
 
 
 def _line(log: RankLog, data: bytes) -> LoggedLine | None:
-    """None for what is no line of a log."""
+    """Return the line; None for data that is not a log record."""
     try:
         raw = plain_text.loads(data)
         return LoggedLine(
@@ -238,7 +239,7 @@ def _line(log: RankLog, data: bytes) -> LoggedLine | None:
 def _read_one(
     run_dir: RunDir, log: RankLog, cursor: str | None, limit: int
 ) -> Iterator[tuple[LoggedLine, str, str]]:
-    """A log's lines in its own order, each with the log's key and the cursor after it."""
+    """Yield a log's lines in its own order, each with the log's key and the cursor after it."""
     key = _key(log)
     for found in read_log(
         run_dir.files, run_dir.rank_log_stem(log), LogCursor.parse(cursor), limit
