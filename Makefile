@@ -8,9 +8,10 @@ export OMP_NUM_THREADS ?= 1
 # glibc reports damage of the heap to stderr, where test output is kept
 export LIBC_FATAL_STDERR_ ?= 1
 
+export NO_MKDOCS_2_WARNING ?= 1
 SLOWEST := --durations 20 --durations-min 1
 
-.PHONY: help install demo serve test test-unit test-one chaos hosts soak gpu check format bench sbom audit lock clean
+.PHONY: help install demo serve test test-unit test-one chaos hosts soak gpu check format docs bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -27,8 +28,8 @@ demo: $(STAMP)  ## Train on three local nodes, kill one in the middle, watch it 
 serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
 	@$(BIN)/everstep serve $(ARGS)
 
-test: $(STAMP)  ## Checks, unit and integration tests, the short part of the chaos suite; prints the slowest 20
-	@$(MAKE) --no-print-directory check
+test: $(STAMP)  ## Checks, documentation, unit and integration tests, the short part of the chaos suite; prints the slowest 20
+	@$(MAKE) --no-print-directory check docs
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(SLOWEST) $(ARGS)
 	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu" $(SLOWEST) $(ARGS)
 
@@ -51,18 +52,24 @@ soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked agains
 gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms
+check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the reference of a spec
 	@echo "ruff, ruff format, mypy, import-linter"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/draw_house.py --check
+	@$(BIN)/python scripts/spec_reference.py --check
 
-format: $(STAMP)  ## Rewrite the code in the house format, and draw the picture of its rooms
+format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the reference of a spec
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/python scripts/draw_house.py
+	@$(BIN)/python scripts/spec_reference.py
+
+docs: $(STAMP)  ## The documentation as a site in out/docs; every link, anchor and field must be right
+	@$(BIN)/python scripts/spec_reference.py --check
+	@$(BIN)/mkdocs build --quiet --strict
 
 bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -39,7 +39,8 @@ class Client:
         timeout_s: longest wait for one answer.
         max_tries: how often a request is tried that may safely be tried again.
         patience: when a followed stream counts as dead, and how long the service may be away.
-        timing, transport: clock and httpx transport; tests put in their own.
+        timing: the clock; tests put in their own.
+        transport: an httpx transport; tests put in their own.
 
     Raises UsageError for a URL or token that cannot be one. Safe to use from several threads.
     """

@@ -27,6 +27,9 @@ def write_report(record: Record, path: Path | None) -> str:
     lines = [
         "# Soak",
         "",
+        "For reviewers. After this page you know what an hour of random faults did to a queue of "
+        "runs.",
+        "",
         f'`make soak ARGS="--minutes {record.minutes:g} --seed {record.seed}"`, '
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, "
         f"{os.cpu_count()} cores, three nodes of one CPU: {len(record.runs)} runs, "

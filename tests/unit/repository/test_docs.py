@@ -1,0 +1,134 @@
+"""The documentation: who each page is for, commands that exist, and a reference without gaps.
+
+`make docs` checks links, anchors and that docs/spec.md is what the models say.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from pydantic import BaseModel
+
+import everstep
+from everstep.cli.main import app
+from everstep.spec.run_spec import parse_spec
+from everstep.spec.yaml_file import read_spec
+from scripts import spec_reference
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_whom_it_is_for_and_what_they_can_do_after_it(page: Path) -> None:
+    title, _, rest = page.read_text().partition("\n\n")
+    assert re.fullmatch(r"# .+", title)
+    first = " ".join(rest.partition("\n\n")[0].split())
+    assert re.match(r"For [^.]+\. After this page you (can|know) ", first), first
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """Commands of everstep: indented lines, and code within a line or a table."""
+    for line in text.splitlines():
+        if match := re.match(r"    (?:\.venv/bin/)?(everstep .+)", line):
+            yield match[1].partition("  #")[0].rstrip()
+    yield from re.findall(r"`(everstep [^`]+)`", text)
+
+
+@pytest.mark.parametrize("page", ["ml-engineer", "operator", "index", "spec", "../README"])
+def test_every_command_that_a_guide_names_can_be_typed(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = list(commands_in((DOCS / f"{page}.md").read_text()))
+    for line in commands:
+        context: click.Context | None = None
+        command: click.Command = typer.main.get_command(app)
+        words = shlex.split(line.replace("SPEC", "examples/digits.yaml"))[1:]
+        while isinstance(command, click.Group):
+            name, found, words = command.resolve_command(click.Context(command), words)
+            assert found is not None, f"{line}: no command {name}"
+            command = found
+        context = command.make_context(command.name, words)  # raises click.UsageError
+        context.close()
+    assert commands or page == "index"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^::: everstep\.(\w+)$|`everstep\.(\w+)`", text, re.MULTILINE))
+    names = {name for pair in shown for name in pair}
+    errors = {
+        name
+        for name in everstep.__all__
+        if getattr(everstep, name).__class__ is type
+        and getattr(everstep, name).__module__ == "everstep.errors"
+    }
+    assert "::: everstep.errors" in text and len(errors) > 5
+    assert set(everstep.__all__) - names - errors == {"__version__"}
+
+
+def rows(section: str) -> dict[str, list[str]]:
+    """The table below a heading of docs/spec.md, by field."""
+    text = (DOCS / "spec.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in lines}
+
+
+def test_a_field_has_its_type_bounds_default_and_meaning() -> None:
+    train = rows("`train`")
+    assert train["epochs"] == ["integer (at least 1)", "`1`", "Passes over the training set."]
+    assert train["micro_batch_size"][:2] == ["integer (at least 1) or `auto`", "`auto`"]
+    assert train["ema_decay"][:2] == ["number (at least 0, below 1) or `null`", "`null`"]
+    assert rows("`optimizer.groups`")["parameters"][:2] == [
+        "text (1 to 512 characters)",
+        "required",
+    ]
+    assert rows("`scaling`")["resources_per_worker"][1] == '`{"CPU": 1.0}`'
+    assert rows("`checkpoint`")["best_mode"][:2] == ["`min` or `max`", "see right"]
+    assert rows("`task.model.args`: `gpt`")["num_layers"][0] == "integer (1 to 256)"
+
+
+def test_every_field_that_can_be_set_has_a_row() -> None:
+    def fields(value: object) -> set[str]:
+        """Names of all fields in a validated spec, with those of its parts."""
+        if isinstance(value, BaseModel):
+            parts = [fields(getattr(value, name)) for name in type(value).model_fields]
+            return set(type(value).model_fields).union(*parts)
+        return set()
+
+    text = (DOCS / "spec.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    for path in sorted((ROOT / "examples").glob("*.yaml")):
+        spec = parse_spec(read_spec(str(path)))
+        assert fields(spec) - documented == set(), path.name
+
+
+def test_a_page_that_is_out_of_date_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "spec.md"
+    monkeypatch.setattr(spec_reference, "PAGE", page)
+    monkeypatch.setattr("sys.argv", ["spec_reference.py"])
+    spec_reference.main()
+    assert page.read_text() == (DOCS / "spec.md").read_text()
+    page.write_text(page.read_text().replace("Passes over the training set.", "Rounds."))
+    monkeypatch.setattr("sys.argv", ["spec_reference.py", "--check"])
+    with pytest.raises(
+        SystemExit, match=r"docs/spec\.md is not what the models of a spec say; run"
+    ):
+        spec_reference.main()
+
+
+def test_examples_and_trees_of_docstrings_are_shown_as_code() -> None:
+    from scripts.docstring_blocks import with_fences  # needs the extra `docs`
+
+    text = "Add.\n\n>>> add(1, 2)  # doctest: +SKIP\n3\n\nError\n├── Wrong   why\n\nMore."
+    assert with_fences(text) == (
+        "Add.\n\n```python\n>>> add(1, 2)\n3\n```\n\n```text\nError\n├── Wrong   why\n```\n\nMore."
+    )
