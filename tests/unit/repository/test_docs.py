@@ -61,6 +61,16 @@ def test_every_command_that_a_guide_names_can_be_typed(
     assert commands or page == "index"
 
 
+def test_each_question_about_the_rooms_leads_to_a_file() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    table = text.partition("| question | answer | file |\n")[2].partition("\n\n")[0]
+    answers = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
+    assert len(answers) >= 9
+    for question, _, files in answers:
+        paths = re.findall(r"`([^`]+)`", files)
+        assert paths and all((ROOT / path).exists() for path in paths), question
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = (DOCS / "api.md").read_text()
     shown = set(re.findall(r"^::: everstep\.(\w+)$|`everstep\.(\w+)`", text, re.MULTILINE))

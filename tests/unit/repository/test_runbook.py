@@ -28,7 +28,7 @@ def test_every_verdict_has_its_row() -> None:
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
-    for document in (ROOT / "docs").glob("*.md"):
+    for document in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]:
         for target, anchor in re.findall(
             r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", document.read_text()
         ):
