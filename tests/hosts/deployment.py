@@ -173,6 +173,11 @@ class Deployment:
     def url(self) -> str:
         return f"https://{ADDRESSES['proxy']}:8443"
 
+    @property
+    def storage(self) -> str:
+        """The storage's URI, as the hosts reach it."""
+        return self._parts["bucket"].argv[-1]
+
     def tls(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(self.base / "secrets/tls_certificate"))
 

@@ -203,6 +203,22 @@ class Host:
             check=False,
         )
 
+    def reaches(self, ip: str, timeout_s: float = 2) -> bool:
+        """Whether a host answers this one at all. A refusal is an answer too."""
+        code = (
+            "import socket, sys; found = socket.socket(); found.settimeout(float(sys.argv[2])); "
+            "found.connect_ex((sys.argv[1], 9)) in (0, 111) or sys.exit(1)"
+        )
+        return self.run(["python", "-c", code, ip, str(timeout_s)]).returncode == 0
+
+    def has_process(self, pid: int) -> bool:
+        """Whether a process of this number, as the host counts, is there and has not ended."""
+        code = (
+            "import psutil, sys; "
+            "psutil.Process(int(sys.argv[1])).status() != psutil.STATUS_ZOMBIE or sys.exit(1)"
+        )
+        return self.run(["python", "-c", code, str(pid)]).returncode == 0
+
     def is_healthy(self) -> bool:
         """Whether the compose file's health check passes."""
         health = self.part.health

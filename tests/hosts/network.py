@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.hosts.compose_file import REPOSITORY
@@ -120,6 +120,26 @@ class Cable:
         for link in (self.outer, f"{self.outer}a"):
             with contextlib.suppress(RuntimeError):
                 command("ip", "link", "del", link)
+
+
+@contextlib.contextmanager
+def deaf(listeners: Iterable[Cable], speakers: Iterable[Cable]) -> Iterator[None]:
+    """While it lasts, lose everything that ``speakers`` send to ``listeners``, and nothing else."""
+    pairs = [(listener, speaker) for listener in listeners for speaker in speakers]
+    for listener, speaker in pairs:
+        listener.stop_hearing(speaker)
+    try:
+        yield
+    finally:
+        for listener, speaker in pairs:
+            listener.hear_again(speaker)
+
+
+@contextlib.contextmanager
+def apart(some: Iterable[Cable], others: Iterable[Cable]) -> Iterator[None]:
+    """While it lasts, lose everything between two groups of hosts, in both directions."""
+    with deaf(some, others), deaf(others, some):
+        yield
 
 
 @contextlib.contextmanager

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from everstep.client.runs import RunHandle
 from tests.hosts import clock
 from tests.hosts.compose_file import REPOSITORY, is_possible
-from tests.hosts.deployment import Deployment, deployed
+from tests.hosts.deployment import Deployment
 from tests.hosts.docker import docker
 from tests.hosts.host import Host
-from tests.support.digits_run import (
-    assert_every_sample_counted_once,
-    assert_every_step_is_there_once,
-)
+from tests.hosts.trial import NUM_WORKERS, Trial, host_of
 from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [
@@ -37,92 +31,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not is_possible(), reason="network namespaces need root on Linux"),
 ]
-
-NUM_WORKERS = 3
-
-
-def spec(name: str, epochs: int, ranks: int = NUM_WORKERS) -> dict[str, Any]:
-    return {
-        "name": name,
-        "task": {
-            "name": "image_classification",
-            "model": {"name": "mini_resnet"},
-            "data": {"name": "digits"},
-        },
-        "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 32, "seed": 5},
-        "scaling": {"min_workers": 1, "max_workers": ranks},
-        "checkpoint": {"every_steps": 50},
-    }
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Deployment]:
-    with deployed(NUM_WORKERS) as deployment:
-        yield deployment
-
-
-@pytest.fixture
-def whole(hosts: Deployment) -> Deployment:
-    wait_for(lambda: len(hosts.live_nodes()) == NUM_WORKERS, 300, "a whole cluster", every_s=ASK_S)
-    return hosts
-
-
-class Trial:
-    """One run and what befalls it."""
-
-    def __init__(self, hosts: Deployment, name: str, epochs: int) -> None:
-        self.hosts = hosts
-        self.epochs = epochs
-        self.run: RunHandle = hosts.client().runs.create(spec(name, epochs))
-        self.began = time.monotonic()
-
-    @classmethod
-    def begun(cls, hosts: Deployment, name: str, epochs: int, step: int = 12) -> Trial:
-        """One whose run has all ranks, and so many steps done."""
-        trial = cls(hosts, name, epochs)
-        wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
-        trial.reach(step)
-        return trial
-
-    def is_at_full_size(self) -> bool:
-        return self.run.refresh().status == "RUNNING" and self.run.world_size == NUM_WORKERS
-
-    def reach(self, step: int) -> None:
-        """Wait until so many steps are done."""
-        wait_for(lambda: self.run.refresh().step >= step, 300, f"step {step}", every_s=ASK_S)
-
-    def finish(self, timeout_s: float = 600) -> dict[str, Any]:
-        """Wait for the end, hold what must hold of it, and say what it cost."""
-        self.run.wait(timeout_s=timeout_s)
-        failures = [
-            {
-                "verdict": f.verdict,
-                "lost": f.steps_lost,
-                "detect_s": f.detect_s,
-                "recovery_s": f.recovery_s,
-                "step": f.step,
-            }
-            for f in self.run.failures()
-        ]
-        record = {
-            "name": self.run.name,
-            "status": self.run.status,
-            "seconds": round(time.monotonic() - self.began, 1),
-            "submissions": self.run.submission,
-            "steps_lost": self.run.steps_lost,
-            "failures": failures,
-        }
-        print(json.dumps(record), flush=True)
-        assert self.run.status == "SUCCEEDED"
-        assert_every_step_is_there_once(self.run, self.epochs)
-        assert_every_sample_counted_once(self.run, self.epochs)
-        return record
-
-
-def host_of(trial: Trial, rank: int) -> str:
-    """The worker host on which a rank of the newest attempt runs."""
-    ip = next(worker.node_ip for worker in trial.run.attempts()[-1].workers if worker.rank == rank)
-    return next(name for name, host in trial.hosts.hosts.items() if host.cable.ip == ip)
 
 
 def start_again(hosts: Deployment, names: Iterable[str], change: Callable[[Host], None]) -> None:

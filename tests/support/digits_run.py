@@ -46,4 +46,10 @@ def assert_every_sample_counted_once(run: RunHandle, epochs: int, samples: int =
 
 def assert_every_step_is_there_once(run: RunHandle, epochs: int) -> None:
     steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
-    assert steps == list(range(1, epochs * STEPS_PER_EPOCH + 1))
+    expected = range(1, epochs * STEPS_PER_EPOCH + 1)
+    missing = sorted(set(expected) - set(steps))
+    restored = [(e.attempt, e.data["step"]) for e in run.events() if e.kind == "restored"]
+    assert steps == list(expected), (
+        f"{len(missing)} of {len(expected)} steps are missing, from {missing[:1]} to "
+        f"{missing[-1:]}; attempts began at {restored}"
+    )
