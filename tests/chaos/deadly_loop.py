@@ -6,23 +6,33 @@ by spaces; ``step`` counts the steps done before. Places: ``start`` (before the 
 ``all_reduce`` (in the last backward, while peers wait for its gradients), ``commit`` (the optimizer
 has stepped, the counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest
 is not; rank 0), ``loader`` (the signal goes to the rank's loader processes).
+
+Places with a number, as ``save.3``, are steps of what rank 0 does to the storage: before the call
+of the system of this number, from 0, and after the last one. ``claim`` is the claim of its attempt;
+``save`` the commit of a checkpoint, which looks at the claim first, since the journal is taken for
+silent; ``abort`` the end of a save that failed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from storage.checkpoints.writer import CheckpointWriter
+from storage.errors import StorageUnavailable
 from storage.run_dir import Stop
+from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt as loop
 from train_fn.loop import boundary
+from train_fn.loop import restore as restoring
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
@@ -51,8 +61,96 @@ class Strike:
 def train(ctx: WorkerContext) -> Stop | None:
     for strike in map(Strike.parse, ctx.spec.tags["strikes"].split()):
         if (strike.rank, strike.attempt) == (ctx.world_rank, ctx.attempt):
-            _PLACES[strike.place](strike)
+            section, _, number = strike.place.partition(".")
+            if number:
+                _SECTIONS[section](_Steps(strike, int(number)), strike.step)
+                ctx = replace(ctx, hears_journal=lambda timeout_s: False)
+            else:
+                _PLACES[strike.place](strike)
     return loop.train(ctx)
+
+
+class _Steps:
+    """Falls before one of the calls of the system with which a thread reads and changes files from
+    ``enter`` to ``leave``, or at ``leave`` where there were just so many."""
+
+    def __init__(self, strike: Strike, number: int) -> None:
+        self._strike = strike
+        self._left = number
+        self._thread: int | None = None
+
+    def enter(self) -> None:
+        self._thread = threading.get_ident()
+        sys.addaudithook(self._hear)
+
+    def leave(self) -> None:
+        if self._thread is not None:
+            self._count()
+            self._thread = None
+
+    def _hear(self, event: str, _: Any) -> None:
+        if self._thread == threading.get_ident() and event in _CALLS:
+            self._count()
+
+    def _count(self) -> None:
+        if self._left == 0:
+            self._strike.fall()
+        self._left -= 1
+
+
+_CALLS = {"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
+
+
+def _in_claim(steps: _Steps, _: int) -> None:
+    claim = restoring.claim_attempt
+
+    def claim_or_die(*args: Any) -> None:
+        steps.enter()
+        claim(*args)
+        steps.leave()
+
+    restoring.claim_attempt = claim_or_die  # type: ignore[attr-defined]
+
+
+def _in_save(steps: _Steps, step: int) -> None:
+    require_newest, commit = Saver._require_newest, CheckpointWriter.commit
+
+    def look_or_die(self: Saver) -> None:
+        if self._tried is not None and self._tried.startswith(f"step-{step:09d}"):
+            steps.enter()
+        require_newest(self)
+
+    def commit_or_die(self: CheckpointWriter, **facts: Any) -> Any:
+        manifest = commit(self, **facts)
+        steps.leave()
+        return manifest
+
+    Saver._require_newest = look_or_die  # type: ignore[method-assign]
+    CheckpointWriter.commit = commit_or_die  # type: ignore[method-assign]
+
+
+def _in_abort(steps: _Steps, step: int) -> None:
+    commit, abort = CheckpointWriter.commit, CheckpointWriter.abort
+
+    def commit_or_fail(self: CheckpointWriter, **facts: Any) -> Any:
+        if self.name.startswith(f"step-{step:09d}"):
+            raise StorageUnavailable("the storage does not take this checkpoint")
+        return commit(self, **facts)
+
+    def abort_or_die(self: CheckpointWriter) -> None:
+        steps.enter()
+        abort(self)
+        steps.leave()
+
+    CheckpointWriter.commit = commit_or_fail  # type: ignore[method-assign]
+    CheckpointWriter.abort = abort_or_die  # type: ignore[method-assign]
+
+
+_SECTIONS: dict[str, Callable[[_Steps, int], None]] = {
+    "claim": _in_claim,
+    "save": _in_save,
+    "abort": _in_abort,
+}
 
 
 def _at_start(strike: Strike) -> None:

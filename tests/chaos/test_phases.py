@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -61,11 +61,31 @@ PLANS: dict[str, Strikes] = {
 }
 
 
+SECTIONS: dict[str, tuple[Callable[[int, Signals], list[Strike]], int]] = {
+    "claim": (
+        lambda step, how: [
+            Strike("all_reduce", 1, 7, 1, SIGKILL),
+            Strike(f"claim.{step}", 0, 0, 2, how),
+        ],
+        9,
+    ),
+    "save": (lambda step, how: [Strike(f"save.{step}", 0, 10, 1, how)], 8),
+    "abort": (lambda step, how: [Strike(f"abort.{step}", 0, 10, 1, how)], 5),
+}
+"""What rank 0 does to the storage, and how many calls of the system that are at the least."""
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     with ray_cluster(max(WORLDS)) as running:
         yield running
         assert _placement_groups(running) == []
+
+
+@pytest.fixture
+def small_cluster() -> Iterator[RayCluster]:
+    with ray_cluster(2) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +115,44 @@ def deadly_spec(world: int, strikes: list[Strike]) -> RunSpec:
     return RunSpec.model_validate({**spec, **changes})
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_rank_0_struck_in_every_step_of_what_it_does_to_the_storage(
+    section: str,
+    how: Signals,
+    small_cluster: RayCluster,
+    reference: Callable[[int], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """A run for each call of the system, up to the first number at which nothing was struck.
+
+    First in this file, before the large cluster is up: every run leaves idle processes on its
+    cluster, and two clusters of them are more than two cores bear.
+    """
+    strikes_at, at_least = SECTIONS[section]
+    for step in count():
+        run = DrivenRun(
+            small_cluster,
+            tmp_path / str(step),
+            deadly_spec(2, strikes_at(step, how)),
+            module="tests.chaos.deadly_driver",
+        )
+        try:
+            run.start(**PATIENCE)
+            assert run.wait_for_end() == 0, run.describe()
+            expected = _blamed(section, 2, how)
+            was_struck = len(run.of(EventKind.FAILURE)) == len(expected)
+            print(json.dumps({"section": section, "step": step, "failures": _told(run)}))
+            _check(run, expected if was_struck else expected[:-1], expect_recovery=was_struck)
+            assert_same(final_state(run.run_dir), reference(2))
+        finally:
+            run.stop()
+        if not was_struck:
+            break
+    assert step >= at_least, f"only {step} steps were found"
+
+
 @pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("phase", [*PLANS, "rendezvous"])
@@ -118,7 +176,9 @@ def test_a_rank_struck_in_any_phase(
             os.kill(run.worker(world - 1)["pid"], how)
         assert run.wait_for_end() == 0, run.describe()
         print(json.dumps({"phase": phase, "world": world, "how": how.name, "failures": _told(run)}))
-        _check(run, world, phase, how)
+        # of two at once nobody survives a group of two
+        somebody_survives = phase != "two_at_once" or world > 2 or how is SIGSTOP
+        _check(run, _blamed(phase, world, how), expect_recovery=somebody_survives)
         assert_same(final_state(run.run_dir), reference(world))
     finally:
         run.stop()
@@ -143,23 +203,26 @@ def _blamed(phase: str, world: int, how: Signals) -> list[set[tuple[str, int]]]:
         return [{("hang", victim), (verdict, victim)}]
     if phase == "recovery":
         return [{("worker_lost", 0)}, {(verdict, victim)}]
+    if phase == "claim":
+        return [{("worker_lost", victim)}, {(verdict, 0)}]
     if phase == "two_at_once":
         return [{("worker_lost", victim), *([("worker_lost", 0)] if how is SIGKILL else [])}]
-    return [{(verdict, 0 if phase == "checkpoint" else victim)}]
+    return [{(verdict, 0 if phase in ("checkpoint", "save", "abort") else victim)}]
 
 
-def _check(run: DrivenRun, world: int, phase: str, how: Signals) -> None:
+def _check(run: DrivenRun, expected: list[set[tuple[str, int]]], *, expect_recovery: bool) -> None:
+    """Hold what must hold of a run that has ended; ``expected`` is what each failure may be
+    called."""
     run.check_sequence()
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded", run.describe()
     assert {step for step, _ in run.steps()} == set(range(1, LAST_STEP + 1))
     blamed = [
         (event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)
     ]
-    expected = _blamed(phase, world, how)
     assert len(blamed) == len(expected) and all(map(set.__contains__, expected, blamed)), (
         run.describe()
     )
-    if phase != "two_at_once" or world > 2 or how is SIGSTOP:  # else nobody survives
+    if expect_recovery:
         # none of an attempt that fails before a step
         lost = [event.data["steps_lost"] for event in run.of(EventKind.RECOVERED)]
         assert lost and set(lost) == {0}, run.describe()
