@@ -17,7 +17,7 @@ from service.db.engine import Database
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.tables import events, projects, run_tags, runs, transitions
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.projections.goodput import TimeLedger
 
 PROJECTS: Final = tuple(f"project-{index}" for index in range(20))
@@ -50,8 +50,8 @@ def seed(database: Database, num_runs: int) -> Seeded:
     to look at its tables."""
     chance, now = random.Random(1), time.time()
     moments = sorted(now - chance.random() * 365 * 86_400 for _ in range(num_runs))
-    resolved = RunSpec.model_validate(SPEC).model_dump(mode="json")
-    made = [_run(chance, resolved, at) for at in moments]
+    spec = RunSpec.model_validate(SPEC)
+    made = [_run(chance, spec, at) for at in moments]
     with database.write() as connection:
         connection.execute(
             insert(projects), [{"name": name, "created_at": moments[0]} for name in PROJECTS]
@@ -63,10 +63,10 @@ def seed(database: Database, num_runs: int) -> Seeded:
     return Seeded(tuple(run.id for run in made), tuple(run.created_at for run in made))
 
 
-def _run(chance: random.Random, resolved: dict[str, Any], at: float) -> RunRow:
+def _run(chance: random.Random, spec: RunSpec, at: float) -> RunRow:
     name, project = f"digits-{chance.randrange(2000)}", chance.choice(PROJECTS)
     tags = {"team": chance.choice(TEAMS), "sweep": str(chance.randrange(500))}
-    spec = resolved | {"name": name, "project": project, "tags": tags}
+    spec = spec.model_copy(update={"name": name, "project": project, "tags": tags})
     end = RunStatus.PAUSED if chance.random() < 0.002 else chance.choice(_ENDS)
     ledger = TimeLedger.begin(at)
     return replace(

@@ -38,7 +38,7 @@ POINTS: Final = 1
 
 def fill(here: World, num_runs: int, status: RunStatus) -> list[str]:
     """That many live runs, each with a journal of two events where it trains."""
-    spec = parse_spec(SPEC).model_dump(mode="json")
+    spec = parse_spec(SPEC)
     rows = []
     for index in range(num_runs):
         created_at = here.now - num_runs + index  # ids of one moment would collide

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from storage.logs.journal import JournalEvent
 
 _RECOVERY_S: Final = (0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 900)

@@ -1,23 +1,31 @@
-"""Rows as the answers that clients read."""
+"""Turn rows into the answers that clients read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, get_type_hints
 
 from fastapi import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 from everstep.wire import Event, Run, format_time
-from service.model.rows import EventRow, ListedRun, RunRow, TransitionRow
+from service.model.rows import EventRow, TransitionRow
+from service.model.run_rows import ListedRun, RunRow, RunSummary
 from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, protection
 
 JsonObject = dict[str, Any]
-"""What JSON says of it: texts, numbers, lists and objects only."""
+"""A JSON object: texts, numbers, lists and objects only."""
 _ENDED_JSON: Final = ENDED.model_dump()
+_HINTS: Final = get_type_hints(RunSummary)
+_SAME: Final = tuple(
+    name for name, field in Run.model_fields.items() if _HINTS.get(name) == field.annotation
+)
+"""Fields of the answer that are the row's: of equal name and type."""
+_same_fields: Final = attrgetter(*_SAME)
 
 
 def to_time(seconds: float) -> datetime:
@@ -42,8 +50,8 @@ def event_answer(row: EventRow) -> Event:
 def as_json(
     answer: BaseModel | JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer written once: what a handler returns as a model is made into dicts first, which
-    costs more than the rest of it."""
+    """Return a response with this body. FastAPI would turn a model into dicts first, which takes
+    longer than the rest of the answer."""
     body = (
         answer.model_dump_json(by_alias=True) if isinstance(answer, BaseModel) else to_json(answer)
     )
@@ -57,7 +65,7 @@ def run_answer(
     now: float,
     public_url: str | None = None,
 ) -> Run:
-    """What ``run_json`` says, as a model."""
+    """Return the answer of ``run_json`` as a model."""
     return Run.model_validate(run_json(run, transitions, dashboard_url, now, public_url))
 
 
@@ -68,50 +76,32 @@ def run_json(
     now: float,
     public_url: str | None = None,
 ) -> JsonObject:
-    """The run as it is at ``now``, as JSON says it: models of a page's runs would cost more than to
-    find them.
+    """Return the run as it is at ``now``, as the JSON of ``Run``.
+
+    Building models for a page of runs would take longer than reading the runs.
 
     Args:
-        run: Its row.
+        run: Its row. Fields of ``Run`` that are not set here are the row's fields of the same name.
         transitions: Changes of its status, oldest first.
-        dashboard_url: Base URL of the Ray dashboard; None while it is not known.
+        dashboard_url: Base URL of the Ray dashboard; None until it is known.
         now: Unix seconds.
         public_url: Base URL of this service for browsers, without a trailing slash; None links to
             no page.
     """
-    latest, best, origin, protected = (
-        run.latest_checkpoint,
-        run.best,
-        run.resume_from,
-        protection(run),
-    )
-    return {
-        "id": run.id,
-        "name": run.name,
-        "project": run.project,
-        "status": run.status,
+    latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
+    protected = protection(run)
+    answer = dict(zip(_SAME, _same_fields(run), strict=True)) | {
         "reason": _reason(run.reason_code, run.reason_message),
-        "priority": run.priority,
-        "tags": run.tags,
-        "attempt": run.attempt,
-        "submission": run.submission,
-        "created_at": _told(run.created_at),
-        "started_at": None if run.started_at is None else _told(run.started_at),
-        "finished_at": None if run.finished_at is None else _told(run.finished_at),
-        "epoch": run.epoch,
-        "step": run.step,
-        "total_steps": run.total_steps,
-        "world_size": run.world_size,
-        "metrics": run.metrics,
+        "created_at": _time(run.created_at),
+        "started_at": None if run.started_at is None else _time(run.started_at),
+        "finished_at": None if run.finished_at is None else _time(run.finished_at),
         "best": best and {"metric": best["metric"], "value": best["value"], "step": best["step"]},
         "latest_checkpoint": latest
         and {
             "step": latest["step"],
-            "committed_at": _told(latest["committed_at"]),
+            "committed_at": _time(latest["committed_at"]),
             "size_bytes": latest["size_bytes"],
         },
-        "restarts": run.restarts,
-        "steps_lost": run.steps_lost,
         "protection": _ENDED_JSON if protected is ENDED else protected.model_dump(),
         "goodput": TimeLedger.load(run.time_ledger).share(
             now if run.finished_at is None else run.finished_at
@@ -127,17 +117,17 @@ def run_json(
             {
                 "from": row.from_status,
                 "to": row.to_status,
-                "at": _told(row.at),
+                "at": _time(row.at),
                 "reason": _reason(row.reason_code, row.reason_message),
             }
             for row in transitions
         ],
-        "forked_from": origin and {"run_id": origin["run_id"], "step": origin["step"]},
-        "guarantee": run.guarantee,
+        "forked_from": origin and origin.model_dump(),
     }
+    return {name: answer[name] for name in Run.model_fields}
 
 
-def _told(seconds: float) -> str:
+def _time(seconds: float) -> str:
     return format_time(to_time(seconds))
 
 

@@ -16,7 +16,8 @@ from service.api.problems import ProblemError, not_found
 from service.db.audit import current_entry
 from service.db.engine import DatabaseError
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
-from service.model.rows import Role, RunRow, TokenRow
+from service.model.rows import Role, TokenRow
+from service.model.run_rows import RunRow
 from storage.files.draft import draft_beside
 
 LOCAL_TOKEN_ID: Final = "tok_local"

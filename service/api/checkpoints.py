@@ -15,7 +15,7 @@ from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ProblemError, invalid_request, not_found
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.projections import checkpoints
 from storage.checkpoints.holds import CheckpointHold
 from storage.checkpoints.store import CheckpointStore
@@ -157,7 +157,9 @@ async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
 async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
     """Raises 404 for a checkpoint that never was, 422 for what names none."""
     try:
-        checkpoint, missing = checkpoints.choose(await _all(context, run), run.id, run.spec, which)
+        checkpoint, missing = checkpoints.choose(
+            await _all(context, run), run.id, run.stored_spec.checkpoint, which
+        )
     except ValueError as exc:
         raise invalid_request("step", msg=str(exc)) from exc
     if checkpoint is None:

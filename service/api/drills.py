@@ -17,7 +17,8 @@ from service.api.problems import ProblemError, not_found
 from service.api.spec_body import read_model
 from service.db import orders
 from service.db.ids import new_drill_id
-from service.model.rows import EventRow, RunRow
+from service.model.rows import EventRow
+from service.model.run_rows import RunRow
 from service.projections import drills
 from storage.run_dir import DrillOrder, RunDir
 

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from service.model.rows import RunHead
+from service.model.run_rows import RunHead
 
 MOST_BYTES: Final = 96 << 20
 """Room for some 60,000 answers."""

@@ -10,7 +10,7 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Checkpoint
 from service.api.context import ApiContext
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.projections import checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
@@ -42,7 +42,9 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
     found = checkpoints.checkpoints(events, checks)
-    checkpoint, missing = checkpoints.choose(found, parent.id, parent.spec, str(wanted.step))
+    checkpoint, missing = checkpoints.choose(
+        found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
+    )
     _check_usable(checkpoint, missing, found)
     assert checkpoint is not None
     faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]

@@ -14,7 +14,7 @@ from fastapi import Query
 from service.api.problems import ProblemError, invalid_request
 from service.db.ids import RUN_ID_PATTERN
 from service.db.run_lookup import Place
-from service.model.rows import RunHead
+from service.model.run_rows import RunHead
 
 T = TypeVar("T")
 Key = tuple[float | str, ...]

@@ -19,7 +19,7 @@ from service.api.problems import not_found
 from service.api.spec_body import read_model
 from service.db import orders
 from service.db.ids import new_profile_id
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.projections import profiles
 from storage.run_dir import ProfileOrder, RunDir
 

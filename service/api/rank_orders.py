@@ -8,7 +8,8 @@ from typing import Any
 from service.api.context import ApiContext
 from service.api.problems import invalid_request
 from service.db import orders
-from service.model.rows import EventRow, RunRow
+from service.model.rows import EventRow
+from service.model.run_rows import RunRow
 
 
 async def record(

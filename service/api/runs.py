@@ -35,7 +35,8 @@ from service.db.idempotency import IdempotencyKey
 from service.db.new_run import first_transition
 from service.db.projects import UnknownProject
 from service.db.run_lookup import Place, RunFilter
-from service.model.rows import RunHead, RunRow, TransitionRow
+from service.model.rows import TransitionRow
+from service.model.run_rows import RunHead, RunRow
 from service.model.states import TransitionConflict
 from storage.run_dir import RunDir
 

@@ -12,6 +12,7 @@ from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.planner_hints import Few
 from service.db.tables import checkpoint_checks, runs
+from service.model.stored_spec import StoredSpec
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
 _IS_UNENDED: Final = Few(
@@ -68,17 +69,16 @@ class CheckpointRecords:
         return sorted(found, key=lambda kept: kept.checked_at)
 
     def awaited(self) -> dict[str, frozenset[int]]:
-        """Steps by run whose checkpoints other runs are to begin from: those that have not ended,
-        nor a checkpoint of their own."""
+        """Return the steps by run whose checkpoints other runs will begin from: runs that have not
+        ended and have no checkpoint of their own."""
         rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
             for (spec,) in connection.execute(rows):
-                origin = spec.get("resume_from")
-                if origin:
-                    found[origin["run_id"]] = found.get(origin["run_id"], frozenset()) | {
-                        int(origin["step"])
-                    }
+                origin = StoredSpec.read(spec).resume_from
+                if origin is not None:
+                    steps = found.get(origin.run_id, frozenset())
+                    found[origin.run_id] = steps | {int(origin.step)}
         return found
 
     def corrupt(self) -> dict[str, frozenset[str]]:

@@ -15,7 +15,8 @@ from everstep.wire.events import EventKind
 from service.db.engine import Database, DatabaseError
 from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
-from service.model.rows import CheckpointCheck, EventRow, RunRow
+from service.model.rows import CheckpointCheck, EventRow
+from service.model.run_rows import RunRow
 from service.projections.changes import Changes, project
 from service.projections.fitting import UNFIT, checked
 from storage.logs.journal import JournalEvent

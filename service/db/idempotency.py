@@ -9,7 +9,7 @@ from sqlalchemy import Connection, insert, select
 from service.db.engine import DatabaseError
 from service.db.run_lookup import find_run
 from service.db.tables import idempotency_keys
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 
 
 class IdempotencyConflict(DatabaseError):

@@ -1,5 +1,5 @@
-"""What webhooks are still to be told: written in the transaction of what it tells of, and kept
-until it was taken."""
+"""Notifications for webhooks. One is written in the transaction of the change that it reports, and
+kept until it is delivered."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from sqlalchemy import delete, select, update
 
 from service.db.engine import Database
 from service.db.tables import notifications
-from service.model.rows import Row, RunRow
+from service.model.rows import Row
+from service.model.run_rows import RunRow
 
 _DUE: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Notification(Row):
-    """One POST that is due. Times are unix seconds."""
+    """One POST that is to be sent. Times are unix seconds."""
 
     run_id: str
     seq: int
@@ -32,10 +33,10 @@ class Notification(Row):
 
 
 def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
-    """What to tell of the status that a run has just got into; None where its spec asks for
-    nothing."""
-    asked: dict[str, Any] | None = run.spec.get("notify")
-    if not asked or run.status.value not in asked["on"]:
+    """Return the notification of the status that a run has just reached; None if its spec wants
+    none."""
+    asked = run.stored_spec.notify
+    if asked is None or run.status.value not in asked.on:
         return None
     reason = (
         None
@@ -50,7 +51,7 @@ def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
         "reason": reason,
     }
     body = json.dumps({**told, "step": run.step, "seq": seq, "at": at})
-    return Notification(run.id, seq, asked["url"], body, at, at, 0)
+    return Notification(run.id, seq, asked.url, body, at, at, 0)
 
 
 class NotificationStore:
@@ -61,7 +62,7 @@ class NotificationStore:
         self._clock = clock
 
     def due(self) -> list[Notification]:
-        """Those whose time has come, the longest due first."""
+        """Return the notifications whose time has come, the longest due first."""
         query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
         with self._database.read() as connection:
             return [
@@ -70,12 +71,12 @@ class NotificationStore:
             ]
 
     def forget(self, told: Notification) -> None:
-        """It was taken, or is given up."""
+        """Delete a notification that was delivered, or for which retries have ended."""
         with self._database.write() as connection:
             connection.execute(delete(notifications).where(*_key(told)))
 
     def postpone(self, told: Notification, until: float) -> None:
-        """Try again at ``until``."""
+        """Retry at ``until``."""
         with self._database.write() as connection:
             connection.execute(
                 update(notifications)

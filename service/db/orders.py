@@ -13,7 +13,8 @@ from everstep.wire.events import EventKind
 from service.db.engine import Database
 from service.db.tables import events
 from service.db.writer import RunWriter
-from service.model.rows import EventRow, RunRow
+from service.model.rows import EventRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 
 TAKE_UP_S: Final = 15.0

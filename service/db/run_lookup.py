@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from everstep.wire import RunStatus
 from service.db.tables import run_tags, runs
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 
 Columns = Select[*tuple[Any, ...]]
 """What is wanted of each run: a query of ``runs`` without conditions."""
@@ -72,7 +72,7 @@ EVERY_RUN: Final = RunFilter()
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
     """A run's row; None where there is no such run."""
     row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
-    return RunRow(*row) if row is not None else None
+    return RunRow.read(row) if row is not None else None
 
 
 def page_query(

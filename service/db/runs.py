@@ -27,7 +27,8 @@ from service.db.storage_identity import StorageRecords
 from service.db.tables import run_tags, runs, transitions
 from service.db.tokens import CLAIM_HOLDS, Claim
 from service.db.writer import RunWriter
-from service.model.rows import ListedRun, RunHead, RunRow, TransitionRow
+from service.model.rows import TransitionRow
+from service.model.run_rows import ListedRun, RunHead, RunRow
 from service.model.states import LIVE, SUBMITTED, TransitionConflict
 from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
 from storage.run_dir import Stop
@@ -103,7 +104,6 @@ class RunStore:
             QuotaExceeded: The project has as many waiting runs as it may.
             UnknownProject: It is missing, and is not to be made.
         """
-        resolved = spec.model_dump(mode="json")
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
@@ -113,10 +113,8 @@ class RunStore:
                     if known is not None:
                         note_target(known.id)
                         return known, False
-                    join_queue(
-                        connection, resolved["project"], self._clock(), create=create_project
-                    )
-                    return self._insert(connection, resolved, created_by, idempotency), True
+                    join_queue(connection, spec.project, self._clock(), create=create_project)
+                    return self._insert(connection, spec, created_by, idempotency), True
             except IntegrityError:
                 # Another replica used the key first, or the id is taken: look again.
                 continue
@@ -125,7 +123,7 @@ class RunStore:
     def _insert(
         self,
         connection: Connection,
-        spec: dict[str, Any],
+        spec: RunSpec,
         created_by: str,
         idempotency: IdempotencyKey | None,
     ) -> RunRow:
@@ -160,7 +158,7 @@ class RunStore:
         """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
         with self._database.read() as connection:
             return [
-                RunRow(*row)
+                RunRow.read(row)
                 for row in connection.execute(
                     *page_query(connection, _ROWS, where, limit, before)
                 ).all()
@@ -194,13 +192,13 @@ class RunStore:
             return {}
         with self._database.look() as connection:
             rows = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
-        found = [(ListedRun.of(row[:-1]), row[-1]) for row in rows]
+        found = [(ListedRun.read(row[:-1]), row[-1]) for row in rows]
         return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
 
     def live(self) -> list[RunRow]:
         """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
         with self._database.read() as connection:
-            return [RunRow(*row) for row in connection.execute(_LIVE)]
+            return [RunRow.read(row) for row in connection.execute(_LIVE)]
 
     def live_versions(self) -> dict[str, int]:
         """Version of each of their rows by id, in that order: those that have not changed need not
@@ -209,11 +207,10 @@ class RunStore:
             return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
 
     def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
-        """These runs by id, as they are now; one that is gone is left out."""
+        """Return these runs by id, without those that are gone."""
         with self._database.look() as connection:
-            return {
-                row[0]: RunRow(*row) for row in connection.execute(_BY_IDS, {"ids": list(run_ids)})
-            }
+            found = connection.execute(_BY_IDS, {"ids": list(run_ids)})
+            return {run.id: run for run in map(RunRow.read, found)}
 
     def heads(self) -> dict[str, tuple[str, str]]:
         """(project, status) of every run, by id."""

@@ -1,7 +1,10 @@
-"""The database's tables. Times are unix seconds (float), sizes bytes; migrations/ creates exactly
-these."""
+"""The database's tables. Times are unix seconds (float), sizes bytes. migrations/ creates exactly
+these tables."""
 
 from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     JSON,
@@ -18,6 +21,9 @@ from sqlalchemy import (
     text,
 )
 
+from service.model.run_rows import RunRow
+
+_TYPES: Final = {str: Text, int: Integer, float: Double}
 _FAILURES_ONLY = text("kind = 'failure'")
 
 metadata = MetaData(
@@ -36,60 +42,26 @@ def _run_id_key() -> Column[str]:
     return Column("run_id", RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
 
 
-runs = Table(
+def _column(name: str, kind: Any) -> Column[Any]:
+    """Return the column of a run's field from its type: ``X | None`` is nullable, a text with Chars
+    has that length, a list or a dict is JSON."""
+    nullable = get_origin(kind) in (Union, UnionType)
+    if nullable:
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(kind) is Annotated:
+        sized: Any = String(next(mark.most for mark in kind.__metadata__))
+        return Column(name, sized, primary_key=name == "id", nullable=nullable)
+    if get_origin(kind) in (dict, list):
+        # A nullable field that is None is NULL, not the JSON text "null".
+        return Column(name, JSON(none_as_null=True) if nullable else JSON, nullable=nullable)
+    return Column(name, _TYPES[kind], nullable=nullable)
+
+
+_KINDS: Final = get_type_hints(RunRow, include_extras=True)
+runs = Table(  # the fields are in RunRow
     "runs",
     metadata,
-    Column("id", RUN_ID, primary_key=True),
-    Column("name", String(128), nullable=False),
-    Column("project", String(64), nullable=False),
-    Column("priority", Integer, nullable=False),
-    Column("tags", JSON, nullable=False),
-    Column("spec", JSON, nullable=False),  # as resolved: every default filled in
-    Column("created_by", String(32), nullable=False),  # token id
-    Column("status", String(16), nullable=False),
-    Column("reason_code", String(64)),
-    Column("reason_message", Text),
-    Column("stop_requested", String(8)),  # cancel | pause; a request, not a status
-    Column("stop_requested_at", Double),
-    Column("preempted_by", RUN_ID),  # run that it is paused for; it queues again by itself
-    Column("submission", Integer, nullable=False),  # newest claimed; 0 before the first
-    # most ranks that the newest submission may use; null: scaling.max_workers
-    Column("workers_limit", Integer),
-    # while it makes room for a run: {to (most ranks), by, at}
-    Column("shrunk", JSON(none_as_null=True)),
-    Column("ray_job_id", String(128)),  # of the newest submission, once Ray took it
-    Column("submitted_at", Double),
-    Column("attempt", Integer, nullable=False),
-    Column("epoch", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("total_steps", Integer),
-    Column("steps_per_epoch", Integer),
-    Column("world_size", Integer),
-    # of the attempt that runs: [{rank, node_id, node_ip, pid}]
-    Column("workers", JSON, nullable=False),
-    # how that attempt keeps states on its nodes; null: not heard yet
-    Column("snapshots", String(16)),
-    # what may be relied on of the samples' use, in words; null: not heard yet
-    Column("guarantee", Text),
-    Column("metrics", JSON, nullable=False),
-    Column("best", JSON(none_as_null=True)),
-    Column("latest_checkpoint", JSON(none_as_null=True)),
-    # of the lineage and not deleted, oldest first
-    Column("recent_checkpoints", JSON, nullable=False),
-    Column("restarts", Integer, nullable=False),
-    Column("steps_lost", Integer, nullable=False),
-    # our estimate, replaced by what the driver reports
-    Column("steps_lost_at_restore", Integer, nullable=False),
-    Column("time_ledger", JSON, nullable=False),  # running state of the goodput fold
-    Column("created_at", Double, nullable=False),
-    Column("started_at", Double),
-    Column("finished_at", Double),
-    Column("journal_submission", Integer, nullable=False),  # whose journal the cursor belongs to
-    Column("journal_cursor", Text),
-    Column("journal_n", Integer, nullable=False),  # last event of that journal that was applied
-    Column("last_seq", Integer, nullable=False),
-    Column("updated_at", Double, nullable=False),
-    Column("row_version", Integer, nullable=False),
+    *(_column(name, _KINDS[name]) for name in RunRow.__dataclass_fields__),
     Index(None, "created_at", "id"),
     Index(None, "project", "created_at", "id"),
     Index(None, "project", "status", "created_at", "id"),

@@ -18,7 +18,8 @@ from service.db.ids import new_token_id
 from service.db.projects import ensure_project
 from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.tables import runs, tokens
-from service.model.rows import ListedRun, Role, TokenRow, TransitionRow
+from service.model.rows import Role, TokenRow, TransitionRow
+from service.model.run_rows import ListedRun
 
 PREFIX: Final = "evs_"
 _RANDOM_BYTES: Final = 32
@@ -230,7 +231,7 @@ class TokenStore:
         token = None if row is None else self._accepted(TokenRow(*row[:_RUN_AT]), digest)
         if row is None or token is None or row[_RUN_AT] is None:
             return token, None
-        run = ListedRun.of(row[_RUN_AT:-1])
+        run = ListedRun.read(row[_RUN_AT:-1])
         return token, (run, changes_of(run.id, row[-1]))
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:

@@ -18,7 +18,8 @@ from everstep.wire.events import EventKind
 from service.db.engine import encoded
 from service.db.notifications import notification_of
 from service.db.tables import events, metrics, notifications, runs, transitions
-from service.model.rows import EventRow, MetricPoint, RunRow
+from service.model.rows import EventRow, MetricPoint
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
 from service.projections.changes import NO_WORKERS, preempted
 from service.projections.fitting import UNFIT
@@ -58,7 +59,7 @@ class RunWriter:
         row = connection.execute(_LOCKED, {"run_id": run_id}).one_or_none()
         if row is None:
             raise TransitionConflict(run_id, None, "it was deleted")
-        return cls(connection, RunRow(*row), now)
+        return cls(connection, RunRow.read(row), now)
 
     def set(self, columns: Mapping[str, Any]) -> None:
         for name, value in columns.items():

@@ -11,7 +11,8 @@ from typing import Any, Final
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import NameLimit, lookup, validation_name
-from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint, RunRow
+from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint
+from service.model.run_rows import RunRow
 from service.model.states import is_legal
 from service.projections.checkpoints import stands, submission_of
 from storage.checkpoints.lineage import is_better
@@ -134,7 +135,7 @@ def _metrics(run: RunRow, event: EventRow) -> Changes:
 def _evaluated(run: RunRow, event: EventRow) -> Changes:
     step, values = int(event.data["step"]), event.data["metrics"]
     named = {validation_name(name)[:METRIC_NAME_CHARS]: value for name, value in values.items()}
-    best_metric = run.spec["checkpoint"]["best_metric"]
+    best_metric = run.stored_spec.checkpoint.best_metric
     always = () if best_metric is None else (validation_name(best_metric),)
     for name in NameLimit(run.metrics).refused(list(named), always=always):
         del named[name]
@@ -152,12 +153,12 @@ def _evaluated(run: RunRow, event: EventRow) -> Changes:
 
 def _better(run: RunRow, step: int, values: dict[str, float | None]) -> dict[str, Any] | None:
     """The new best evaluation, or None where the old one stands."""
-    checkpoint = run.spec["checkpoint"]
-    metric = checkpoint["best_metric"]
+    checkpoint = run.stored_spec.checkpoint
+    metric = checkpoint.best_metric
     value = lookup(values, metric) if metric else None
     if value is None:
         return None
-    if not is_better(value, run.best["value"] if run.best else None, checkpoint["best_mode"]):
+    if not is_better(value, run.best["value"] if run.best else None, checkpoint.best_mode):
         return None
     return {"metric": metric, "value": value, "step": step}
 
@@ -168,7 +169,7 @@ def _epoch_completed(run: RunRow, event: EventRow) -> Changes:
 
 def _epoch_at(run: RunRow, epoch: int) -> int:
     """Epoch in progress; the last one stays in progress to the end."""
-    return min(epoch, int(run.spec["train"]["epochs"]) - 1)
+    return min(epoch, run.stored_spec.train.epochs - 1)
 
 
 def _checkpoint_committed(run: RunRow, event: EventRow) -> Changes:

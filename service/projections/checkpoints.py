@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
+from everstep.spec.run_spec import CheckpointSpec
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow
@@ -84,17 +85,20 @@ def submission_of(committed: EventRow) -> int:
 
 
 def choose(
-    found: Sequence[Checkpoint], run_id: str, spec: Mapping[str, Any], which: str
+    found: Sequence[Checkpoint], run_id: str, wanted: CheckpointSpec, which: str
 ) -> tuple[Checkpoint | None, str]:
-    """The checkpoint that ``which`` names (``latest``, ``best``, or a step in decimal digits), and
-    what to say where there is none.
+    """Return the checkpoint that ``which`` names, and what to say if there is none.
 
-    Raises ValueError where it names none at all.
+    Args:
+        found: Checkpoints of the run.
+        run_id: The run.
+        wanted: What its spec says of checkpoints.
+        which: ``latest``, ``best``, or a step in decimal digits. Others raise ValueError.
     """
     if which == "latest":
         return newest(found), f"run {run_id} has no committed checkpoint yet"
     if which == "best":
-        metric = spec["checkpoint"]["best_metric"]
+        metric = wanted.best_metric
         if not metric:
             return (
                 None,
@@ -105,7 +109,7 @@ def choose(
                 ),
             )
         missing = f"run {run_id} has no committed checkpoint with the metric {metric!r} yet"
-        return best(found, metric, spec["checkpoint"]["best_mode"]), missing
+        return best(found, metric, wanted.best_mode), missing
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return at_step(found, int(which)), f"run {run_id} has no checkpoint of step {int(which)}"
     raise ValueError(f"{which[:40]!r} is not a step, latest or best")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from everstep.wire import Loss, Protection
-from service.model.rows import ListedRun, RunRow
+from service.model.run_rows import ListedRun, RunRow
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     {
@@ -40,17 +40,17 @@ ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run
 
 
 def protection(run: RunRow | ListedRun) -> Protection:
-    """What may die now without ending the run.
+    """Return what may die now without ending the run.
 
-    A rank, a node or the driver: the run goes on from the newest state that its nodes still hold,
-    or from its newest durable checkpoint, or from its first step where there is none yet. A new
-    driver counts durable checkpoints only. The head holds the driver and Ray's own state, so its
-    loss is survived only where someone brings it back; that is the operator's to promise, and not
-    claimed here.
+    After the loss of a rank, a node or the driver the run resumes from the newest state that its
+    nodes still hold, or from its newest durable checkpoint, or from its first step. A new driver
+    counts durable checkpoints only. The head holds the driver and Ray's own state: a run survives
+    its loss only if somebody brings the head back. The operator may promise that; it is not claimed
+    here.
     """
     if run.status.terminal:
         return ENDED
-    begun_at = run.resume_from["step"] if run.resume_from else 0
+    begun_at = int(run.resume_from.step) if run.resume_from else 0
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)
     if run.max_system_failures == 0:

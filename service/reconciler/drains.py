@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from service.db.engine import DatabaseError
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 

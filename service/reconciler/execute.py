@@ -16,7 +16,7 @@ from everstep.wire import Reason, ReasonCode, RunStatus
 from service.cluster.ray_jobs import JobNotFound, RayError, RayJobs
 from service.db.runs import RunStore
 from service.figures import RunFigures
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.decide import (
     ChangeStatus,

@@ -13,7 +13,7 @@ from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
 from service.reconciler.decide import submission_id
 from service.reconciler.drains import Drains
@@ -315,8 +315,8 @@ def facts_of(
     job: JobFact = JobFact.UNKNOWN,
     tail: TailFact = TailFact.BEHIND,
 ) -> RunFacts:
-    """What a row says, with what is known about its job and its journal."""
-    scaling, deadline_s = row.spec["scaling"], row.spec["recovery"]["deadline_s"]
+    """Return the facts of a row, with what is known about its job and its journal."""
+    scaling, deadline_s = row.stored_spec.scaling, row.stored_spec.recovery.deadline_s
     shrunk = row.shrunk or {}
     return RunFacts(
         id=row.id,
@@ -337,8 +337,8 @@ def facts_of(
         tail=tail,
         deadline_at=None if deadline_s is None else row.created_at + deadline_s,
         steps_done=row.total_steps is not None and row.step >= row.total_steps,
-        min_workers=scaling["min_workers"],
-        max_workers=scaling["max_workers"],
+        min_workers=scaling.min_workers,
+        max_workers=scaling.max_workers,
         workers_limit=row.workers_limit,
         shrunk_to=shrunk.get("to"),
         shrunk_by=shrunk.get("by"),
@@ -347,10 +347,10 @@ def facts_of(
         and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
         world_size=row.world_size,
         node_ids=tuple(worker["node_id"] for worker in row.workers),
-        worker=scaling["resources_per_worker"],
-        use_gpu=scaling["use_gpu"],
-        placement_strategy=scaling["placement_strategy"],
-        accelerator_type=scaling["accelerator_type"],
+        worker=scaling.resources_per_worker,
+        use_gpu=scaling.use_gpu,
+        placement_strategy=scaling.placement_strategy,
+        accelerator_type=scaling.accelerator_type,
     )
 
 

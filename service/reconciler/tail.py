@@ -10,7 +10,7 @@ import structlog
 from service.db.engine import DatabaseError
 from service.db.events import EventStore, JournalGap
 from service.figures import RunFigures
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 from storage.errors import CorruptFile, StorageError

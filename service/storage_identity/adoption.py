@@ -9,7 +9,7 @@ import structlog
 
 from everstep.wire.storage_status import RunBehind, StorageAdoption, StorageStatus
 from service.db.runs import RunStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.storage_identity.gate import StorageGate, known_of
 from storage.cluster.identity import check_known, new_identity, read_identity, write_identity

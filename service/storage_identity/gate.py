@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from service.db.storage_identity import KnownStorage, StorageRecords
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from storage.cluster.identity import (
     REMEDY,
     Known,

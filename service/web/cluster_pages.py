@@ -94,12 +94,12 @@ async def get_queue(request: Request, context: Context, caller: WebCaller) -> Re
     where = RunFilter(project=caller.project, statuses=(RunStatus.QUEUED,))
     rows = await context.database_call(context.runs.find, where, _MOST_QUEUED)
     rows.sort(key=lambda run: (-run.priority, run.created_at, run.id))
-    specs = {row.id: row.spec for row in rows}
+    scaling = {row.id: row.stored_spec.scaling for row in rows}
     return page(
         request,
         "queue.html",
         caller,
         runs=await run_answers(context, rows),
-        specs=specs,
+        scaling_of=scaling,
         most=_MOST_QUEUED,
     )

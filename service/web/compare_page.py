@@ -13,7 +13,7 @@ from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError
 from service.api.runs import run_answers
 from service.db.run_lookup import RunFilter
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.web.formatting import differences
 from service.web.rendering import PageRoute, page
 from service.web.run_pages import run_page

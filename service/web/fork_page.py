@@ -30,15 +30,14 @@ async def get_fork(
     caller: WebCaller,
     step: Annotated[str, Query(pattern=r"^(latest|best|\d{1,15})?$")] = "",
 ) -> Response:
-    """The spec to change; with ``step`` the new run begins from that checkpoint of this one."""
+    """Show the spec for editing. With ``step`` the new run begins from that checkpoint."""
     caller.require("submitter")
     spec = {**run.spec, "name": _forked_name(run.name)}
-    checkpoint = spec["checkpoint"]
-    # of another metric it may be the other one
-    if checkpoint["best_mode"] == mode_of(checkpoint["best_metric"]):
-        spec["checkpoint"] = {
-            name: value for name, value in checkpoint.items() if name != "best_mode"
-        }
+    checkpoint = run.stored_spec.checkpoint
+    # Leave an inferred mode out: the mode of another metric may be the other one.
+    if checkpoint.best_mode == mode_of(checkpoint.best_metric):
+        fields = spec.get("checkpoint", {}).items()
+        spec["checkpoint"] = {name: value for name, value in fields if name != "best_mode"}
     if step:
         spec["resume_from"] = {"run_id": run.id, "step": int(step) if step.isdigit() else step}
     text = json.dumps(spec, indent=2, ensure_ascii=False)
@@ -59,7 +58,7 @@ async def get_fork(
 async def post_fork(
     request: Request, run: WebRun, context: Context, caller: WebCaller, form: CheckedForm
 ) -> Response:
-    """Submits the spec. The form has a key, so that sending the same twice makes one run."""
+    """Submit the spec. The form has a key, so that sending it twice makes one run."""
     caller.require("submitter")
     text, key = form.get("spec", ""), form.get("key", "")
     try:
@@ -83,7 +82,7 @@ async def post_fork(
 
 
 def _parsed(text: str) -> Any:
-    """The JSON that was typed. Raises InvalidSpec."""
+    """Return the spec that was typed. Raises InvalidSpec unless it is JSON."""
     try:
         value = json.loads(text)
         check_shape(value)

@@ -18,7 +18,7 @@ from service.api.auth import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import invalid_request
 from service.api.series import thinned
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import is_legal
 from service.web import curves
 from service.web.formatting import bucket_shares, progress_share

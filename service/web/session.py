@@ -24,7 +24,7 @@ from service.api.problems import ProblemError
 from service.api.spec_body import MAX_BODY_BYTES
 from service.db.sessions import LASTS_S
 from service.db.tokens import sha256_of
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 
 COOKIE: Final = "everstep_session"
 """Name of the cookie on a plain connection, as to this machine. It held a token once."""

@@ -18,7 +18,8 @@ from everstep.wire import ClusterInfo, Node, NodeState
 from everstep.wire.events import EventKind
 from service.api.context import ApiContext
 from service.db.engine import Database
-from service.model.rows import Role, RunRow
+from service.model.rows import Role
+from service.model.run_rows import RunRow
 from service.process.app import create_app
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent

@@ -20,7 +20,7 @@ from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.reconciler import execute, observe
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler

@@ -17,7 +17,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import Problem, Run
 from everstep.wire.events import EventKind
 from service.api.kept_answers import KeptAnswers
-from service.model.rows import RunHead
+from service.model.run_rows import RunHead
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
 

@@ -17,7 +17,7 @@ from service.db.engine import Database, DatabaseUnavailable
 from service.db.postgresql import LOOKS, WRITES
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
 

@@ -17,7 +17,8 @@ from service.db.events import EventPage, EventStore, JournalGap
 from service.db.runs import RunStore
 from service.db.series import SeriesStore
 from service.db.tables import metrics
-from service.model.rows import METRIC_NAME_CHARS, EventRow, RunRow
+from service.model.rows import METRIC_NAME_CHARS, EventRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 from service.reconciler.tail import JournalTail

@@ -12,7 +12,8 @@ from everstep.spec.run_spec import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.new_run import new_row
-from service.model.rows import CheckpointCheck, EventRow, MetricPoint, RunRow
+from service.model.rows import CheckpointCheck, EventRow, MetricPoint
+from service.model.run_rows import RunRow
 from service.projections import attempts, checkpoints, failures, samples
 from service.projections.changes import project
 from service.projections.downsampling import MIN_POINTS, downsample
@@ -21,9 +22,7 @@ from tests.support.api_service import NOON, spec
 
 
 def run_row(status: RunStatus = RunStatus.RUNNING, **fields: Any) -> RunRow:
-    wanted = parse_spec(
-        spec(checkpoint={"best_metric": "accuracy"}, train={"epochs": 3})
-    ).model_dump(mode="json")
+    wanted = parse_spec(spec(checkpoint={"best_metric": "accuracy"}, train={"epochs": 3}))
     return replace(
         new_row("run_000000000001", wanted, "tok", NOON), status=status, submission=1, **fields
     )

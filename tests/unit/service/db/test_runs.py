@@ -24,7 +24,7 @@ from service.db.idempotency import IdempotencyConflict, IdempotencyKey
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from tests.support.api_service import NOON, ManualClock, spec
 

@@ -22,7 +22,7 @@ from service.db.lease import LEASE_S, LeaseLost, LeaseStore
 from service.db.projects import ProjectStore, QuotaExceeded
 from service.db.runs import RunStore
 from service.db.tokens import TokenStore
-from service.model.rows import RunRow
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.leadership import RENEW_S, Leadership
 from tests.support.api_service import NOON, Journal, ManualClock, spec

@@ -17,8 +17,9 @@ from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.notifications import NotificationStore
 from service.db.runs import RunStore
-from service.reconciler.webhook_sender import GIVE_UP_S, NOBODY, Notifier, NotifyRule
+from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
 from service.settings import SettingsError, notify_rule
+from service.submission_rules.webhooks import NOBODY, NotifyRule
 from tests.support.api_service import ApiService, ManualClock, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]

@@ -1,0 +1,184 @@
+"""The table of a run's fields. Each is written once: its type, meaning and value in a new run.
+
+``service.db.tables`` derives the columns from it, ``service.api.answers`` copies fields of the same
+name into the public answer. Times are unix seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Final, NamedTuple, Self
+
+from sqlalchemy import Select, Table, select
+
+from everstep.spec.run_spec import ResumeFrom
+from everstep.wire import Reason, ReasonCode, RunStatus
+from service.model.rows import Row
+from service.model.stored_spec import StoredSpec
+from storage.run_dir import Stop
+
+_STATUSES: Final = {status.value: status for status in RunStatus}
+
+
+class Chars(NamedTuple):
+    """Mark a text that the database keeps in a column of at most so many characters."""
+
+    most: int
+
+
+RunId = Annotated[str, Chars(32)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary(Row):
+    """The fields of a run that lists show. They are short: a list reads many."""
+
+    id: RunId
+    name: Annotated[str, Chars(128)]
+    project: Annotated[str, Chars(64)]
+    priority: int
+    tags: dict[str, str]
+    created_at: float
+    time_ledger: dict[str, Any]
+    """State of the goodput fold; see TimeLedger."""
+    status: Annotated[RunStatus, Chars(16)] = RunStatus.QUEUED
+    reason_code: Annotated[str, Chars(64)] | None = None
+    reason_message: str | None = None
+    submission: int = 0
+    """Newest claimed submission; 0 before the first."""
+    ray_job_id: Annotated[str, Chars(128)] | None = None
+    """Ray job of the newest submission, once Ray took it."""
+    attempt: int = 0
+    """Worker groups started so far; 0 before the first."""
+    epoch: int = 0
+    """Epoch in progress, from 0."""
+    step: int = 0
+    """Optimizer steps done in the committed lineage."""
+    total_steps: int | None = None
+    """Steps of the whole run; None until the data set's size is known."""
+    world_size: int | None = None
+    """Ranks now; None while none run."""
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    """Ranks of the running attempt: {rank, node_id, node_ip, pid}."""
+    snapshots: Annotated[str, Chars(16)] | None = None
+    """How that attempt keeps states on its nodes; None until it reports it."""
+    guarantee: str | None = None
+    """What is guaranteed about the use of samples, in words; None until the driver reports it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Latest value of every metric."""
+    best: dict[str, Any] | None = None
+    """Best evaluation: {metric, value, step}."""
+    latest_checkpoint: dict[str, Any] | None = None
+    """Newest of ``recent_checkpoints``."""
+    restarts: int = 0
+    """Attempts after the first."""
+    steps_lost: int = 0
+    """Steps that had to be repeated, over all failures."""
+    started_at: float | None = None
+    """Time of the first optimizer step."""
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", _STATUSES[self.status])
+
+    @classmethod
+    def read(cls, values: Iterable[Any]) -> Self:
+        """Return the row with these values of ``select``'s columns."""
+        run = cls.__new__(cls)
+        # A page of a list reads 50 rows: __init__ of a frozen class takes five times as long.
+        run.__dict__.update(zip(cls.__dataclass_fields__, values, strict=True))
+        run.__post_init__()
+        return run
+
+    @property
+    def reason(self) -> Reason | None:
+        """Return why the run is in its status, if the status alone does not say it."""
+        if self.reason_code is None:
+            return None
+        return Reason(code=ReasonCode(self.reason_code), message=self.reason_message or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow(RunSummary):
+    """A whole run."""
+
+    spec: dict[str, Any]
+    """The spec as resolved, with every default filled in. Read it through ``stored_spec``."""
+    created_by: Annotated[str, Chars(32)]
+    """Token id."""
+    updated_at: float
+    stop_requested: Annotated[Stop, Chars(8)] | None = None
+    """A request, not a status."""
+    stop_requested_at: float | None = None
+    preempted_by: RunId | None = None
+    """Run that this one is paused for; it queues again by itself."""
+    workers_limit: int | None = None
+    """Most ranks of the newest submission; None is ``scaling.max_workers``."""
+    shrunk: dict[str, Any] | None = None
+    """While it makes room for another run: {to (most ranks), by, at}."""
+    submitted_at: float | None = None
+    """When Ray took the newest submission."""
+    steps_per_epoch: int | None = None
+    recent_checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    """Checkpoints of the lineage that are not deleted, oldest first."""
+    steps_lost_at_restore: int = 0
+    """Part of ``steps_lost`` that is estimated, until the driver reports the number."""
+    journal_submission: int = 0
+    """Submission whose journal the cursor belongs to."""
+    journal_cursor: str | None = None
+    journal_n: int = 0
+    """Last event of that journal that was applied."""
+    last_seq: int = 0
+    """Seq of the last event of the history."""
+    row_version: int = 0
+    """Grows with every change of the row."""
+
+    @cached_property
+    def stored_spec(self) -> StoredSpec:
+        """Return the parts of the spec that the service works with, parsed once."""
+        return StoredSpec.read(self.spec)
+
+    @property
+    def resume_from(self) -> ResumeFrom | None:
+        """Return the checkpoint of another run that this one began from."""
+        return self.stored_spec.resume_from
+
+    @property
+    def max_system_failures(self) -> int:
+        return self.stored_spec.recovery.max_system_failures
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun(RunSummary):
+    """A run in a list, with what lists show of its spec."""
+
+    resume_from: ResumeFrom | None
+    max_system_failures: int | None
+
+    @classmethod
+    def select(cls, table: Table) -> Select[Any]:
+        spec = table.c.spec
+        parts = {
+            "resume_from": spec["resume_from"],
+            "max_system_failures": spec["recovery", "max_system_failures"].as_integer(),
+        }
+        names = cls.__dataclass_fields__
+        return select(*(parts[name] if name in parts else table.c[name] for name in names))
+
+    @classmethod
+    def read(cls, values: Iterable[Any]) -> Self:
+        run = super().read(values)
+        if run.resume_from is not None:  # as JSON
+            origin = StoredSpec.read({"resume_from": run.resume_from}).resume_from
+            object.__setattr__(run, "resume_from", origin)
+        return run
+
+
+class RunHead(NamedTuple):
+    """A run's place in a list, and the version of its row."""
+
+    id: str
+    created_at: float
+    row_version: int

@@ -1,0 +1,44 @@
+"""What the service reads of a stored spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from everstep.spec.run_spec import (
+    CheckpointSpec,
+    NotifySpec,
+    RecoverySpec,
+    ResumeFrom,
+    ScalingSpec,
+    TrainSpec,
+)
+
+
+class StoredSpec(BaseModel):
+    """The sections of a spec that scheduling, projections and webhooks need.
+
+    A stored spec was validated when it was submitted, perhaps by another version. A field that it
+    lacks has its default, a field that is unknown here is ignored, and the other sections (task,
+    code, optimizer, env) are not read: a spec that this version could not run does not keep lists
+    and the reconciler from working. A run is started only from the whole spec, by ``RunSpec``.
+
+    >>> StoredSpec.read({"train": {"epochs": 3, "from_the_future": 1}}).train.epochs
+    3
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    train: TrainSpec = TrainSpec()
+    scaling: ScalingSpec = ScalingSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    recovery: RecoverySpec = RecoverySpec()
+    resume_from: ResumeFrom | None = None
+    notify: NotifySpec | None = None
+
+    @classmethod
+    def read(cls, spec: Mapping[str, Any]) -> Self:
+        """Return the view of a spec from the database."""
+        return cls.model_validate(spec, extra="ignore")
