@@ -35,7 +35,8 @@ class EventKind(StrEnum):
     RESTORED = "restored"
     """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" |
     "snapshot" | "fork"), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
-    origin {run_id, checkpoint, step, epoch, samples, digest} of a fork."""
+    best {metric, value, step} | null (the best evaluation of the restored state), origin {run_id,
+    checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples,
     num_parameters, micro_batch_size, device, backend, snapshots ("published" by rank 0 of a group

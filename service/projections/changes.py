@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import BEGINNINGS, EventKind
 from everstep.wire.metric_names import NameLimit, lookup, validation_name
 from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint
 from service.model.run_rows import RunRow
@@ -65,13 +65,31 @@ def _attempt_started(run: RunRow, event: EventRow) -> Changes:
 def _restored(run: RunRow, event: EventRow) -> Changes:
     step = int(event.data["step"])
     lost = max(0, run.step - step)
-    columns = {
+    columns: dict[str, Any] = {
         "step": step,
         "epoch": int(event.data["epoch"]),
         "steps_lost": run.steps_lost + lost,
         "steps_lost_at_restore": lost,
     }
+    if (best := _best_after(run, event)) != run.best:
+        columns["best"] = best
     return Changes(columns | _checkpoints(_standing(run.recent_checkpoints, event)))
+
+
+def _best_after(run: RunRow, restored: EventRow) -> dict[str, Any] | None:
+    """Return the best evaluation that still counts after a restore: the one in the restored state.
+
+    Older versions do not report it. There an evaluation beyond the restore is dropped, and what was
+    the best before it is not known.
+    """
+    data = restored.data
+    if data.get("source") in BEGINNINGS:
+        return None
+    found = data.get("best")
+    if found is not None and found["value"] is not None:
+        metric = run.spec["checkpoint"]["best_metric"]
+        return {"metric": metric, "value": float(found["value"]), "step": int(found["step"])}
+    return run.best if run.best and run.best["step"] <= int(data["step"]) else None
 
 
 def _standing(found: list[dict[str, Any]], restored: EventRow) -> list[dict[str, Any]]:

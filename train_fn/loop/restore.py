@@ -335,11 +335,13 @@ def _set_order(differs: bool) -> str:
 
 
 def _event(replica: Replica, restored: Restored) -> dict[str, Any]:
+    best = replica.state.best
     data = {
         "step": replica.state.step,
         "epoch": replica.state.epoch,
         "source": restored.source,
         "checkpoint": restored.checkpoint,
+        "best": best and {"metric": best.metric, "value": best.value, "step": best.step},
         "rejected": [{"name": entry.name, "problem": entry.problem} for entry in restored.rejected],
     }
     return data | {"origin": asdict(restored.origin)} if restored.origin else data

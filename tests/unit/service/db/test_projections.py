@@ -227,6 +227,30 @@ def test_the_latest_checkpoint_is_of_the_lineage() -> None:
     assert fresh["latest_checkpoint"] is None
 
 
+def test_an_evaluation_beyond_a_restore_is_no_longer_the_best() -> None:
+    def evaluated(step: int, value: float) -> EventRow:
+        return event(EventKind.EVALUATED, step=step, epoch=0, metrics={"accuracy": value})
+
+    def restored(step: int, source: str = "snapshot", **data: Any) -> EventRow:
+        return event(EventKind.RESTORED, step=step, epoch=0, source=source, **data)
+
+    def best_after(*history: EventRow) -> dict[str, Any] | None:
+        run = run_row()
+        for row in history:
+            run = replace(run, **project(run, row).columns)
+        return run.best
+
+    before = (evaluated(40, 0.7), evaluated(80, 0.9))
+    in_state = {"metric": "val_accuracy", "value": 0.7, "step": 40}
+    best_of_40 = {"metric": "accuracy", "value": 0.7, "step": 40}
+    assert best_after(*before, restored(50, best=in_state)) == best_of_40
+    again = best_after(*before, restored(50, best=in_state), evaluated(80, 0.8))
+    assert again == {"metric": "accuracy", "value": 0.8, "step": 80}
+    assert best_after(*before, restored(50)) is None, "an older version does not report it"
+    assert best_after(*before, restored(90)) == {"metric": "accuracy", "value": 0.9, "step": 80}
+    assert best_after(*before, restored(0, "fresh", best=None)) is None
+
+
 def test_of_two_checkpoints_of_one_step_the_later_attempts_is_the_latest() -> None:
     run = run_row()
     for name in ("step-000000030.s001.a1000", "step-000000030.s001.a999", "step-000000030.s001"):

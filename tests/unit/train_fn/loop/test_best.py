@@ -177,6 +177,24 @@ def test_the_best_found_at_an_attempt_s_beginning_is_saved(
     assert task.ended == [0, 1, 2, 3], "of an epoch whose evaluation was broken off, too, and once"
 
 
+def test_a_restore_reports_the_best_evaluation_of_its_state(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the evaluations 0.5 at step 9 and 0.9 at step 18, before the one that breaks off."""
+    scores = {9: 0.5, 18: 0.9, 27: 0.3, 36: 0.2}
+    monkeypatch.setattr(boundary, "evaluate", Evaluations(scores, {27}))
+    first, second = (one_rank(SPEC, run_dir, attempt=attempt) for attempt in (1, 2))
+    with pytest.raises(StepFailed):
+        train(first)
+    assert train(second) is None
+    told = [
+        data["best"]
+        for ctx in (first, second)
+        for data in journal_of(ctx).of_kind(EventKind.RESTORED)
+    ]
+    assert told == [None, {"metric": "val_score", "value": 0.9, "step": 18}]
+
+
 def test_a_best_state_whose_save_died_with_its_rank_is_saved_by_the_next_attempt(
     run_dir: RunDir, saves: Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
