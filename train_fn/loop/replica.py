@@ -321,10 +321,13 @@ class Replica:
 
         Raises BadTask where the task changed what is trained.
         """
-        self.trained.check_flags()
         if isinstance(self.wrapped, DistributedDataParallel):
-            finish_exchange(self.wrapped, self._exchanged, self.state.step)
+            self.trained.check_thawed()
+            finish_exchange(
+                self.wrapped, self._exchanged, self.state.step, self.trained.check_flags
+            )
         else:
+            self.trained.check_flags()
             fill_gradients(self._dense)
 
     def bucket_sizes(self) -> list[int]:

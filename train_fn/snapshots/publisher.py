@@ -75,11 +75,12 @@ class Publisher:
         if not self._active:
             self._check_room()
             return
+        if not self._cadence.is_due(time.monotonic()):
+            return
         with self._lock:
             busy = self._waiting is not None or self._writing or self._closed
-        if busy or not self._cadence.is_due(time.monotonic()):
-            return
-        self._hand_over()
+        if not busy:
+            self._hand_over()
 
     def keep(self) -> None:
         """Publish the present state, whether that is due or not and also where survivors leave

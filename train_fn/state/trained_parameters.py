@@ -31,11 +31,16 @@ class TrainedParameters:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameters = list(model.parameters())
         self._flags = list(map(_is_trained, self._parameters))
+        self._frozen = [value for value in self._parameters if not value.requires_grad]
         self._held = _held(optimizer)
 
+    def check_thawed(self) -> None:
+        """Raise BadTask where a parameter is trained that was not. Cheap: called at every step."""
+        if any(map(_is_trained, self._frozen)):
+            self.check_flags()
+
     def check_flags(self) -> None:
-        """Raise BadTask where ``requires_grad`` is not what it was. Cheap: called at every step,
-        before it is committed."""
+        """Raise BadTask where ``requires_grad`` is not what it was."""
         if list(map(_is_trained, self._parameters)) == self._flags:
             return
         pairs = list(zip(self._parameters, self._flags, strict=True))

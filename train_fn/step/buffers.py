@@ -182,8 +182,10 @@ class VolatileBuffers:
             raise fault
         is_first, self._num_passes = self._num_passes == 0, self._num_passes + 1
         self._own_samples += num_samples
+        if not self._tensors:
+            return
         now = self._now()
-        if self._is_plain or not self._tensors:
+        if self._is_plain:
             return
         if is_first and self._means:
             copy_all(self._sum_of, [now[at] for at in self._means])

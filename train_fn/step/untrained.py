@@ -78,10 +78,10 @@ def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape == second.shape and same_kind
 
 
-@torch.no_grad()
 def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
     if to:
-        torch._foreach_copy_(list(to), list(source))
+        with torch.no_grad():
+            torch._foreach_copy_(list(to), list(source))
 
 
 def shape_fault(
@@ -161,6 +161,8 @@ class Watch:
     def moved(self) -> list[int]:
         """Numbers of the places whose tensor has another version or memory than before, or is
         another one."""
+        if not self._tensors:
+            return []
         now = [holder[key] for holder, key in self._slots]
         marks = _marks(self._tensors)
         if marks == self._marks and all(map(operator.is_, now, self._tensors)):

@@ -9,7 +9,7 @@ earlier micro-batches of the share gave it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,10 @@ class _Reach(torch.autograd.Function):
 
 
 def finish_exchange(
-    wrapped: DistributedDataParallel, exchanged: Sequence[nn.Parameter], step: int
+    wrapped: DistributedDataParallel,
+    exchanged: Sequence[nn.Parameter],
+    step: int,
+    check_flags: Callable[[], None],
 ) -> None:
     """Let the parameters take part that the backward just done did not reach. Nearly free where it
     reached all.
@@ -44,6 +47,7 @@ def finish_exchange(
     Args:
         exchanged: what DDP adds up, in its own order.
         step: steps done, for the message.
+        check_flags: raises BadTask where the task froze a parameter; no backward reaches one.
 
     Raises:
         StepNotWhole: the exchange could not be completed.
@@ -51,6 +55,7 @@ def finish_exchange(
     problem = _unfinished(wrapped)
     if problem is None:
         return
+    check_flags()
     found = _UNREADY.search(problem)
     missing = [exchanged[int(place)] for place in found[1].split()] if found else []
     if not missing or not all(parameter.requires_grad for parameter in missing):
