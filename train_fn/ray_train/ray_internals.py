@@ -8,7 +8,7 @@ in its first recovery.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -26,6 +26,11 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 from ray.train.v2._internal.execution.callback import ReportCallback
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    CheckpointManager,
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import (
@@ -53,6 +58,7 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2._internal.util import invoke_context_managers
+from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
@@ -119,6 +125,8 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ),
     ),
     "TrainController._step": (TrainController._step, ("self",)),
+    "TrainController._poll_workers": (TrainController._poll_workers, ("self",)),
+    "TrainController._get_run_attempt_id": (TrainController._get_run_attempt_id, ("self",)),
     "TrainController._start_worker_group": (
         TrainController._start_worker_group,
         ("self", "num_workers", "resources_per_worker"),
@@ -174,6 +182,7 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     "WorkerGroup.shutdown": (WorkerGroup.shutdown, ("self",)),
     "WorkerGroup._clear_state": (WorkerGroup._clear_state, ("self",)),
+    "WorkerGroup._assert_active": (WorkerGroup._assert_active, ("self",)),
     "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
     "RayTrainWorker.run_train_fn": (RayTrainWorker.run_train_fn, ("self", "train_fn_ref")),
     "RayTrainWorker.get_metadata": (RayTrainWorker.get_metadata, ("self",)),
@@ -185,6 +194,10 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "ScalingPolicy.make_decision_for_running_worker_group": (
         ScalingPolicy.make_decision_for_running_worker_group,
         ("self", "worker_group_state", "worker_group_status"),
+    ),
+    "ScalingPolicy._maybe_send_resource_request": (
+        ScalingPolicy._maybe_send_resource_request,
+        ("self",),
     ),
     "ScalingPolicy._send_resource_request": (ScalingPolicy._send_resource_request, ("self",)),
     "FailurePolicy.make_decision": (FailurePolicy.make_decision, ("self", "training_failed_error")),
@@ -224,9 +237,62 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 }
 """What the engine overrides or calls, with the parameters that it counts on."""
 
+ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    TrainController: (
+        "_checkpoint_manager",
+        "_health_check_interval_s",
+        "_latest_poll_time",
+        "_worker_group",
+    ),
+    WorkerGroup: (
+        "_callbacks",
+        "_latest_poll_status",
+        "_worker_cls",
+        "_worker_group_context",
+        "_worker_group_start_timeout_s",
+        "_worker_health_check_timeout_s",
+        "_world_rank_to_ongoing_poll",
+    ),
+    ScalingPolicy: ("_coordinator_client",),
+    ScalingConfig: ("_resources_per_worker_not_none",),
+    CheckpointManager: (
+        "_checkpoint_results",
+        "_checkpoint_to_report_index",
+        "_latest_checkpoint_result",
+    ),
+    _CheckpointManagerState: (
+        "checkpoint_report_indices",
+        "checkpoint_results",
+        "failed_validation_checkpoint_dir_names",
+        "latest_checkpoint_result",
+        "pending_training_results",
+        "pending_validation_specs",
+        "ray_version",
+        "timed_out_validation_checkpoint_dir_names",
+        "validated_checkpoint_dir_names",
+    ),
+    _TrainingResultState: ("checkpoint_dir_name", "metrics"),
+}
+"""Attributes that the engine reads or sets, by the class of Ray that has them; the last two classes
+are the file in which Ray keeps its list of checkpoints."""
+
+
+def names_of(owner: type) -> set[str]:
+    """Return the attributes that a class has, that its annotations declare, or that its methods
+    use."""
+    names: set[str] = set()
+    for base in owner.__mro__:
+        names |= set(vars(base)) | set(inspect.get_annotations(base))
+        for member in vars(base).values():
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            names |= set(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return names
+
 
 def check_ray(
-    version: str, expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+    version: str,
+    expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]],
+    attributes: Mapping[type, tuple[str, ...]] = ATTRIBUTES,
 ) -> None:
     """Raise ImportError naming every difference between the installed Ray and the one the engine
     was written against."""
@@ -235,6 +301,9 @@ def check_ray(
         found = tuple(inspect.signature(function).parameters)
         if found != parameters:
             differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
+    for owner, names in attributes.items():
+        lost = sorted(set(names) - names_of(owner))
+        differences += [f"{owner.__name__} has no {name}" for name in lost]
     if differences:
         raise ImportError(
             "Everstep's recovery engine is written against ray 2.60: "
