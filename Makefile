@@ -69,7 +69,7 @@ format: $(STAMP)  ## Rewrite the code in the house format, the picture of its ro
 
 docs: $(STAMP)  ## The documentation as a site in out/docs; every link, anchor and field must be right
 	@$(BIN)/python scripts/spec_reference.py --check
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
