@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from everstep.spec.run_spec import RunSpec
 from train_fn.errors import ended_program
 from train_fn.journal.rank_logging import mark_output
+from train_fn.samples.as_built import left_as_built
 from train_fn.samples.randomness import key, seed_sample
 from train_fn.samples.sampler import IndexArray, MicroBatch
 
@@ -102,7 +103,8 @@ class KeyedDataset(Dataset[Loaded]):
         )
 
     def first(self, micro: MicroBatch) -> Loaded:
-        return self.__getitems__(micro)
+        with left_as_built(self.dataset):
+            return self.__getitems__(micro)
 
     def batches(
         self,

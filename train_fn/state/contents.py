@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from train_fn.samples.as_built import left_as_built
 from train_fn.samples.randomness import seed_sample
 from train_fn.tasks.checks import is_iterable
 
@@ -121,7 +122,8 @@ class Contents:
         # by no seed of the run's: a state may be read by a run with another one
         seed_sample(0, 0, index)
         try:
-            return sketch(dataset[index])
+            with left_as_built(dataset):
+                return sketch(dataset[index])
         except (Exception, SystemExit):
             return None
 
