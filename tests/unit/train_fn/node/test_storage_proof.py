@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_fn.checkpoints.storage_proof import prove_storage
 
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.run_dir import DRIVER_PROBE, RunDir
 from tests.unit.train_fn.checkpoints.test_saver import make_context
-from train_fn.checkpoints import storage_proof
+from train_fn import storage_proof
 from train_fn.errors import StorageNotShared
 from train_fn.recovery.rank_error import describe_error
 from train_fn.recovery.verdict import Evidence, RankReport, decide, judge
 from train_fn.step.peers import Peers
+from train_fn.storage_proof import prove_storage
 
 
 class Meeting:

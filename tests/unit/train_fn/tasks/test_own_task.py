@@ -587,7 +587,7 @@ def test_the_look_at_submission_asks_for_the_same_methods() -> None:
 
 
 def test_built_in_code_has_its_place_too() -> None:
-    assert re.fullmatch(r" \(.*own_code\.py, line \d+\)", own_code.place_of(own_code.add_to_path))
+    assert re.fullmatch(r" \(.*modules\.py, line \d+\)", own_code.place_of(own_code.add_to_path))
     assert own_code.place_of(print) == "" and own_code.place_of(None) == ""
 
 
