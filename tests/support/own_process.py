@@ -8,6 +8,7 @@ process wrote last.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -43,6 +44,8 @@ def _reports(item: pytest.Item) -> list[Any]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        # what an earlier test left to the collector, a loader's processes too, is the parent's
+        gc.freeze()
         os.close(reading)
         _run_and_exit(item, writing)
     os.close(writing)

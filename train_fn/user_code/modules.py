@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -26,6 +27,8 @@ from train_fn.node.node_dir import cache_root, files_of, once_a_node
 from train_fn.recovery.rank_error import user_place
 from train_fn.user_code.torchvision_ops import declare_missing_ops
 
+_path_lock = threading.Lock()
+"""Two threads that invalidate the import caches at once remove one entry twice: KeyError."""
 _on_disk: dict[str, Path] = {}
 """Digests whose files are taken from where their owner has them."""
 _IN_CACHE = re.compile(r"^.*/cache/code/[0-9a-f]{64}/")
@@ -48,8 +51,9 @@ def work_on(archive: bytes, directory: Path) -> None:
 
 def _import_from(directory: Path, files: Collection[str]) -> None:
     roots = [str(directory / root) for root in import_roots(files)]
-    sys.path[:0] = [root for root in roots if root not in sys.path]
-    importlib.invalidate_caches()
+    with _path_lock:
+        sys.path[:0] = [root for root in roots if root not in sys.path]
+        importlib.invalidate_caches()
 
 
 def load_named(entry: str) -> Any:
