@@ -26,6 +26,9 @@ from service.settings import (
     tls_settings,
 )
 
+OFF = ("", "0", "false", "no", "off")
+"""Values of a variable that leave what it names off."""
+
 
 def settings_of(argv: Sequence[str] | None) -> Settings:
     """Settings from arguments and environment. Raises SettingsError; argparse exits with code 2."""
@@ -118,7 +121,7 @@ def settings_of(argv: Sequence[str] | None) -> Settings:
         cpus_per_node=args.cpus_per_node,
         cluster_env=tuple(args.cluster_env or cluster_env()),
         public_url=os.environ.get("EVERSTEP_PUBLIC_URL", "").strip(),
-        drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "") not in ("", "0"),
+        drills=args.drills or os.environ.get("EVERSTEP_DRILLS", "").strip().lower() not in OFF,
         pip_rule=pip_rule(),
         cordon_runs=cordon_runs,
         cordon_failures=cordon_failures,
