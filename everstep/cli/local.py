@@ -12,7 +12,15 @@ from typing import Annotated
 import typer
 
 from everstep.cli.skeleton import write_skeleton
-from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.cli.terminal import (
+    Exit,
+    JsonOption,
+    SpecArgument,
+    TaskOption,
+    UrlOption,
+    command,
+    terminal,
+)
 from everstep.code.source import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
@@ -28,14 +36,7 @@ init = typer.Typer(help="Begin something of your own.", no_args_is_help=True)
 
 @command
 def run(
-    spec: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SPEC.yaml]",
-            help="File with the spec; - reads standard input.",
-            show_default=False,
-        ),
-    ] = None,
+    spec: SpecArgument = None,
     local: Annotated[
         bool, typer.Option("--local", help="In this process, as one rank, without the service.")
     ] = False,
@@ -51,9 +52,7 @@ def run(
             "--code", metavar="DIRECTORY", help="Run this code's task in place of the spec's."
         ),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
-    ] = None,
+    task: TaskOption = None,
     storage: Annotated[
         str, typer.Option(metavar="DIRECTORY", help="Where checkpoints, journal and logs go.")
     ] = "out/local",

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from everstep.cli.terminal import (
     Exit,
     JsonOption,
+    SpecArgument,
+    TaskOption,
     Terminal,
     UrlOption,
     command,
@@ -36,14 +38,7 @@ WhichArgument = Annotated[
 
 @command
 def submit(
-    spec: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SPEC.yaml]",
-            help="File with the spec; - reads standard input.",
-            show_default=False,
-        ),
-    ] = None,
+    spec: SpecArgument = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,9 +53,7 @@ def submit(
             help="Upload this code and run it in place of the spec's task.",
         ),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
-    ] = None,
+    task: TaskOption = None,
     train_fn: Annotated[
         str | None,
         typer.Option(

@@ -170,6 +170,17 @@ def terminal() -> Terminal:
     return _CURRENT.get()
 
 
+SpecArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SPEC.yaml]",
+        help="File with the spec; - reads standard input.",
+        show_default=False,
+    ),
+]
+TaskOption = Annotated[
+    str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON, one value a line.")]
 UrlOption = Annotated[
     str | None,

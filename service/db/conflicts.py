@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import Connection, Dialect, Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
@@ -17,14 +17,14 @@ def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any])
 
     Waits for a transaction that is inserting the same key, and counts what it commits.
     """
-    statement = _insert(connection, table).values(dict(row)).on_conflict_do_nothing()
+    statement = insert_into(table, connection.dialect).values(dict(row)).on_conflict_do_nothing()
     done = connection.execute(statement, execution_options={"preserve_rowcount": True})
     return done.rowcount > 0
 
 
 def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
     """Insert a row in the place of one with its primary key; of two at once the later one stays."""
-    statement = _insert(connection, table).values(dict(row))
+    statement = insert_into(table, connection.dialect).values(dict(row))
     keys = [column.name for column in table.primary_key]
     connection.execute(
         statement.on_conflict_do_update(
@@ -34,7 +34,8 @@ def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) ->
     )
 
 
-def _insert(connection: Connection, table: Table) -> PostgresInsert | SqliteInsert:
-    if connection.dialect.name == "postgresql":
+def insert_into(table: Table, dialect: Dialect) -> PostgresInsert | SqliteInsert:
+    """Return an insert that can say what a conflict of keys does, in the database's dialect."""
+    if dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)

@@ -11,10 +11,10 @@ from typing import Any
 
 import structlog
 from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import EventKind
+from service.db.conflicts import insert_into
 from service.db.engine import encoded
 from service.db.notifications import notification_of
 from service.db.tables import events, metrics, notifications, runs, transitions
@@ -234,7 +234,7 @@ def _events_insert(_dialect: Dialect) -> Insert:
 
 
 def _points_upsert(dialect: Dialect) -> Insert:
-    statement = (postgresql if dialect.name == "postgresql" else sqlite).insert(metrics)
+    statement = insert_into(metrics, dialect)
     upsert: Insert = statement.on_conflict_do_update(
         index_elements=["run_id", "name", "step"],
         set_={"at": statement.excluded.at, "value": statement.excluded.value},

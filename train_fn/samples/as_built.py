@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,17 +10,19 @@ from torch.utils.data import Dataset
 
 
 @contextmanager
-def left_as_built(dataset: Any) -> Iterator[None]:
-    """Put the attributes of a data set, and of those inside it, back after the reads inside.
+def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
+    """Put the attributes of data sets, and of those inside them, back after the reads inside.
 
     A file that it opens at its first read would be inherited by all loader processes, which share
     its position: they would read each other's samples.
     """
-    before = {id(owner): (owner, dict(vars(owner))) for owner in _data_sets_in(dataset, set())}
+    seen = set[int]()
+    owners = [owner for dataset in datasets for owner in _data_sets_in(dataset, seen)]
+    before = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield
     finally:
-        for owner, attributes in before.values():
+        for owner, attributes in before:
             now = vars(owner)
             for key in [key for key in now if key not in attributes]:
                 del now[key]

@@ -103,7 +103,7 @@ class KeyedDataset(Dataset[Loaded]):
         )
 
     def first(self, micro: MicroBatch) -> Loaded:
-        with left_as_built(self.dataset):
+        with left_as_built([self.dataset]):
             return self.__getitems__(micro)
 
     def batches(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
@@ -74,7 +75,8 @@ class Contents:
                 self._sources |= {
                     f"{word} sample {index}": (dataset, index) for index in spread(len(dataset))
                 }
-        self._read()
+        with self._left_as_built():
+            self._read()
 
     def differing(self, other: Mapping[str, Sketch]) -> list[str]:
         """Names of what both have, and have differently."""
@@ -87,16 +89,14 @@ class Contents:
     def unstable(self, names: Iterable[str]) -> list[str]:
         """Those samples that differ from one reading to the next in this process, for they draw
         from generators of their own."""
-        found = []
-        for name in names:
-            again = (
-                self._sketch_of(*self._sources[name])
-                if name in self._sources
-                else self.sketches[name]
-            )
-            if again is None or not alike(again, self.sketches[name]):
-                found.append(name)
-        return found
+        with self._left_as_built():
+            return [name for name in names if not self._reads_alike(name)]
+
+    def _reads_alike(self, name: str) -> bool:
+        if name not in self._sources:
+            return alike(self.sketches[name], self.sketches[name])
+        again = self._sketch_of(*self._sources[name])
+        return again is not None and alike(again, self.sketches[name])
 
     def forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -105,6 +105,9 @@ class Contents:
     def dump(self) -> str:
         """For the training state."""
         return json.dumps(self.sketches)
+
+    def _left_as_built(self) -> AbstractContextManager[None]:
+        return left_as_built(dataset for dataset, _ in self._sources.values())
 
     def _read(self) -> None:
         deadline, begun = time.monotonic() + READ_S, set[int]()
@@ -122,8 +125,7 @@ class Contents:
         # by no seed of the run's: a state may be read by a run with another one
         seed_sample(0, 0, index)
         try:
-            with left_as_built(dataset):
-                return sketch(dataset[index])
+            return sketch(dataset[index])
         except (Exception, SystemExit):
             return None
 

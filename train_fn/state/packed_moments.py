@@ -39,9 +39,9 @@ class Packer:
 
         Returns:
             In place of ``state`` the entry ``flat``: ``parameters``, their numbers; ``values``, by
-                name one tensor with the values
-            of all parameters one behind the other, which the next call overwrites; ``shapes``, by
-            name those of each, as JSON. Others come back as they are.
+            name one tensor with the values of all parameters one behind the other, which the next
+            call overwrites; ``shapes``, by name those of each, as JSON. Others come back as they
+            are.
         """
         columns = _columns(state["state"])
         if self._flat is None or not self._flat.is_of(columns):
