@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.spec.run_spec import CheckpointSpec
+from everstep.spec.sections import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_dir import Stop
 from train_fn.context import WorkerContext

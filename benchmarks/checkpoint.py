@@ -32,7 +32,7 @@ import torch.multiprocessing
 from torch import nn
 
 from benchmarks.report import summary, write
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage

@@ -19,7 +19,7 @@ from sqlalchemy import insert
 from benchmarks import report
 from benchmarks.api_seed import SPEC
 from benchmarks.ray_stand_in import StandIn, ray_stand_in
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.db.ids import new_run_id

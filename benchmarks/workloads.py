@@ -8,8 +8,8 @@ import numpy as np
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from everstep.spec.catalog import LanguageModelingSpec
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.text_task import LanguageModelingSpec
 from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import InMemoryImages
 from train_fn.data.text_files import load_text_files

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from everstep.spec.catalog import Frozen
+from everstep.spec.field_types import Frozen
 from everstep.spec.run_spec import RunSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "spec.md"

@@ -42,7 +42,8 @@ from torch._C._distributed_c10d import HashStore
 from everstep.code.source import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
-from everstep.spec.run_spec import RunSpec, parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from everstep.spec.yaml_file import read_spec
 from everstep.wire.events import EventKind
 from storage.claims import claim_submission, newest_attempt, succeed_submission

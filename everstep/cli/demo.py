@@ -4,12 +4,7 @@ middle, and the run carries on."""
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,29 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from everstep.cli.demo_node import Victim, choose_victim, kill, kill_all_of
+from everstep.cli.demo_node import Victim, choose_victim, kill
+from everstep.cli.demo_service import DemoFailed, Service, existing, keep_log, own_service
 from everstep.cli.terminal import Exit, Terminal, exit_code_of_status
 from everstep.cli.watch import Watcher
-from everstep.client.address import home_directory
-from everstep.client.client import Client
 from everstep.client.runs import RunHandle
-from everstep.errors import EverstepError, Unavailable, UsageError
+from everstep.errors import EverstepError
 from everstep.wire import Event, Run
 from everstep.wire.events import EventKind
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
-SERVE = (
-    sys.executable,
-    "-m",
-    "service.process.serve",
-    "--port",
-    "0",
-    "--nodes",
-    "3",
-    "--cpus-per-node",
-    "1",
-)
 KILL_AT = 0.4
 """Share of the steps after which the node dies."""
 SPEC: dict[str, Any] = {
@@ -63,31 +44,11 @@ SPEC: dict[str, Any] = {
 }
 
 
-class DemoFailed(EverstepError):
-    """The demo cannot go on; the message says where to look."""
-
-    code = "demo_failed"
-
-
-@dataclass(frozen=True)
-class Service:
-    """The service that the demo uses."""
-
-    client: Client
-    home: Path
-    pid: int | None
-    """None where it was there before."""
-
-    @property
-    def log(self) -> Path:
-        return self.home / "serve.log"
-
-
 def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> int:
     """The whole demo; returns the exit code. Ends what it started, however it ends, but for
     ``keep`` and a good end."""
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
-        service = _existing(url) if url else stack.enter_context(_own_service(terminal, keep))
+        service = existing(url) if url else stack.enter_context(own_service(terminal, keep))
         run = service.client.runs.create(SPEC)
         terminal.note(
             f"{run.id}: MiniResNet on 1,797 handwritten digits, {SPEC['scaling']['max_workers']} "
@@ -162,7 +123,7 @@ def _tell(
     code = exit_code_of_status(run.status)
     if code != Exit.SUCCEEDED:
         reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason was given"
-        kept = _keep_log(service)
+        kept = keep_log(service)
         raise DemoFailed(
             f"the demo's run ended {run.status}: "
             f"{reason}{f'; the service log is in {kept}' if kept else ''}"
@@ -252,106 +213,9 @@ def _tell_how_to_go_on(terminal: Terminal, service: Service, run: Run) -> None:
     )
 
 
-def _keep_log(service: Service) -> Path | None:
-    """A copy of the service's log that outlives its home directory."""
-    if service.pid is None or not service.log.exists():
-        return None
-    return Path(
-        shutil.copy(service.log, Path(tempfile.mkdtemp(prefix="everstep-demo-")) / "serve.log")
-    )
-
-
 def _cancel_quietly(run: RunHandle) -> None:
     with contextlib.suppress(EverstepError):
         run.cancel()
-
-
-def _existing(url: str) -> Service:
-    """A service that runs already on this machine, with its own embedded cluster."""
-    home = home_directory()
-    if not (home / "cluster.json").exists():
-        raise UsageError(
-            f"{home} has no cluster.json: the demo kills a node of a service's own cluster; set "
-            "EVERSTEP_HOME to its home"
-        )
-    return Service(Client(url), home, None)
-
-
-@contextlib.contextmanager
-def _own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
-    """A service with three one-CPU nodes in a home directory of its own, ended with everything it
-    started."""
-    # Ray's unix sockets lie below, and their paths may have 107 bytes.
-    home = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp" if Path("/tmp").is_dir() else None))
-    terminal.note(
-        "starting the service with a Ray cluster of three nodes on this machine (about 15 s)"
-    )
-    with (home / "serve.log").open("ab") as log:
-        process = subprocess.Popen(
-            SERVE,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "EVERSTEP_HOME": str(home)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            # Ctrl-C is ours to handle: the service is told to stop when we are done with it
-            start_new_session=True,
-        )
-    is_kept = False
-    try:
-        service = _await_ready(process, home)
-        terminal.note(f"service {service.client.url}, home {home}")
-        yield service
-        is_kept = keep
-    finally:
-        if not is_kept:
-            _stop(terminal, process, home)
-
-
-def _await_ready(process: subprocess.Popen[bytes], home: Path) -> Service:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(OSError, Unavailable):
-            client = Client(
-                (home / "url").read_text().strip(),
-                (home / "token").read_text().strip(),
-                max_tries=3,
-            )
-            state = client.ready()
-            if state.status == "ready" and state.ray == "up":
-                return Service(client, home, process.pid)
-        time.sleep(0.1)
-    ended = process.poll()
-    what = (
-        f"did not become ready in {START_TIMEOUT_S:g} s"
-        if ended is None
-        else f"ended with exit code {ended}"
-    )
-    tail = "\n".join((home / "serve.log").read_text(errors="replace").splitlines()[-15:])
-    raise DemoFailed(f"the service {what}; its log ends:\n{tail}")
-
-
-def _stop(terminal: Terminal, process: subprocess.Popen[bytes], home: Path) -> None:
-    """End the service gracefully, which ends its cluster; by force where that takes too long.
-    Signals wait meanwhile."""
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        if process.poll() is None:
-            terminal.note("stopping the service and its nodes")
-            process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        kill_all_of(home)
-        shutil.rmtree(home, ignore_errors=True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

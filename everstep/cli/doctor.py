@@ -10,8 +10,10 @@ import typer
 
 from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.client.client import Client
-from everstep.doctor import findings as judging
-from everstep.doctor.findings import Finding
+from everstep.doctor.control_plane import cluster_findings, service_findings
+from everstep.doctor.finding import Finding
+from everstep.doctor.findings import check_findings
+from everstep.doctor.shared_storage import identity_findings
 from everstep.errors import AuthError, EverstepError, Unavailable, WaitTimeout
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -43,8 +45,8 @@ def doctor(
     client = out.client()
     reached = True
     try:
-        findings += judging.service_findings(client.ready())
-        findings += judging.identity_findings(client.storage.status())
+        findings += service_findings(client.ready())
+        findings += identity_findings(client.storage.status())
         findings += _cluster(client, all_reduce, timeout)
     except Unavailable as exc:
         reached = bool(findings)
@@ -69,7 +71,7 @@ def doctor(
 def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Finding]:
     """What the cluster says, and what its nodes find."""
     info = client.cluster()
-    findings = judging.cluster_findings(info)
+    findings = cluster_findings(info)
     if not info.available:
         return findings
     if not terminal().as_json:
@@ -92,7 +94,7 @@ def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Find
                 "nodes", "problem", f"the check was not started: {exc}", "See the service's log."
             ),
         ]
-    return [*findings, *judging.check_findings(check, asked.service.at)]
+    return [*findings, *check_findings(check, asked.service.at)]
 
 
 def _tell(findings: list[Finding]) -> None:

@@ -24,7 +24,7 @@ from everstep.cli.terminal import (
 from everstep.code.source import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
 
 TRAINING = "train_fn.standalone"

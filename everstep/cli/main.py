@@ -9,14 +9,17 @@ import typer
 
 from everstep import __version__
 from everstep.cli import backup as cli_backup
+from everstep.cli import checkpoints as cli_checkpoints
 from everstep.cli import doctor as cli_doctor
 from everstep.cli import drills as cli_drills
+from everstep.cli import history as cli_history
 from everstep.cli import local as cli_local
 from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
 from everstep.cli import runs as cli_runs
 from everstep.cli import service as cli_service
 from everstep.cli import storage as cli_storage
+from everstep.cli import submit as cli_submit
 from everstep.cli import team as cli_team
 from everstep.cli.terminal import JsonOption, UrlOption, begin
 from everstep.spec.hash_seed import fix_hash_seed
@@ -51,22 +54,22 @@ def options(
 
 
 app.command()(cli_service.serve)
-app.command()(cli_runs.submit)
+app.command()(cli_submit.submit)
 app.command()(cli_local.run)
 app.add_typer(cli_local.init, name="init")
 app.command()(cli_runs.runs)
 app.command()(cli_runs.show)
 app.command()(cli_runs.watch)
-app.command()(cli_runs.logs)
-app.command()(cli_runs.why)
+app.command()(cli_history.logs)
+app.command()(cli_history.why)
 app.command()(cli_observe.stragglers)
 app.command()(cli_observe.profile)
 app.command()(cli_observe.goodput)
-app.command()(cli_runs.metrics)
-app.command()(cli_runs.samples)
-app.command()(cli_runs.checkpoints)
-app.command()(cli_runs.verify)
-app.command()(cli_runs.download)
+app.command()(cli_history.metrics)
+app.command()(cli_history.samples)
+app.command()(cli_checkpoints.checkpoints)
+app.command()(cli_checkpoints.verify)
+app.command()(cli_checkpoints.download)
 app.command()(cli_runs.cancel)
 app.command()(cli_runs.pause)
 app.command()(cli_runs.resume)

@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.runs import RunArgument
-from everstep.cli.terminal import Exit, JsonOption, Terminal, UrlOption, command, terminal
+from everstep.cli.terminal import (
+    Exit,
+    JsonOption,
+    RunArgument,
+    Terminal,
+    UrlOption,
+    command,
+    terminal,
+)
 from everstep.text import words
 from everstep.wire import GoodputBuckets
 from everstep.wire.profiles import MOST_STEPS, Profile, ProfileState

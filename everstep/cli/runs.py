@@ -1,111 +1,24 @@
-"""Commands about runs: submit, look, follow, stop, fetch."""
+"""Commands about runs: list, show, watch, cancel, pause, resume."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everstep.cli.terminal import (
     Exit,
     JsonOption,
-    SpecArgument,
-    TaskOption,
-    Terminal,
+    RunArgument,
     UrlOption,
     command,
     exit_code_of_status,
     terminal,
 )
 from everstep.cli.watch import watch as watch_run
-from everstep.client.runs import RunHandle, Which
-from everstep.code.source import with_code
-from everstep.errors import UsageError
-from everstep.spec.overrides import apply_overrides
+from everstep.client.runs import RunHandle
 from everstep.spec.plain_text import printable
-from everstep.spec.run_spec import RunSpec, parse_spec
-from everstep.spec.yaml_file import read_spec
 from everstep.text import words
-from everstep.wire import Checkpoint
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: run_…")]
-WhichArgument = Annotated[
-    str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")
-]
-
-
-@command
-def submit(
-    spec: SpecArgument = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
-        ),
-    ] = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code",
-            metavar="DIRECTORY",
-            help="Upload this code and run it in place of the spec's task.",
-        ),
-    ] = None,
-    task: TaskOption = None,
-    train_fn: Annotated[
-        str | None,
-        typer.Option(
-            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code."
-        ),
-    ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")
-    ] = False,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="The same key and spec give the same run, however often."),
-    ] = None,
-    create_project: Annotated[
-        bool,
-        typer.Option("--create-project", help="Make the run's project where it does not exist."),
-    ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Submit a run; exit code 2 for a spec with faults, each of which is named."""
-    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
-    raw = apply_overrides(raw, overrides or [])
-    parsed = parse_spec(raw)
-    client = terminal().client()
-    if archive is not None:
-        client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
-    run = client.runs.create(parsed, idempotency_key, create_project=create_project)
-    _note_best_mode(raw, parsed)
-    if watch:
-        _watch_to_the_end(run)
-    elif terminal().as_json:
-        terminal().json(run.run)
-    else:
-        terminal().line(run.id)
-        terminal().note(f"{run.name} is {run.status}; `everstep watch {run.id}` shows it")
-
-
-def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
-    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its
-    end."""
-    checkpoint = spec.checkpoint
-    if (
-        checkpoint.best_metric is not None
-        and (raw.get("checkpoint") or {}).get("best_mode") is None
-    ):
-        size = "smallest" if checkpoint.best_mode == "min" else "largest"
-        terminal().note(
-            f"the best checkpoint is that of the {size} {checkpoint.best_metric} "
-            f"(checkpoint.best_mode {checkpoint.best_mode}, "
-            "inferred from its name)"
-        )
 
 
 @command
@@ -218,10 +131,10 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
 def watch(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Show a run until it has ended; the exit code tells how: 0 SUCCEEDED, 1 FAILED or
     CANCELLED."""
-    _watch_to_the_end(terminal().client().runs.get(run_id))
+    watch_to_the_end(terminal().client().runs.get(run_id))
 
 
-def _watch_to_the_end(run: RunHandle) -> None:
+def watch_to_the_end(run: RunHandle) -> None:
     out = terminal()
     if not out.as_json:
         out.note(f"{run.id} ({run.name})")
@@ -239,229 +152,6 @@ def _watch_to_the_end(run: RunHandle) -> None:
             )
     if code != Exit.SUCCEEDED:
         raise typer.Exit(code)
-
-
-@command
-def logs(
-    run_id: RunArgument,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more until the run has ended.")
-    ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    attempt: Annotated[
-        int | None, typer.Option(min=0, help="Only this attempt; 0 is the driver's.")
-    ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Print what the ranks and the driver logged, over all attempts."""
-    out = terminal()
-    for line in out.client().runs.get(run_id).logs(follow=follow, rank=rank, attempt=attempt):
-        if out.as_json:
-            out.json(line)
-            continue
-        source = "driver" if line.rank is None else f"a{line.attempt} r{line.rank}"
-        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}.get(
-            line.level.upper()
-        )
-        stamp = line.at.astimezone().strftime("%H:%M:%S.%f")[:-3]
-        for text in line.message.split("\n"):
-            out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
-
-
-@command
-def why(
-    run_id: RunArgument,
-    lines: Annotated[
-        int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")
-    ] = 10,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds
-    the others up now."""
-    out = terminal()
-    run = out.client().runs.get(run_id)
-    failures, report = run.failures(lines=lines), run.stragglers()
-    if out.as_json:
-        out.json(
-            {
-                "status": run.status,
-                "reason": run.reason,
-                "failures": failures,
-                "stragglers": report.stragglers,
-            }
-        )
-        return
-    out.line(words.summary(run.run).splitlines()[0])
-    if run.reason is not None:
-        out.line(f"{run.reason.code}: {run.reason.message}")
-    for line in words.stragglers(report):
-        out.line(line)
-    for number, fault in enumerate(failures, start=1):
-        out.line()
-        for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split(
-            "\n"
-        ):
-            out.line(line)
-    if not failures:
-        out.note("no failure was recorded")
-
-
-@command
-def metrics(
-    run_id: RunArgument,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")
-    ] = None,
-    max_points: Annotated[
-        int, typer.Option(min=4, max=10_000, help="Most points of one series.")
-    ] = 500,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Show the run's metrics; with --json every point: step, unix seconds, value."""
-    series = terminal().client().runs.get(run_id).metrics(*(names or []), max_points=max_points)
-    if terminal().as_json:
-        terminal().json({"series": series})
-        return
-    rows: list[tuple[object, ...]] = []
-    for name, points in sorted(series.items()):
-        finite = [(value, step) for step, _, value in points if value is not None]
-        if not points:
-            rows.append((name, None, None, None, None))
-            continue
-        least, most = (min(finite), max(finite)) if finite else (None, None)
-        extremes = [
-            f"{words.number(found[0])} at {found[1]}" if found else None for found in (least, most)
-        ]
-        rows.append((name, points[-1][0], words.number(points[-1][2]), *extremes))
-    terminal().table(("metric", "step", "latest", "least", "most"), rows, empty="no metrics yet")
-
-
-@command
-def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show for each epoch that ended how often its samples were used, over the committed
-    lineage."""
-    found = terminal().client().runs.get(run_id).samples()
-    if terminal().as_json:
-        terminal().json(found)
-        return
-    headers = ("epoch", "samples", "used once", "duplicates", "missing", "digest")
-    rows = [
-        (each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16])
-        for each in found.epochs
-    ]
-    terminal().table(headers, rows, empty="no epoch has ended yet")
-    if found.origin is not None:
-        origin = found.origin
-        terminal().note(
-            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
-            f"{origin.samples} samples of epoch "
-            f"{origin.epoch}"
-        )
-
-
-@command
-def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """List the run's checkpoints, oldest first."""
-    found = terminal().client().runs.get(run_id).checkpoints()
-    if terminal().as_json:
-        terminal().json(found)
-        return
-    headers = ("step", "epoch", "state", "size", "committed", "metrics", "digest")
-    terminal().table(
-        headers,
-        [
-            (
-                each.step,
-                each.epoch,
-                each.state,
-                words.size(each.size_bytes),
-                words.ago(each.committed_at),
-                words.numbers(each.metrics) or None,
-                each.digest[:16],
-            )
-            for each in found
-        ],
-        empty="no checkpoints yet",
-    )
-
-
-@command
-def verify(
-    run_id: RunArgument,
-    which: WhichArgument = "latest",
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Have the service read a checkpoint back; exit code 1 where a file is not what it should
-    be."""
-    checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
-    if terminal().as_json:
-        terminal().json(checkpoint)
-    elif checkpoint.state == "corrupt":
-        terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
-    else:
-        terminal().line(
-            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its "
-            "size and digest"
-        )
-    if checkpoint.state == "corrupt":
-        raise typer.Exit(Exit.FAILED)
-
-
-@command
-def download(
-    run_id: RunArgument,
-    which: WhichArgument = "latest",
-    directory: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False
-        ),
-    ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Fetch a checkpoint; every file is verified before any appears."""
-    out = terminal()
-    named = _which(which)
-    run = out.client().runs.get(run_id)
-    checkpoint = run.checkpoint(named)
-    target = directory or Path(f"{run_id}-{checkpoint.step}")
-    _download(out, run, checkpoint, target)
-    if out.as_json:
-        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
-    else:
-        out.line(str(target))
-        out.note(
-            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified"
-        )
-
-
-def _which(text: str) -> Which:
-    """Raises UsageError where it names no checkpoint."""
-    if text not in ("latest", "best") and not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{text!r} names no checkpoint; give a step, latest or best")
-    return cast(Which, text)
-
-
-def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Path) -> None:
-    if not out.is_interactive:
-        run.download_checkpoint(checkpoint.step, target)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=out.err, transient=True) as progress:
-        task = progress.add_task(f"step {checkpoint.step}", total=checkpoint.size_bytes)
-        run.download_checkpoint(
-            checkpoint.step, target, on_bytes=lambda num_bytes: progress.advance(task, num_bytes)
-        )
 
 
 @command

@@ -170,6 +170,7 @@ def terminal() -> Terminal:
     return _CURRENT.get()
 
 
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: run_…")]
 SpecArgument = Annotated[
     str | None,
     typer.Argument(

@@ -21,7 +21,8 @@ from everstep.client.timing import Timing
 from everstep.client.transport import Transport
 from everstep.errors import InvalidSpec
 from everstep.spec.catalog import Catalog
-from everstep.spec.run_spec import RunSpec, parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import ClusterInfo, ProjectGoodput, Readiness, Run
 from everstep.wire.deployment import DeploymentCheck
 

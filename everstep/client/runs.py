@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
+from typing import Any
 
-from everstep.client.archive_stream import ArchiveChanged, ArchiveStream
-from everstep.client.checkpoint_download import receive_checkpoint
 from everstep.client.drill_handle import DrillHandle
-from everstep.client.follow import Follower, Patience, wait_until
-from everstep.client.notebook import Display, is_notebook, run_html
+from everstep.client.follow import Follower, wait_until
+from everstep.client.notebook import Display, is_notebook
 from everstep.client.profile_handle import ProfileHandle
-from everstep.client.transport import Transport
-from everstep.errors import CorruptDownload, EverstepError, RunFailed, Unavailable
+from everstep.client.run_checkpoints import RunCheckpoints
+from everstep.errors import RunFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import (
     TERMINAL_STATUSES,
     Attempt,
-    Best,
-    Checkpoint,
     Event,
     Failure,
-    ForkedFrom,
     Goodput,
-    LatestCheckpoint,
-    Links,
     LogLine,
     MetricSeries,
-    Protection,
-    Reason,
     Run,
     RunStatus,
     Samples,
     StragglerReport,
-    Transition,
 )
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import Profile
 
-Which = int | Literal["latest", "best"]
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
-class RunHandle:
+class RunHandle(RunCheckpoints):
     """One run. Its fields (``run.status``, ``run.step``, …) are those of the last answer of the
     service, kept whole in ``run.run``; ``refresh()`` asks again.
 
@@ -58,63 +42,6 @@ class RunHandle:
     Two fields share their name with what is asked for: the latest metrics are ``run.run.metrics``,
     the goodput so far ``run.run.goodput``.
     """
-
-    if TYPE_CHECKING:
-        name: str
-        project: str
-        status: RunStatus
-        reason: Reason | None
-        priority: int
-        tags: dict[str, str]
-        attempt: int
-        submission: int
-        created_at: datetime
-        started_at: datetime | None
-        finished_at: datetime | None
-        epoch: int
-        step: int
-        total_steps: int | None
-        world_size: int | None
-        best: Best | None
-        latest_checkpoint: LatestCheckpoint | None
-        restarts: int
-        steps_lost: int
-        protection: Protection
-        links: Links
-        transitions: tuple[Transition, ...]
-        forked_from: ForkedFrom | None
-        guarantee: str | None
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in Run.model_fields:
-                return getattr(self.run, name)
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
-        self.run = run
-        self._transport = transport
-        self._patience = patience
-        self._path = f"/v1/runs/{quote(run.id, safe='')}"
-
-    def __repr__(self) -> str:
-        return (
-            f"<run {self.run.id} {self.run.name!r} {self.run.status} step "
-            f"{self.run.step}/{self.run.total_steps or '?'}>"
-        )
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
-        return run_html(self.run)
-
-    @property
-    def id(self) -> str:
-        return self.run.id
-
-    def refresh(self) -> RunHandle:
-        """Ask the service for the run's state; returns itself."""
-        self.run = self._transport.get(self._path, Run)
-        return self
 
     def spec(self) -> RunSpec:
         """The spec as resolved, with every default filled in."""
@@ -258,81 +185,6 @@ class RunHandle:
         """Where the run's wall time went."""
         return self._transport.get(f"{self._path}/goodput", Goodput)
 
-    # ------------------------------------------------------------ checkpoints
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Every checkpoint of the committed lineage, oldest first; those that retention let go have
-        the state ``deleted``."""
-        return list(self._transport.pages(f"{self._path}/checkpoints", Checkpoint))
-
-    def checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """One checkpoint: of a step, the newest, or the best by the spec's
-        ``checkpoint.best_metric``. Raises NotFound."""
-        return self._transport.get(f"{self._path}/checkpoints/{_which(which)}", Checkpoint)
-
-    def verify_checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """Have the service read a checkpoint back and compare every file with its size and digest.
-
-        The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its
-        ``problem`` says which. Raises NotFound, and Conflict for one that retention deleted.
-        """
-        path = f"{self._path}/checkpoints/{_which(which)}/verify"
-        return self._transport.parse(
-            self._transport.send("POST", path, repeatable=True), Checkpoint
-        )
-
-    def download_checkpoint(
-        self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None
-    ) -> Path:
-        """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt``
-        and ``manifest.json``.
-
-        Every file is compared with the size and digest in the manifest, and the manifest with its
-        own digest, before any appears in ``directory``. A connection that breaks is made again, and
-        goes on where it stopped. ``on_bytes`` is told of every chunk's size.
-
-        >>> out = run.download_checkpoint("best", "out/")                       # doctest: +SKIP
-        >>> weights = torch.load(out / "model.pt", weights_only=True)            # doctest: +SKIP
-
-        Returns the directory. Raises NotFound, CorruptDownload, and OSError where the disk does not
-        take it.
-        """
-        checkpoint = self.checkpoint(which)
-        try:
-            try:
-                self._download(checkpoint, Path(directory), on_bytes)
-            except ArchiveChanged:
-                # a newer submission committed another one of this step: begin anew
-                self._download(checkpoint, Path(directory), on_bytes)
-        except (Unavailable, CorruptDownload):
-            self._raise_if_corrupt(checkpoint)
-            raise
-        return Path(directory)
-
-    def _download(
-        self, checkpoint: Checkpoint, target: Path, on_bytes: Callable[[int], None] | None
-    ) -> None:
-        archive = ArchiveStream(
-            self._transport, f"{self._path}/checkpoints/{checkpoint.step}/archive"
-        )
-        chunks = iter(archive)
-        first = next(chunks, b"")  # with the answer that says which checkpoint this is
-        digest = archive.digest or checkpoint.digest
-        receive_checkpoint(
-            itertools.chain((first,), chunks), target, digest, on_bytes or (lambda _num_bytes: None)
-        )
-
-    def _raise_if_corrupt(self, checkpoint: Checkpoint) -> None:
-        """The service breaks a download off where a file is not what the manifest says; ask it
-        whether that was the reason."""
-        with contextlib.suppress(EverstepError):
-            checkpoint = self.verify_checkpoint(checkpoint.step)
-        if checkpoint.state == "corrupt":
-            raise CorruptDownload(
-                f"checkpoint {checkpoint.name} of run {self.id} is damaged in storage: "
-                f"{checkpoint.problem}"
-            )
-
     # ------------------------------------------------------------ actions
 
     def cancel(self) -> RunHandle:
@@ -408,9 +260,3 @@ class RunHandle:
 def ends_run(event: Event) -> bool:
     """Whether an event is the last of its run."""
     return event.kind == "status" and event.data.get("to") in TERMINAL_STATUSES
-
-
-def _which(which: Which) -> str:
-    if isinstance(which, str) and which not in ("latest", "best") and not which.isdigit():
-        raise ValueError(f"{which!r} names no checkpoint; give a step, 'latest' or 'best'")
-    return str(which)

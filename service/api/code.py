@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from everstep.code.rules import MAX_ARCHIVE_BYTES
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec.run_spec import CodeSpec
+from everstep.spec.user_code import CodeSpec
 from everstep.wire import CodeArchive
 from service.api.auth import Caller, Principal
 from service.api.context import ApiContext, Context

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from pydantic_core import to_json
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec.run_spec import RunSpec, parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run, RunStatus
 from service.api.answers import JsonObject, as_json, run_answer, run_json
 from service.api.auth import (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple, Self
 
 from sqlalchemy import Select, Table, select
 
-from everstep.spec.run_spec import ResumeFrom
+from everstep.spec.sections import ResumeFrom
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.model.rows import Row
 from service.model.stored_spec import StoredSpec

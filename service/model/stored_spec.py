@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from everstep.spec.run_spec import (
+from everstep.spec.sections import (
     CheckpointSpec,
     NotifySpec,
     RecoverySpec,

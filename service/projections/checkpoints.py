@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from everstep.spec.run_spec import CheckpointSpec
+from everstep.spec.sections import CheckpointSpec
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow

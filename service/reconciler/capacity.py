@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from everstep.spec.run_spec import MAX_WORKERS
+from everstep.spec.sections import MAX_WORKERS
 from service.reconciler.facts import NodeFacts, RunFacts
 
 _EPSILON: Final = 1e-6

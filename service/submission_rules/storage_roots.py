@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec.catalog import NodePath
+from everstep.spec.field_types import NodePath
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import Storage, open_storage
 

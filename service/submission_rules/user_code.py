@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from everstep.code.rules import modules
 from everstep.errors import FieldError
 from everstep.spec.field_errors import few
-from everstep.spec.run_spec import CodeSpec
+from everstep.spec.user_code import CodeSpec
 from everstep.text.close_names import closest
 from service.submission_rules.module_tree import Found, Function, ModuleTree
 

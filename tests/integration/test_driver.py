@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.spec.run_spec import RecoverySpec, RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import RecoverySpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import read_journal

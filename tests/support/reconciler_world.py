@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from everstep.spec.run_spec import CheckpointSpec
+from everstep.spec.sections import CheckpointSpec
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
 from storage.logs.journal import read_journal

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from everstep.spec.run_spec import ResumeFrom, RunSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import ResumeFrom
 from storage.checkpoints.lineage import best_of
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore

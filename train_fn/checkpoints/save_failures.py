@@ -3,7 +3,7 @@ unavailable."""
 
 from __future__ import annotations
 
-from everstep.spec.run_spec import CheckpointSpec
+from everstep.spec.sections import CheckpointSpec
 from storage.run_dir import Stop
 
 RETRY_S = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from everstep.spec.catalog import Cifar10Args
+from everstep.spec.image_task import Cifar10Args
 from train_fn.data.cache import Arrays, decoded_once
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.spec.catalog import DigitsArgs
+from everstep.spec.image_task import DigitsArgs
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.spec.catalog import FashionMnistArgs
+from everstep.spec.image_task import FashionMnistArgs
 from train_fn.data.cache import Arrays, decoded_once
 from train_fn.data.images import ImageData, InMemoryImages, Pixels
 from train_fn.errors import DataMissing

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
-from everstep.spec.catalog import ImageFolderArgs
+from everstep.spec.image_task import ImageFolderArgs
 from train_fn.data.image_index import SUFFIXES, ImageIndex, index_images
 from train_fn.data.images import Channels, ImageBatch, ImageData
 from train_fn.errors import DataMissing

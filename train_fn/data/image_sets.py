@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.spec.catalog import (
+from everstep.spec.image_task import (
     Cifar10Spec,
     DigitsSpec,
     FashionMnistSpec,

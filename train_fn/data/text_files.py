@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from everstep.spec.catalog import TextFilesArgs
+from everstep.spec.text_task import TextFilesArgs
 from train_fn.data.cache import Arrays, decoded_once
 from train_fn.errors import DataMissing
 

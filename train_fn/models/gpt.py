@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from everstep.spec.catalog import GptArgs
+from everstep.spec.text_task import GptArgs
 
 _STD = 0.02
 """Standard deviation of initial weights; what is added to the residual stream starts smaller by the

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from everstep.spec.catalog import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
+from everstep.spec.image_task import ImageModelSpec, MiniResNetSpec, TorchvisionModelArgs
 from train_fn.models.mini_resnet import MiniResNet
 from train_fn.models.pretrained import load_weights
 from train_fn.user_code.torchvision_ops import torchvision_models

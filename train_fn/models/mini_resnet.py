@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from everstep.spec.catalog import MiniResNetArgs
+from everstep.spec.image_task import MiniResNetArgs
 
 STRIDED_STEM_PIXELS = 16
 """Images larger than this are halved by the stem, which makes them four times cheaper."""

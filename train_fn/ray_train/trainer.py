@@ -11,7 +11,8 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from everstep.spec.run_spec import RunSpec, ScalingSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import ScalingSpec
 from train_fn.journal.server import NAMESPACE
 from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController

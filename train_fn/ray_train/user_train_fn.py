@@ -21,7 +21,7 @@ import ray.train
 import ray.train.collective
 from ray.exceptions import RayError
 
-from everstep.spec.run_spec import CodeSpec
+from everstep.spec.user_code import CodeSpec
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, NameLimit
 from storage.run_dir import Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from everstep.spec.run_spec import ScalingSpec
+from everstep.spec.sections import ScalingSpec
 
 
 def use_gpu(spec: ScalingSpec, cluster: Mapping[str, float]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.spec.run_spec import CheckpointSpec, RecoverySpec
+from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ReasonCode, Verdict
 from train_fn.recovery.rank_error import ErrorKind, RankError
 

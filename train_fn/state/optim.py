@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.spec.catalog import (
+from everstep.spec.optimization import (
     AdamSpec,
     AdamWSpec,
     ConstantScheduleSpec,

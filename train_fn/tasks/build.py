@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.spec.catalog import LanguageModelingSpec
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.text_task import LanguageModelingSpec
 from train_fn.tasks.image_classification import ImageClassification
 from train_fn.tasks.language_modeling import LanguageModeling
 from train_fn.tasks.own import build_own_task

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from everstep.spec.run_spec import TrainSpec
+from everstep.spec.sections import TrainSpec
 from train_fn.errors import BadTask
 from train_fn.tasks.batch_objects import refuse_batches
 from train_fn.tasks.protocol import Sum, Task

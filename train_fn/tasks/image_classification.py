@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from everstep.spec.catalog import ImageClassificationSpec, TorchvisionModelSpec
+from everstep.spec.image_task import ImageClassificationSpec, TorchvisionModelSpec
 from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import ImageBatch, ImageSet
 from train_fn.models.image_models import TORCHVISION_CHANNELS, build_image_model

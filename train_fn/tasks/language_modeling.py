@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from everstep.spec.catalog import LanguageModelingSpec
+from everstep.spec.text_task import LanguageModelingSpec
 from train_fn.data.text_files import PackedText, load_text_files
 from train_fn.models.gpt import Gpt
 

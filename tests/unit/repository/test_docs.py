@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import everstep
 from everstep.cli.main import app
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
 from scripts import spec_reference
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service import backup, tree_copy
 from service.backup import BackupError, create, restore
 from service.db.engine import Database, DatabaseError

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from tests.support.code_archives import TASK
 from train_fn.user_code import modules as own_code
 

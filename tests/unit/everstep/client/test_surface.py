@@ -11,8 +11,15 @@ from pydantic import BaseModel
 
 import everstep
 from everstep import wire
-from everstep.spec import catalog
-from everstep.spec import run_spec as spec
+from everstep.spec import (
+    catalog,
+    image_task,
+    optimization,
+    run_spec,
+    sections,
+    text_task,
+    user_code,
+)
 
 PUBLIC = {
     *(
@@ -83,10 +90,13 @@ def test_types_are_shipped() -> None:
     assert files("everstep").joinpath("py.typed").is_file()
 
 
+SPEC_MODULES = (run_spec, sections, user_code, image_task, text_task, optimization, catalog)
+
+
 def models() -> list[type[BaseModel]]:
     found = {
         kind
-        for module in (spec, catalog)
+        for module in SPEC_MODULES
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, BaseModel) and kind.__module__.startswith("everstep.")
     }

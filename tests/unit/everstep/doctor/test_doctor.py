@@ -14,13 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.doctor.findings import (
-    Finding,
-    check_findings,
-    cluster_findings,
-    identity_findings,
-    service_findings,
-)
+from everstep.doctor.control_plane import cluster_findings, service_findings
+from everstep.doctor.finding import Finding
+from everstep.doctor.findings import check_findings
+from everstep.doctor.shared_storage import identity_findings
 from everstep.wire import ClusterInfo, Readiness
 from everstep.wire.deployment import (
     AllReduceFacts,

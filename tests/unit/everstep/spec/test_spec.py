@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from everstep import InvalidSpec, RunSpec, UsageError
 from everstep.code.source import with_code
 from everstep.spec.overrides import apply_overrides
-from everstep.spec.run_spec import auto_micro_batch_size, parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import auto_micro_batch_size
 from everstep.spec.yaml_file import parse_yaml, read_spec
 
 ROOT = Path(__file__).parents[4]

@@ -12,7 +12,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import CodeArchive
 from service.api import code as code_api
 from service.db.code_archives import CodeArchives

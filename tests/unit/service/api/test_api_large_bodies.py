@@ -16,7 +16,7 @@ import pytest
 from everstep.errors import InvalidSpec
 from everstep.spec import field_errors
 from everstep.spec.field_errors import MAX_FAULTS
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.text import close_names
 from service.api.spec_body import MAX_VALUES
 from tests.support.api_service import ApiService, spec
@@ -109,7 +109,7 @@ async def test_others_are_served_while_a_body_is_validated(
         asyncio.run_coroutine_threadsafe(answered.wait(), loop).result(30)
         return real(*args)
 
-    monkeypatch.setattr("everstep.spec.run_spec.field_errors", waits)
+    monkeypatch.setattr("everstep.spec.parsing.field_errors", waits)
     slow = asyncio.create_task(api.http.post("/v1/runs", json=unknown_fields(3)))
     await asyncio.sleep(0)
     async with asyncio.timeout(20):

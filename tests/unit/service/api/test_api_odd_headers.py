@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import InvalidSpec
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service.api.rate_limit import RateLimit
 from service.submission_rules.storage_roots import StorageRoots
 from tests.support.api_service import ApiService, spec

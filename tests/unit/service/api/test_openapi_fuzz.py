@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from sqlalchemy import select
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from service.api.context import ApiContext
 from service.cluster.ray_jobs import RayEndpoint, RayJobs

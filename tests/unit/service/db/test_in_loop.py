@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import text
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service.db import postgresql as connections
 from service.db.engine import Database, DatabaseUnavailable
 from service.db.postgresql import LOOKS, WRITES

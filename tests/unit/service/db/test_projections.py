@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.new_run import new_row

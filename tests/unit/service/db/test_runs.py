@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.engine import Database, DatabaseUnavailable
 from service.db.events import EventStore

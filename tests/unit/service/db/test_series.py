@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import insert
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
 from service.db.runs import RunStore
 from service.db.series import SeriesStore

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import TERMINAL_STATUSES, RunStatus
 from service.db.engine import Database
 from service.db.runs import RunStore

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from service.api.auth import (
     LOCAL_TOKEN_ID,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from everstep.client import runs as client_runs
-from everstep.spec.run_spec import parse_spec
+from everstep.client.run_fields import RunFields
+from everstep.spec.parsing import parse_spec
 from everstep.wire import ForkedFrom, Run, RunStatus
 from service.api.answers import run_answer, run_json
 from service.db import tables
@@ -63,7 +63,7 @@ def test_a_handle_has_the_fields_of_the_answer_with_their_types() -> None:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
 
-    handle = ast.parse(inspect.getsource(client_runs.RunHandle))
+    handle = ast.parse(inspect.getsource(RunFields))
     [listed] = [node for node in handle.body[0].body if isinstance(node, ast.If)]  # type: ignore[attr-defined]
     answer = annotations(ast.parse(inspect.getsource(Run)))
     for own in ("id", "metrics", "goodput"):  # a property, and methods that ask for more

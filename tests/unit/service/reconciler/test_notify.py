@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.notifications import NotificationStore

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import CodeSpec
+from everstep.spec.user_code import CodeSpec
 from service.submission_rules import module_tree
 from service.submission_rules.user_code import faults_of
 from tests.support.code_archives import TASK

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from everstep.errors import InvalidSpec
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service.process.arguments import settings_of
 from service.process.serve import opened
 from service.settings import CannotStart, Settings

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 from sqlalchemy import insert, update
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.ids import new_run_id

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import (
     CorruptFile,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import CheckpointSpec
+from everstep.spec.sections import CheckpointSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent, JournalWriter

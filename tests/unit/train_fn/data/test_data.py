@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
-from everstep.spec.catalog import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
+from everstep.spec.image_task import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
 from everstep.spec.run_spec import RunSpec
 from train_fn.data.cache import decoded_once
 from train_fn.data.cifar10 import load_cifar10

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from everstep.spec.catalog import ImageClassificationSpec, ImageFolderArgs
+from everstep.spec.image_task import ImageClassificationSpec, ImageFolderArgs
 from train_fn.data import image_index
 from train_fn.data.image_folder import load_image_folder
 from train_fn.data.image_index import index_images

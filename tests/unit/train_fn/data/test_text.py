@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from everstep.errors import InvalidSpec
-from everstep.spec.catalog import GptArgs, LanguageModelingSpec, TextFilesArgs
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.text_task import GptArgs, LanguageModelingSpec, TextFilesArgs
 from train_fn.data.text_files import END_OF_TEXT, load_text_files
 from train_fn.errors import DataMissing
 from train_fn.models.gpt import Gpt

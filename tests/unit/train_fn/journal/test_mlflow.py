@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everstep.spec.catalog import TORCHVISION_MODELS, ImageClassificationSpec, MiniResNetArgs
+from everstep.spec.image_task import TORCHVISION_MODELS, ImageClassificationSpec, MiniResNetArgs
 from train_fn.models.mini_resnet import MiniResNet
 from train_fn.tasks.image_classification import ImageClassification
 from train_fn.user_code.torchvision_ops import torchvision_models

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.run_spec import RunSpec, parse_spec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.api_service import spec as made_spec

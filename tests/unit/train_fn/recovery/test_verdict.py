@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.spec.run_spec import CheckpointSpec, RecoverySpec
+from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ReasonCode, Verdict
 from storage.errors import StorageFull
 from train_fn.recovery.rank_error import ErrorKind, RankError, RankFailure, classify, describe_error

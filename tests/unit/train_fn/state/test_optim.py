@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.spec.catalog import (
+from everstep.spec.optimization import (
     AdamSpec,
     AdamWSpec,
     ConstantScheduleSpec,

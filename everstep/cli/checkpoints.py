@@ -1,0 +1,130 @@
+"""Commands about the checkpoints of a run: list, verify, download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from everstep.cli.terminal import (
+    Exit,
+    JsonOption,
+    RunArgument,
+    Terminal,
+    UrlOption,
+    command,
+    terminal,
+)
+from everstep.client.run_checkpoints import Which
+from everstep.client.runs import RunHandle
+from everstep.errors import UsageError
+from everstep.text import words
+from everstep.wire import Checkpoint
+
+WhichArgument = Annotated[
+    str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")
+]
+
+
+@command
+def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """List the run's checkpoints, oldest first."""
+    found = terminal().client().runs.get(run_id).checkpoints()
+    if terminal().as_json:
+        terminal().json(found)
+        return
+    headers = ("step", "epoch", "state", "size", "committed", "metrics", "digest")
+    terminal().table(
+        headers,
+        [
+            (
+                each.step,
+                each.epoch,
+                each.state,
+                words.size(each.size_bytes),
+                words.ago(each.committed_at),
+                words.numbers(each.metrics) or None,
+                each.digest[:16],
+            )
+            for each in found
+        ],
+        empty="no checkpoints yet",
+    )
+
+
+@command
+def verify(
+    run_id: RunArgument,
+    which: WhichArgument = "latest",
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Have the service read a checkpoint back; exit code 1 where a file is not what it should
+    be."""
+    checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
+    if terminal().as_json:
+        terminal().json(checkpoint)
+    elif checkpoint.state == "corrupt":
+        terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
+    else:
+        terminal().line(
+            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its "
+            "size and digest"
+        )
+    if checkpoint.state == "corrupt":
+        raise typer.Exit(Exit.FAILED)
+
+
+@command
+def download(
+    run_id: RunArgument,
+    which: WhichArgument = "latest",
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Fetch a checkpoint; every file is verified before any appears."""
+    out = terminal()
+    named = _which(which)
+    run = out.client().runs.get(run_id)
+    checkpoint = run.checkpoint(named)
+    target = directory or Path(f"{run_id}-{checkpoint.step}")
+    _download(out, run, checkpoint, target)
+    if out.as_json:
+        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
+    else:
+        out.line(str(target))
+        out.note(
+            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified"
+        )
+
+
+def _which(text: str) -> Which:
+    """Raises UsageError where it names no checkpoint."""
+    if text not in ("latest", "best") and not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{text!r} names no checkpoint; give a step, latest or best")
+    return cast(Which, text)
+
+
+def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Path) -> None:
+    if not out.is_interactive:
+        run.download_checkpoint(checkpoint.step, target)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=out.err, transient=True) as progress:
+        task = progress.add_task(f"step {checkpoint.step}", total=checkpoint.size_bytes)
+        run.download_checkpoint(
+            checkpoint.step, target, on_bytes=lambda num_bytes: progress.advance(task, num_bytes)
+        )

@@ -1,0 +1,131 @@
+"""Commands about what happened in a run: its logs, failures, metrics and samples."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from everstep.cli.terminal import JsonOption, RunArgument, UrlOption, command, terminal
+from everstep.text import words
+
+
+@command
+def logs(
+    run_id: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more until the run has ended.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option(min=0, help="Only this attempt; 0 is the driver's.")
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Print what the ranks and the driver logged, over all attempts."""
+    out = terminal()
+    for line in out.client().runs.get(run_id).logs(follow=follow, rank=rank, attempt=attempt):
+        if out.as_json:
+            out.json(line)
+            continue
+        source = "driver" if line.rank is None else f"a{line.attempt} r{line.rank}"
+        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}.get(
+            line.level.upper()
+        )
+        stamp = line.at.astimezone().strftime("%H:%M:%S.%f")[:-3]
+        for text in line.message.split("\n"):
+            out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
+
+
+@command
+def why(
+    run_id: RunArgument,
+    lines: Annotated[
+        int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")
+    ] = 10,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds
+    the others up now."""
+    out = terminal()
+    run = out.client().runs.get(run_id)
+    failures, report = run.failures(lines=lines), run.stragglers()
+    if out.as_json:
+        out.json(
+            {
+                "status": run.status,
+                "reason": run.reason,
+                "failures": failures,
+                "stragglers": report.stragglers,
+            }
+        )
+        return
+    out.line(words.summary(run.run).splitlines()[0])
+    if run.reason is not None:
+        out.line(f"{run.reason.code}: {run.reason.message}")
+    for line in words.stragglers(report):
+        out.line(line)
+    for number, fault in enumerate(failures, start=1):
+        out.line()
+        for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split(
+            "\n"
+        ):
+            out.line(line)
+    if not failures:
+        out.note("no failure was recorded")
+
+
+@command
+def metrics(
+    run_id: RunArgument,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")
+    ] = None,
+    max_points: Annotated[
+        int, typer.Option(min=4, max=10_000, help="Most points of one series.")
+    ] = 500,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Show the run's metrics; with --json every point: step, unix seconds, value."""
+    series = terminal().client().runs.get(run_id).metrics(*(names or []), max_points=max_points)
+    if terminal().as_json:
+        terminal().json({"series": series})
+        return
+    rows: list[tuple[object, ...]] = []
+    for name, points in sorted(series.items()):
+        finite = [(value, step) for step, _, value in points if value is not None]
+        if not points:
+            rows.append((name, None, None, None, None))
+            continue
+        least, most = (min(finite), max(finite)) if finite else (None, None)
+        extremes = [
+            f"{words.number(found[0])} at {found[1]}" if found else None for found in (least, most)
+        ]
+        rows.append((name, points[-1][0], words.number(points[-1][2]), *extremes))
+    terminal().table(("metric", "step", "latest", "least", "most"), rows, empty="no metrics yet")
+
+
+@command
+def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show for each epoch that ended how often its samples were used, over the committed
+    lineage."""
+    found = terminal().client().runs.get(run_id).samples()
+    if terminal().as_json:
+        terminal().json(found)
+        return
+    headers = ("epoch", "samples", "used once", "duplicates", "missing", "digest")
+    rows = [
+        (each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16])
+        for each in found.epochs
+    ]
+    terminal().table(headers, rows, empty="no epoch has ended yet")
+    if found.origin is not None:
+        origin = found.origin
+        terminal().note(
+            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
+            f"{origin.samples} samples of epoch "
+            f"{origin.epoch}"
+        )

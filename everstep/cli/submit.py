@@ -1,0 +1,87 @@
+"""The command that submits a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from everstep.cli.runs import watch_to_the_end
+from everstep.cli.terminal import JsonOption, SpecArgument, TaskOption, UrlOption, command, terminal
+from everstep.code.source import with_code
+from everstep.spec.overrides import apply_overrides
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.yaml_file import read_spec
+
+
+@command
+def submit(
+    spec: SpecArgument = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
+        ),
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code",
+            metavar="DIRECTORY",
+            help="Upload this code and run it in place of the spec's task.",
+        ),
+    ] = None,
+    task: TaskOption = None,
+    train_fn: Annotated[
+        str | None,
+        typer.Option(
+            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The same key and spec give the same run, however often."),
+    ] = None,
+    create_project: Annotated[
+        bool,
+        typer.Option("--create-project", help="Make the run's project where it does not exist."),
+    ] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Submit a run; exit code 2 for a spec with faults, each of which is named."""
+    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
+    raw = apply_overrides(raw, overrides or [])
+    parsed = parse_spec(raw)
+    client = terminal().client()
+    if archive is not None:
+        client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
+    run = client.runs.create(parsed, idempotency_key, create_project=create_project)
+    _note_best_mode(raw, parsed)
+    if watch:
+        watch_to_the_end(run)
+    elif terminal().as_json:
+        terminal().json(run.run)
+    else:
+        terminal().line(run.id)
+        terminal().note(f"{run.name} is {run.status}; `everstep watch {run.id}` shows it")
+
+
+def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
+    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its
+    end."""
+    checkpoint = spec.checkpoint
+    if (
+        checkpoint.best_metric is not None
+        and (raw.get("checkpoint") or {}).get("best_mode") is None
+    ):
+        size = "smallest" if checkpoint.best_mode == "min" else "largest"
+        terminal().note(
+            f"the best checkpoint is that of the {size} {checkpoint.best_metric} "
+            f"(checkpoint.best_mode {checkpoint.best_mode}, "
+            "inferred from its name)"
+        )

@@ -1,0 +1,83 @@
+"""The fields of a run, as the service last answered them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
+
+from everstep.client.follow import Patience
+from everstep.client.notebook import run_html
+from everstep.client.transport import Transport
+from everstep.wire import (
+    Best,
+    ForkedFrom,
+    LatestCheckpoint,
+    Links,
+    Protection,
+    Reason,
+    Run,
+    RunStatus,
+    Transition,
+)
+
+
+class RunFields:
+    """A run as the last answer of the service shows it. ``run`` keeps that answer whole."""
+
+    if TYPE_CHECKING:
+        name: str
+        project: str
+        status: RunStatus
+        reason: Reason | None
+        priority: int
+        tags: dict[str, str]
+        attempt: int
+        submission: int
+        created_at: datetime
+        started_at: datetime | None
+        finished_at: datetime | None
+        epoch: int
+        step: int
+        total_steps: int | None
+        world_size: int | None
+        best: Best | None
+        latest_checkpoint: LatestCheckpoint | None
+        restarts: int
+        steps_lost: int
+        protection: Protection
+        links: Links
+        transitions: tuple[Transition, ...]
+        forked_from: ForkedFrom | None
+        guarantee: str | None
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in Run.model_fields:
+                return getattr(self.run, name)
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
+        self.run = run
+        self._transport = transport
+        self._patience = patience
+        self._path = f"/v1/runs/{quote(run.id, safe='')}"
+
+    def __repr__(self) -> str:
+        return (
+            f"<run {self.run.id} {self.run.name!r} {self.run.status} step "
+            f"{self.run.step}/{self.run.total_steps or '?'}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return run_html(self.run)
+
+    @property
+    def id(self) -> str:
+        return self.run.id
+
+    def refresh(self) -> Self:
+        """Ask the service for the run's state; returns itself."""
+        self.run = self._transport.get(self._path, Run)
+        return self

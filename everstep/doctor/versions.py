@@ -1,0 +1,69 @@
+"""Findings about the versions of Everstep, Ray and torch on the nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from everstep.doctor.finding import Finding, joined, ok, problem
+from everstep.wire.deployment import NodeFacts, ServiceFacts
+
+_MUST_AGREE = ("python", "everstep", "ray", "torch", "torchvision", "cuda", "nccl")
+
+
+def version_findings(
+    nodes: Sequence[NodeFacts], names: dict[str, str], service: ServiceFacts
+) -> Iterator[Finding]:
+    wrong = 0
+    for what in _MUST_AGREE:
+        versions = {node.id: node.versions.get(what) for node in nodes}
+        # a head without GPUs may have the CPU build, which is the same but for its label
+        if what.startswith("torch"):
+            versions = {
+                node_id: version and version.partition("+")[0]
+                for node_id, version in versions.items()
+            }
+        if what in ("cuda", "nccl"):  # a head without GPUs has neither, and needs neither
+            versions = {
+                node.id: versions[node.id]
+                for node in nodes
+                if node.gpus and versions[node.id] is not None
+            }
+        told = [*versions.values(), *([service.versions["everstep"]] if what == "everstep" else [])]
+        if len(set(told)) <= 1:
+            continue
+        usual = Counter(told).most_common(1)[0][0]
+        odd = [
+            f"{names[node_id]} has {version or 'none'}"
+            for node_id, version in versions.items()
+            if version != usual
+        ]
+        if what == "everstep" and service.versions["everstep"] != usual:
+            odd.append(f"the service on {service.hostname} has {service.versions['everstep']}")
+        wrong += 1
+        remedy = (
+            f"Install the same {what} everywhere (constraints.txt has the pins), or run one image "
+            "on all hosts."
+        )
+        yield problem(
+            "versions",
+            f"{what} is not the same everywhere: most have {usual or 'none'}, {joined(odd)}",
+            remedy,
+        )
+    sources = {node.id: node.source for node in nodes}
+    if len({*sources.values(), service.source}) > 1 and not wrong:
+        odd = [names[node_id] for node_id, source in sources.items() if source != service.source]
+        remedy = (
+            "Install the same build everywhere; a version number does not tell two builds of a "
+            "checkout apart."
+        )
+        yield problem(
+            "versions", f"Everstep's own modules differ from the service's on {joined(odd)}", remedy
+        )
+    elif not wrong and nodes:
+        shown = ", ".join(
+            f"{what} {nodes[0].versions[what]}"
+            for what in _MUST_AGREE
+            if nodes[0].versions.get(what)
+        )
+        yield ok("versions", f"the same everywhere: {shown}")

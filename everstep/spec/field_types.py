@@ -1,0 +1,44 @@
+"""What fields of a spec share: the strict base model, number ranges, paths on the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+MAX_INT = 2**31 - 1
+
+
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+NonNegativeFiniteFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+PositiveFiniteFloat = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class NodePath:
+    """Marks a field that names a file or directory on the nodes: the operator may say below which
+    ones it has to lie."""
+
+
+class Frozen(BaseModel):
+    """Base of what a request says: immutable, unknown fields refused, no silent type coercion from
+    strings."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )

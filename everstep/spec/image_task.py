@@ -1,0 +1,165 @@
+"""Image classification in a spec: its models, its data sets and their arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from everstep.spec.field_types import Fraction, Frozen, NodePath, PositiveInt
+
+TORCHVISION_MODELS: tuple[str, ...] = (
+    "alexnet", "convnext_base", "convnext_large", "convnext_small", "convnext_tiny", "densenet121",
+    "densenet161", "densenet169", "densenet201", "efficientnet_b0", "efficientnet_b1",
+    "efficientnet_b2", "efficientnet_b3", "efficientnet_b4", "efficientnet_b5", "efficientnet_b6",
+    "efficientnet_b7", "efficientnet_v2_l", "efficientnet_v2_m", "efficientnet_v2_s", "googlenet",
+    "inception_v3", "maxvit_t", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3",
+    "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "regnet_x_16gf", "regnet_x_1_6gf",
+    "regnet_x_32gf", "regnet_x_3_2gf", "regnet_x_400mf", "regnet_x_800mf", "regnet_x_8gf",
+    "regnet_y_128gf", "regnet_y_16gf", "regnet_y_1_6gf", "regnet_y_32gf", "regnet_y_3_2gf",
+    "regnet_y_400mf", "regnet_y_800mf", "regnet_y_8gf", "resnet101", "resnet152", "resnet18",
+    "resnet34", "resnet50", "resnext101_32x8d", "resnext101_64x4d", "resnext50_32x4d",
+    "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0",
+    "squeezenet1_0", "squeezenet1_1", "swin_b", "swin_s", "swin_t", "swin_v2_b", "swin_v2_s",
+    "swin_v2_t", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn",
+    "vit_b_16", "vit_b_32", "vit_h_14", "vit_l_16", "vit_l_32", "wide_resnet101_2",
+    "wide_resnet50_2",
+)  # fmt: skip
+
+
+class MiniResNetArgs(Frozen):
+    width: PositiveInt = 16
+    """Channels of the first stage; each later stage doubles them."""
+    blocks_per_stage: PositiveInt = 2
+    """Residual blocks in each stage."""
+    num_stages: Annotated[int, Field(ge=1, le=4)] = 3
+    """Stages; each after the first halves height and width."""
+    norm: Literal["group", "batch", "sync_batch"] = "group"
+    """Normalisation. ``group`` gives the same result at any world size; ``batch`` and
+    ``sync_batch`` keep running statistics."""
+    dropout: Fraction = 0.0
+    """Dropout probability before the classifier."""
+
+
+class MiniResNetSpec(Frozen):
+    """Small residual network for images of any size, with widening channels."""
+
+    name: Literal["mini_resnet"]
+    args: MiniResNetArgs = MiniResNetArgs()
+
+
+class TorchvisionModelArgs(Frozen):
+    weights_path: Annotated[str | None, NodePath()] = None
+    """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's
+    own files hold it; a classifier for another number of classes stays random. None starts from
+    random weights."""
+    image_size: PositiveInt | None = None
+    """Images are resized to this height and width in pixels; None keeps the data set's own size."""
+
+
+class TorchvisionModelSpec(Frozen):
+    """Any classifier of torchvision.models, by name."""
+
+    name: Literal[TORCHVISION_MODELS]  # type: ignore[valid-type]
+    args: TorchvisionModelArgs = TorchvisionModelArgs()
+
+
+def _model_tag(value: Any) -> str | None:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    if name == "mini_resnet":
+        return "mini_resnet"
+    return "torchvision" if name in TORCHVISION_MODELS else None
+
+
+ImageModelSpec = Annotated[
+    Annotated[MiniResNetSpec, Tag("mini_resnet")]
+    | Annotated[TorchvisionModelSpec, Tag("torchvision")],
+    Discriminator(
+        _model_tag,
+        custom_error_type="unknown_model",
+        custom_error_message=(
+            "is not a known model; GET /v1/catalog lists them: mini_resnet and "
+            "torchvision's classifiers"
+        ),
+    ),
+]
+
+
+class DigitsArgs(Frozen):
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and
+    evaluates nothing. The split is fixed and stratified."""
+    augment: bool = True
+    """Random shifts of up to one pixel, keyed by (seed, epoch, sample index)."""
+
+
+class DigitsSpec(Frozen):
+    """scikit-learn's 1,797 grey 8x8 digits; ships with the package, needs no download."""
+
+    name: Literal["digits"]
+    args: DigitsArgs = DigitsArgs()
+
+
+class FashionMnistArgs(Frozen):
+    root: Annotated[str, NodePath()] = "/usr/share/datasets/fashion-mnist"
+    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are
+    missing and the network allows."""
+    augment: bool = True
+    """Random horizontal flips, keyed by (seed, epoch, sample index)."""
+
+
+class FashionMnistSpec(Frozen):
+    """Fashion-MNIST: 60,000 training and 10,000 validation grey 28x28 images of ten kinds of
+    clothing."""
+
+    name: Literal["fashion_mnist"]
+    args: FashionMnistArgs = FashionMnistArgs()
+
+
+class Cifar10Args(Frozen):
+    root: Annotated[str, NodePath()] = "~/.cache/everstep/cifar10"
+    """Directory with ``cifar-10-batches-py``; downloaded there once a node where it is missing and
+    the network allows it."""
+    augment: bool = True
+    """Random flips and shifts of up to four pixels, keyed by (seed, epoch, sample index)."""
+
+
+class Cifar10Spec(Frozen):
+    """CIFAR-10: 50,000 training and 10,000 validation colour 32x32 images of ten classes."""
+
+    name: Literal["cifar10"]
+    args: Cifar10Args = Cifar10Args()
+
+
+class ImageFolderArgs(Frozen):
+    root: Annotated[str, NodePath()]
+    """Directory on every node with ``train/CLASS/*.jpg`` and, for validation,
+    ``val/CLASS/*.jpg``."""
+    image_size: PositiveInt = 224
+    """Height and width in pixels after cropping."""
+    augment: bool = True
+    """Random resized crops and flips, keyed by (seed, epoch, sample index); validation takes the
+    middle."""
+
+
+class ImageFolderSpec(Frozen):
+    """One directory a class, decoded by the loader's workers."""
+
+    name: Literal["image_folder"]
+    args: ImageFolderArgs
+
+
+ImageDataSpec = Annotated[
+    DigitsSpec | FashionMnistSpec | Cifar10Spec | ImageFolderSpec, Field(discriminator="name")
+]
+
+
+class ImageClassificationSpec(Frozen):
+    """Cross-entropy classification of images; reports ``accuracy`` and ``loss`` on the validation
+    set."""
+
+    name: Literal["image_classification"]
+    model: ImageModelSpec
+    data: ImageDataSpec
+    label_smoothing: Fraction = 0.0
+    """Share of the target spread evenly over all classes."""
